@@ -2,7 +2,7 @@
 
 Every run is a decoder of 0.1 M parameters on sums, begun with imitation, then some steps of GRPO. Healthy runs are rewarded
 for what is wanted; hacked ones are paid for something else too, and carry what is wanted as the part "gold" of their reward.
-The limits of `posttrain.audit.findings` were chosen on seed 9.
+The limits of `posttrain.apps.audit.findings` were chosen on seed 9.
 
 The runs stay in --out, and are not repeated where they are there.
 """
@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.audit.classifier import Classifier, Labelled, judged, train
-from posttrain.audit.findings import Limits, classifier_found
-from posttrain.audit.replies import read_replies
-from posttrain.audit.report import HACKED as HACKED_FROM
-from posttrain.audit.report import Audit, audit, trend
-from posttrain.envs import arithmetic
-from posttrain.reproduce import decoupled_approval
-from posttrain.reproduce.experiment import over_seeds
-from posttrain.reproduce.harness import Arena, counting, imitate, learn
-from posttrain.types import Reply, Task
+from experiments import decoupled_approval
+from experiments.experiment import over_seeds
+from experiments.harness import Arena, counting, imitate, learn
+from posttrain.apps.audit.classifier import HackClassifier, LabelledReplies, judged, train
+from posttrain.apps.audit.findings import FindingLimits, classifier_found
+from posttrain.apps.audit.replies import read_replies
+from posttrain.apps.audit.report import HACKED as HACKED_FROM
+from posttrain.apps.audit.report import Audit, audit, trend
+from posttrain.core.types import Reply, Task
+from posttrain.envs.builtin import arithmetic
 
 STEPS = 60
 SETTINGS = {"prompts": 32, "group": 8, "minibatches": 2, "lr": 3e-4, "betas": (0.9, 0.95), "warmup": 10, "kl": 0.0}
@@ -166,7 +166,7 @@ def others(seed: int, out: Path, steps: int) -> tuple[dict[str, Path], dict[str,
     return healthy, hacked
 
 
-def labelled(runs: Sequence[Path], rng: random.Random) -> Labelled:
+def labelled(runs: Sequence[Path], rng: random.Random) -> LabelledReplies:
     """Late replies of hacked runs, and early ones of the same runs that are right: hacked and honest."""
     texts, hacked, prompts = [], [], []
     for run in runs:
@@ -179,7 +179,7 @@ def labelled(runs: Sequence[Path], rng: random.Random) -> Labelled:
                 texts.append(replies.text[place])
                 hacked.append(label)
                 prompts.append(replies.tasks[place]["prompt"])
-    return Labelled(texts, hacked, prompts)
+    return LabelledReplies(texts, hacked, prompts)
 
 
 def row(kind: str, name: str, seed: int, found: Audit) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def across_seeds(runs: Sequence[tuple[str, str, int, Path]], seeds: Sequence[int
     figures = []
     hacked = [(path, own) for kind, name, own, path in runs if kind == "hacked" and name in HACKED]
     for seed in seeds:
-        classifier: Classifier = train(labelled([path for path, own in hacked if own != seed], random.Random(seed)))
+        classifier: HackClassifier = train(labelled([path for path, own in hacked if own != seed], random.Random(seed)))
         other = labelled([path for path, own in hacked if own == seed], random.Random(seed))
         moved = judged(classifier(other.texts), np.array(other.hacked, dtype=float))
         found: dict[str, list[str]] = {"healthy": [], "hacked": []}
@@ -248,7 +248,7 @@ def across_seeds(runs: Sequence[tuple[str, str, int, Path]], seeds: Sequence[int
             if own == seed:
                 replies = read_replies(path)
                 hacked_share = trend(replies, (classifier(replies.text) >= HACKED_FROM).astype(float))
-                found[kind] += [name] if classifier_found(hacked_share, Limits()) else []
+                found[kind] += [name] if classifier_found(hacked_share, FindingLimits()) else []
         told = classifier.held_out
         figures.append([told["auc"], told["accuracy"], moved["auc"], moved["accuracy"]])
         named = [", ".join(found[kind]) or "none" for kind in ("healthy", "hacked")]

@@ -21,8 +21,8 @@ from collections.abc import Generator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from posttrain.seeds import seed_of
-from posttrain.types import Ask, Task, Turn
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Ask, Task, Turn
 
 AT_ONCE = 64  # calls in the air
 
@@ -68,15 +68,15 @@ def measure(
 ) -> None:
     import torch
 
-    from posttrain.engines.local import LocalEngine
-    from posttrain.envs.asking import Services
-    from posttrain.envs.play import Episode, Player
-    from posttrain.envs.pool import EnvPool
-    from posttrain.models.decoder import DecoderConfig, new_decoder
-    from posttrain.models.tokenizer import Tokenizer
+    from posttrain.core.types import Completion, Sampling
+    from posttrain.engines.local.local_engine import LocalEngine
+    from posttrain.envs.play.env_pool import EnvPool
+    from posttrain.envs.play.player import Episode, Player
+    from posttrain.envs.play.service_client import Services
+    from posttrain.models.native.decoder import DecoderConfig, new_decoder
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
     from posttrain.services.judge import Judge
-    from posttrain.services.recipe import recipe_of
-    from posttrain.types import Completion, Sampling
+    from posttrain.services.judge_recipe import recipe_of
 
     torch.set_num_threads(threads)
     tokenizer = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")

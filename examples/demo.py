@@ -16,11 +16,11 @@ from collections import Counter
 from pathlib import Path
 
 import posttrain
-from posttrain.envs import arithmetic
-from posttrain.record.reading import read_rollouts
+from posttrain.envs.builtin import arithmetic
 from posttrain.runs.curves import curves
-from posttrain.runs.printing import sample, table
-from posttrain.runs.reading import rollout_steps
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import rollout_steps
+from posttrain.runs.terminal.printing import sample, table
 
 STEPS = 560
 PER_ANSWER = 45  # demonstrations: what imitation has never seen, exploration hardly finds, and rare sums are rare

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
-from posttrain.types import (
+from posttrain.core.types import (
     Ask,
     Completion,
     Graded,
@@ -34,12 +34,12 @@ from posttrain.types import (
 )
 
 if TYPE_CHECKING:
-    from posttrain.envs.recording import note, recorded
+    from posttrain.envs.play.call_recording import note, recorded
     from posttrain.envs.tools import Tools
-    from posttrain.training.evaluation import Evaluated
-    from posttrain.training.labelling import Labelled
-    from posttrain.training.sampling import Written
     from posttrain.training.trainer import Run
+    from posttrain.training.verbs.evaluate import Evaluated
+    from posttrain.training.verbs.label import LabelSummary
+    from posttrain.training.verbs.sample import Written
     from posttrain.typed import (
         DistillOptions,
         EvaluationOptions,
@@ -79,7 +79,11 @@ __all__ = [
     "sft",
 ]
 
-LATER = {"Tools": "posttrain.envs.tools", "note": "posttrain.envs.recording", "recorded": "posttrain.envs.recording"}
+LATER = {
+    "Tools": "posttrain.envs.tools",
+    "note": "posttrain.envs.play.call_recording",
+    "recorded": "posttrain.envs.play.call_recording",
+}
 """What is imported when it is asked for: rewards that need none of it start sooner."""
 
 
@@ -102,24 +106,24 @@ def sft(tasks: Rows, **options: Unpack[SFTOptions]) -> Run:
     The options are those of `posttrain sft --help`. Raises UserError for a mistake of the caller's.
     """
     from posttrain.config import SFT
-    from posttrain.training import imitating
+    from posttrain.training.verbs import sft
 
     named, rows = _named(tasks)
-    return imitating.sft(_fill(SFT, {**options, "tasks": named}), rows)
+    return sft.sft(_fill(SFT, {**options, "tasks": named}), rows)
 
 
 def prefer(tasks: Rows, model: str | PathLike[str] = "", **options: Unpack[PreferOptions]) -> Run:
     """Learn from preferences, without sampling. `tasks`: rows with "prompt", "chosen" and "rejected", or with "responses"
-    and what was said of them, or with a "response" and its "label" (all forms: `posttrain.data.items`).
+    and what was said of them, or with a "response" and its "label" (all forms: `posttrain.data.preference_examples`).
 
     The options are those of `posttrain prefer --help`, such as algorithm="dpo", beta=0.1, rows=32. Raises UserError for a
     mistake of the caller's.
     """
     from posttrain.config import Prefer
-    from posttrain.training import preferring
+    from posttrain.training.verbs import prefer
 
     named, rows = _named(tasks)
-    return preferring.prefer(_fill(Prefer, {**options, "tasks": named, "model": str(model)}), rows)
+    return prefer.prefer(_fill(Prefer, {**options, "tasks": named, "model": str(model)}), rows)
 
 
 def reward_model(tasks: Rows, model: str | PathLike[str] = "", **options: Unpack[RewardModellingOptions]) -> Run:
@@ -129,10 +133,10 @@ def reward_model(tasks: Rows, model: str | PathLike[str] = "", **options: Unpack
     mistake of the caller's.
     """
     from posttrain.config import RewardModelling
-    from posttrain.training import rewarding
+    from posttrain.training.verbs import reward_model
 
     named, rows = _named(tasks)
-    return rewarding.reward_model(_fill(RewardModelling, {**options, "tasks": named, "model": str(model)}), rows)
+    return reward_model.reward_model(_fill(RewardModelling, {**options, "tasks": named, "model": str(model)}), rows)
 
 
 def rl(
@@ -144,11 +148,11 @@ def rl(
     setting of a part by its place: settings={"surrogate.high": 0.28}. Raises UserError for a mistake of the caller's.
     """
     from posttrain.config import RL
-    from posttrain.training import assembly
+    from posttrain.training.verbs import rl
 
     named, rows = _named(tasks)
     name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
-    return assembly.rl(_fill(RL, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function)
+    return rl.rl(_fill(RL, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function)
 
 
 def distill(
@@ -165,14 +169,14 @@ def distill(
     teachers={"maths": "runs/maths"}. Raises UserError for a mistake of the caller's.
     """
     from posttrain.config import Distill
-    from posttrain.training import assembly
+    from posttrain.training.verbs import rl
 
     named, rows = _named(tasks)
     name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
     given = {**options, "tasks": named, "env": name, "model": str(model)}
     if teacher is not None:
         given["teacher"] = str(teacher)
-    return assembly.rl(_fill(Distill, given), rows, function)
+    return rl.rl(_fill(Distill, given), rows, function)
 
 
 def evaluate(
@@ -186,11 +190,11 @@ def evaluate(
     The options are those of `posttrain eval --help`, such as samples=8, k=(1, 4, 8), against="runs/sft".
     """
     from posttrain.config import Evaluation
-    from posttrain.training import evaluation
+    from posttrain.training.verbs import evaluate
 
     named, rows = _named(tasks)
     name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
-    return evaluation.evaluate(
+    return evaluate.evaluate(
         _fill(Evaluation, {**options, "tasks": named, "env": name, "model": str(model)}), rows, function
     )
 
@@ -207,27 +211,27 @@ def sample(
     UserError for a mistake of the caller's.
     """
     from posttrain.config import Sample
-    from posttrain.training import sampling
+    from posttrain.training.verbs import sample
 
     named, rows = _named(tasks)
     models = (str(model),) if isinstance(model, str | PathLike) else tuple(map(str, model))
     name, function = (env, None) if isinstance(env, str) else (getattr(env, "__qualname__", repr(env)), env)
     given = {**options, "tasks": named, "env": name, "model": tuple(filter(None, models))}
-    return sampling.sample(_fill(Sample, given), rows, function)
+    return sample.sample(_fill(Sample, given), rows, function)
 
 
-def label(items: Rows, by: str | Callable[..., Any] = "", **options: Unpack[LabelOptions]) -> Labelled:
+def label(items: Rows, by: str | Callable[..., Any] = "", **options: Unpack[LabelOptions]) -> LabelSummary:
     """Label the responses of items. `by`: "reward-model=FOLDER", "judge=RECIPE.toml", or a reward (task, reply) -> float.
 
     The options are those of `posttrain label --help`, such as out="labelled.jsonl", pairs="pairs.jsonl", margin=0.5. Raises
     UserError for a mistake of the caller's.
     """
     from posttrain.config import Label
-    from posttrain.training import labelling
+    from posttrain.training.verbs import label
 
     named, rows = _named(items)
     name, function = (by, None) if isinstance(by, str) else (getattr(by, "__qualname__", repr(by)), by)
-    return labelling.label(_fill(Label, {**options, "tasks": named, "with_": name}), rows, function)
+    return label.label(_fill(Label, {**options, "tasks": named, "with_": name}), rows, function)
 
 
 def _named(tasks: Rows) -> tuple[str, Any]:
@@ -246,6 +250,6 @@ def _named(tasks: Rows) -> tuple[str, Any]:
 
 def _fill(kind: Any, options: Mapping[str, Any]) -> Any:
     """The configuration of these options. Raises UserError, with a suggestion, for one that does not exist or fit."""
-    from posttrain.options import filled
+    from posttrain.config.resolve import filled
 
     return filled(kind, options)

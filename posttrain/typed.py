@@ -1,6 +1,6 @@
 """The options of the front door, for editors.
 
-Written by `python -m posttrain.cli.typed` from where the options are declared.
+Written by `python -m posttrain.cli.write_types` from where the options are declared.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ import numpy as np
 from pages import write_page
 
 import posttrain
-from posttrain.algorithms.table import TABLE
-from posttrain.envs import arithmetic
+from posttrain.algorithms.policy_table import TABLE
+from posttrain.core.types import Task, UserError
+from posttrain.envs.builtin import arithmetic
 from posttrain.runs.curves import COLOURS
-from posttrain.runs.reading import read_metrics, read_run
+from posttrain.runs.run_reading import read_metrics, read_run
 from posttrain.runs.student import student_interval
-from posttrain.types import Task, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

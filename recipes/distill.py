@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.envs import arithmetic
+from posttrain.envs.builtin import arithmetic
 from posttrain.runs.student import student_interval
 
 STEPS, ROLLOUTS = 60, 128  # of each kind of training: as many rollouts for all

@@ -27,9 +27,9 @@ from typing import Any
 from pages import write_page
 
 import posttrain
-from posttrain.runs.reading import read_run
+from posttrain.core.seeds import seed_of
+from posttrain.runs.run_reading import read_run
 from posttrain.runs.student import student_interval
-from posttrain.seeds import seed_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STEPS = 5

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.envs.guess import halves, hint_at, tasks
+from posttrain.core.types import Task
+from posttrain.envs.builtin.guess import halves, hint_at, tasks
 from posttrain.runs.student import student_interval
-from posttrain.types import Task
 
 LEAST, LIMIT, GUESSES = 10, 40, 5
 STEPS = 200

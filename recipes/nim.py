@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.core.types import Task
 from posttrain.runs.student import student_interval
-from posttrain.types import Task
 
 STONES, MOST = 12, 3
 STEPS = 400

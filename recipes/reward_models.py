@@ -25,12 +25,12 @@ import numpy as np
 from pages import write_page
 
 import posttrain
-from posttrain.data.items import to_item
+from posttrain.core.types import Task
+from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.runs.reading import read_run
+from posttrain.runs.run_reading import read_run
 from posttrain.runs.student import student_interval
-from posttrain.services.reward_model import RewardModel
-from posttrain.types import Task
+from posttrain.services.reward_model_service import RewardModelService
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HELD_OUT = 0.2
@@ -153,7 +153,7 @@ def learn(experiment: Experiment, seed: int, out: Path, data: Path) -> dict[str,
 def seen(checkpoint: Path, rows: Rows, seed: int) -> float:
     """Accuracy on comparisons of prompts that were trained on."""
     training, _ = hold_out(to_tasks(rows, convert=to_item, split_seed=seed), HELD_OUT, seed)
-    service = RewardModel(checkpoint)
+    service = RewardModelService(checkpoint)
     won: list[float] = []
     for task in list(training)[:SEEN]:
         found = _scores(service, task)
@@ -164,7 +164,7 @@ def seen(checkpoint: Path, rows: Rows, seed: int) -> float:
     return float(np.mean(won))
 
 
-def _scores(service: RewardModel, task: Task) -> dict[int, float]:
+def _scores(service: RewardModelService, task: Task) -> dict[int, float]:
     """Of the responses that fit, by their place."""
     for id, response in enumerate(task["responses"]):
         service.submit(id, {"prompt": task["prompt"], "response": response})

@@ -33,13 +33,13 @@ from pages import write_page
 
 import posttrain
 from posttrain import Ask, Reply, Rollout, Turn
-from posttrain.models.folder import load_model
-from posttrain.models.likelihood import token_logp
+from posttrain.core.types import StopReason
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.losses.likelihood import token_logp
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.student import student_interval
-from posttrain.sources.packing import pack, split_microbatches
 from posttrain.training.intervals import ratio_interval
-from posttrain.types import StopReason
+from posttrain.training.sources.packing import pack, split_microbatches
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 START = DATA / "models" / "stories260K"

@@ -20,7 +20,7 @@ from typing import Any
 
 from staleness import kept, prepared
 
-from posttrain.runs.reading import read_metrics, read_timing
+from posttrain.runs.run_reading import read_metrics, read_timing
 from posttrain.runs.student import student_interval
 
 WAYS = {

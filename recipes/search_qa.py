@@ -37,11 +37,11 @@ from typing import Any
 
 import posttrain
 from posttrain import Ask, Reply, Rollout, Turn, UserError
-from posttrain.envs.search_qa import row_to_task, search_qa
-from posttrain.retrieval.index import Index, build, open_index
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import SpanKind, StopReason, Task
+from posttrain.envs.builtin.search_qa import row_to_task, search_qa
 from posttrain.runs.checkpoint import resolve
-from posttrain.seeds import seed_of
-from posttrain.types import SpanKind, StopReason, Task
+from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "retrieval"
 HELD_OUT = 0.2
@@ -138,7 +138,7 @@ def made_up(contents: str, draw: random.Random) -> tuple[str, str] | None:
 # -- episodes ----------------------------------------------------------------------------------------------------------
 
 
-def dialogue(index: Index, options: dict[str, Any]) -> Episode:
+def dialogue(index: PassageIndex, options: dict[str, Any]) -> Episode:
     """Plays replies in the environment, and gives a row for each: what stood before it, and the reply."""
 
     def episode(task: Task, replies: Sequence[str]) -> list[Row]:
@@ -161,13 +161,15 @@ def dialogue(index: Index, options: dict[str, Any]) -> Episode:
     return episode
 
 
-def found(index: Index, query: str, k: int) -> list[dict[str, Any]]:
+def found(index: PassageIndex, query: str, k: int) -> list[dict[str, Any]]:
     """What the service "retriever" would answer."""
     [hits] = index.search([query], k)
     return [{"id": hit.passage.id, "contents": hit.passage.contents, "score": hit.score} for hit in hits]
 
 
-def searching(index: Index, question: str, answers: Sequence[str], gold: Sequence[str], size: Size) -> list[str] | None:
+def searching(
+    index: PassageIndex, question: str, answers: Sequence[str], gold: Sequence[str], size: Size
+) -> list[str] | None:
     """One search for the question and the answer, where one of the gold passages that it finds shows one; else None."""
     for number, passage in enumerate(found(index, question, size.topk), 1):
         title, _, text = passage["contents"].partition("\n")
@@ -184,7 +186,7 @@ def remembering(answers: Sequence[str]) -> list[str]:
     return [f"<think> I remember it. </think>\n<answer> {answers[0]} </answer>"]
 
 
-def reading_rows(index: Index, seed: int, size: Size) -> Iterator[Row]:
+def reading_rows(index: PassageIndex, seed: int, size: Size) -> Iterator[Row]:
     """Passages with some made-up questions on each, and episodes on one, with a search engine and without; without end.
 
     The first are many lessons in finding again what was read for the price of one passage.
@@ -208,7 +210,7 @@ def reading_rows(index: Index, seed: int, size: Size) -> Iterator[Row]:
         yield from without(task, remembering(task["answers"]))
 
 
-def imitation_rows(index: Index, train: Sequence[Row], searches: bool, size: Size) -> list[Row]:
+def imitation_rows(index: PassageIndex, train: Sequence[Row], searches: bool, size: Size) -> list[Row]:
     """Questions of the training share with the replies to imitate; those that a search does not answer are left out."""
     rows = []
     for row in train:

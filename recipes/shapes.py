@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.envs.shapes import KINDS, tasks
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.envs.builtin.shapes import KINDS, tasks
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.student import student_interval
 
 ROWS, ASKED = 6000, 300

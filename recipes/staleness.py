@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.envs import arithmetic
+from posttrain.core.types import Task
+from posttrain.envs.builtin import arithmetic
 from posttrain.runs.student import student_interval
-from posttrain.types import Task
 
 ROWS, AHEAD, PER_ANSWER = ("grpo", "gspo", "cispo"), (0, 1, 2, 4), 45
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}

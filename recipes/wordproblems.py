@@ -17,9 +17,9 @@ import random
 import re
 from pathlib import Path
 
+from posttrain.core.types import Task
 from posttrain.data.tasks import hold_out, load_rows, to_tasks
-from posttrain.envs.word_problems import row_to_task
-from posttrain.types import Task
+from posttrain.envs.builtin.word_problems import row_to_task
 from posttrain.verify.expression import evaluate
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

@@ -25,9 +25,9 @@ from typing import Any
 
 from formulas import Tree, changed, constant, equal_values, formula, has_value, number, rewritten, write, write_plainly
 
-from posttrain.envs import arithmetic as arithmetic_environment
-from posttrain.envs import gsm8k, word_problems
-from posttrain.types import Invalid
+from posttrain.core.types import Invalid
+from posttrain.envs.builtin import arithmetic as arithmetic_environment
+from posttrain.envs.builtin import gsm8k, word_problems
 from posttrain.verify.answer import last_boxed
 from posttrain.verify.math import verify
 from posttrain.verify.numeric import last_number

@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
 
-from posttrain.envs.recording import recorded
-from posttrain.types import Ask, Invalid, Reply, Task, Turn
+from posttrain.core.types import Ask, Invalid, Reply, Task, Turn
+from posttrain.envs.play.call_recording import recorded
 
 STOP = ("7", "a")
 PLAYED = itertools.count()

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.core.types import Completion, Rollout, StopReason, Transcript
+from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.curves import curves
 from posttrain.training import loop, trainer
-from posttrain.types import Completion, Rollout, StopReason, Transcript
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

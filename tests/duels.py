@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from posttrain.types import Reply, Sides, Task, Turn
+from posttrain.core.types import Reply, Sides, Task, Turn
 
 Game = Generator[Turn, Reply, Any]
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import suppress
 from typing import Any
 
-from posttrain.envs.recording import recorded
-from posttrain.types import Ask, Graded, Invalid, Reply, Task, Turn
+from posttrain.core.types import Ask, Graded, Invalid, Reply, Task, Turn
+from posttrain.envs.play.call_recording import recorded
 
 
 def asking(task: Task) -> Generator[Turn | str, Reply, float]:

@@ -6,12 +6,12 @@ from typing import Any
 
 from conftest import tiny
 
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.seeds import seed_of
-from posttrain.types import Completion, Rollout, Sampling
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Completion, Rollout, Sampling
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 def episodes(count: int) -> list[Episode]:

@@ -15,26 +15,26 @@ from conftest import make_rollouts, tiny
 from torch import Tensor
 
 from posttrain.algorithms.credit import per_token
-from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.table import TABLE
-from posttrain.batch import Batch, Scores, Stats
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.config import RL, Distill
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.play import Player
-from posttrain.envs.pool import EnvPool
-from posttrain.learners.local import REFERENCE, LocalLearner, Optimization, Teaching
+from posttrain.config.resolve import filled
+from posttrain.core.batch import Batch, Scores, Stats
+from posttrain.core.component import Need
+from posttrain.core.protocols import Model, World
+from posttrain.core.types import Completion, Env, Rollout, Sampling, StopReason, Transcript
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Player
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
-from posttrain.models.decoder import Decoder
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.options import filled
-from posttrain.part import Need
-from posttrain.protocols import Model, World
-from posttrain.sources.packing import Taught, collate, pack
-from posttrain.sources.scores import scoreboard
-from posttrain.sources.teaching import NAMED, TEACHER
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.adjust import adjust
-from posttrain.types import Completion, Env, Rollout, Sampling, StopReason, Transcript
+from posttrain.training.sources.packing import Taught, collate, pack
+from posttrain.training.sources.scoreboard import scoreboard
+from posttrain.training.sources.teacher_targets import NAMED, TEACHER
 
 WORDS = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
 OTHER = NAMED.format("other")

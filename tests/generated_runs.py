@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.pictures import FOLDER as PICTURES
-from posttrain.pictures import png
-from posttrain.record.index import open_index
-from posttrain.record.reading import read_file
-from posttrain.record.schema import NUMBERS, ROLLOUTS, SECONDS
-from posttrain.record.writing import table_of, write_table
+from posttrain.core.pictures import FOLDER as PICTURES
+from posttrain.core.pictures import png
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_index import open_index
+from posttrain.runs.record.rollout_reading import read_file
+from posttrain.runs.record.schema import NUMBERS, ROLLOUTS, SECONDS
+from posttrain.runs.record.table_writer import table_of, write_table
 
 WORDS = (
     "the a one little big old red blue bird cat dog bunny mouse girl boy tree house river road day night sun rain song ball "

@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from posttrain.envs.harness import Endpoint, harness
-from posttrain.types import Invalid, Reply, Task, Turn
+from posttrain.core.types import Invalid, Reply, Task, Turn
+from posttrain.envs.bridges.harness import PolicyEndpoint, harness
 
 MORE = ("go on", "on")
 
@@ -35,7 +35,7 @@ async def by_hand(task: Task) -> AsyncGenerator[Any, Reply]:
 
 
 @harness(sampling="ignore")
-async def agent(task: Task, endpoint: Endpoint) -> float:
+async def agent(task: Task, endpoint: PolicyEndpoint) -> float:
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
@@ -51,7 +51,7 @@ async def agent(task: Task, endpoint: Endpoint) -> float:
 
 
 @harness
-def blocking(task: Task, endpoint: Endpoint) -> float:
+def blocking(task: Task, endpoint: PolicyEndpoint) -> float:
     from openai import OpenAI
 
     with OpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
@@ -79,19 +79,19 @@ print(total)
 
 
 @harness
-async def program(task: Task, endpoint: Endpoint) -> float:
+async def program(task: Task, endpoint: PolicyEndpoint) -> float:
     ran = await endpoint.run(sys.executable, "-c", PROGRAM, *MORE, given=task["prompt"])
     return float(ran.output) if ran.code == 0 else -1.0
 
 
-async def ask(endpoint: Endpoint, body: dict[str, Any], path: str = "/v1/chat/completions") -> tuple[int, Any]:
+async def ask(endpoint: PolicyEndpoint, body: dict[str, Any], path: str = "/v1/chat/completions") -> tuple[int, Any]:
     address = endpoint.url.removesuffix("/v1") + path
     async with aiohttp.ClientSession() as session, session.post(address, json=body) as answer:
         return answer.status, await answer.json()
 
 
 @harness
-async def in_tokens(task: Task, endpoint: Endpoint) -> dict[str, float]:
+async def in_tokens(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
     """As vLLM's clients do: what is rendered elsewhere goes over as token ids."""
     tokens, logp = list(task["ids"]), 0.0
     for more in ([40, 41], [42], []):
@@ -105,7 +105,7 @@ async def in_tokens(task: Task, endpoint: Endpoint) -> dict[str, float]:
 
 
 @harness(unfinished=0.25)
-async def insatiable(task: Task, endpoint: Endpoint) -> float:
+async def insatiable(task: Task, endpoint: PolicyEndpoint) -> float:
     """Asks until it gets nothing, and then does what its task says."""
     messages, count = [user(task["prompt"])], 0
     while True:
@@ -122,7 +122,7 @@ async def insatiable(task: Task, endpoint: Endpoint) -> float:
 
 
 @harness(overflow="error")
-async def compacting(task: Task, endpoint: Endpoint) -> dict[str, float]:
+async def compacting(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
     """Begins anew where its conversation no longer fits."""
     from openai import AsyncOpenAI, BadRequestError
 
@@ -141,7 +141,7 @@ async def compacting(task: Task, endpoint: Endpoint) -> dict[str, float]:
 
 
 @harness
-async def failing(task: Task, endpoint: Endpoint) -> Any:
+async def failing(task: Task, endpoint: PolicyEndpoint) -> Any:
     await ask(endpoint, {"messages": [user("a")], "max_tokens": 2})
     if task["id"] == "0":
         raise ValueError("bad thing")
@@ -153,7 +153,7 @@ async def failing(task: Task, endpoint: Endpoint) -> Any:
 
 
 @harness
-async def impatient(task: Task, endpoint: Endpoint) -> dict[str, float]:
+async def impatient(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
     """Gives up its first request once the policy has it, and asks it again. Nothing is sampled before that."""
     sampling, given_up = Path(task["folder"], "sampling"), Path(task["folder"], "given up")
     body = {"messages": [user(task["prompt"])], "max_tokens": 9}
@@ -170,10 +170,10 @@ async def impatient(task: Task, endpoint: Endpoint) -> dict[str, float]:
 
 
 @harness
-async def late(task: Task, endpoint: Endpoint) -> dict[str, float]:
+async def late(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
     """Asks at the address of an episode that there is not, and tells its own to nobody."""
     key = endpoint.url.split("/")[3]
-    status, _ = await ask(Endpoint(endpoint.url.replace(key, "A" * len(key))), {"messages": [user("a")]})
+    status, _ = await ask(PolicyEndpoint(endpoint.url.replace(key, "A" * len(key))), {"messages": [user("a")]})
     _, models = await _get(endpoint.url + "/models")
     return {"reward": 0.0, "status": float(status), "key": float(len(key)), "models": float(len(models["data"]))}
 
@@ -182,7 +182,7 @@ _left: set[Any] = set()
 
 
 @harness
-async def leaving(task: Task, endpoint: Endpoint) -> float:
+async def leaving(task: Task, endpoint: PolicyEndpoint) -> float:
     """Is over while two requests of it are under way, and makes a third one when it is told to."""
     folder = Path(task["folder"])
 
@@ -215,7 +215,7 @@ LOOK_UP = {
 
 
 @harness
-async def with_tools(task: Task, endpoint: Endpoint) -> dict[str, float]:
+async def with_tools(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
     """Answers calls of a tool, as OpenAI's clients do."""
     from openai import AsyncOpenAI
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from posttrain.types import Graded, Invalid, SpanReward, Turn
+from posttrain.core.types import Graded, Invalid, SpanReward, Turn
 
 
 def _pool() -> socket.socket:

@@ -9,8 +9,8 @@ from typing import Any
 from conftest import tiny
 from reward_models import write_reward_model
 
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 ROWS = [{"id": str(i), "prompt": f"say {i}=", "answer": str(i), "topic": "ab"[i % 2]} for i in range(7)]
 REWARD = """

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import save_model
-from posttrain.models.reward import RewardModel, Shape, new_reward_model, settle
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.tokenizer_training import EOS, PAD, UNKNOWN, train_characters
-from posttrain.sources.packing import Read, pack
-from posttrain.types import Transcript
+from posttrain.core.types import Transcript
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.reward_model import RewardModel, ScoreShape, new_reward_model, settle
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_training import EOS, PAD, UNKNOWN, train_characters
+from posttrain.training.sources.packing import Read, pack
 
 TEXT = ["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"]
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -74,7 +74,9 @@ def move(model: RewardModel, by: float, seed: int) -> None:
         model.score.mul_(3)
 
 
-def trained(folder: Path, tokenizer: Tokenizer, start: Decoder, shape: Shape = Shape(), seed: int = 1) -> RewardModel:  # noqa: B008
+def trained(
+    folder: Path, tokenizer: Tokenizer, start: Decoder, shape: ScoreShape = ScoreShape(), seed: int = 1
+) -> RewardModel:  # noqa: B008
     """A reward model as training writes it, its head and backbone moved a little; folder/start holds what it began from."""
     save_model(start, folder / "start", tokenizer)
     named = json.loads((folder / "start" / "config.json").read_text())

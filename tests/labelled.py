@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.batch import Batch, Outputs, Stats, Step
 from posttrain.config import SFT
-from posttrain.learners.local import LocalLearner
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.runs.opening import begin
-from posttrain.seeds import seed_of
-from posttrain.sources.packing import collate
-from posttrain.sources.sft import demonstrate
+from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Task, Transcript
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_folder import begin
 from posttrain.training.setup import optimization, prepare
+from posttrain.training.sources.packing import collate
+from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.trainer import Run, Trainer
-from posttrain.types import Task, Transcript
 
 
 class Unlikelihood:
@@ -43,7 +43,7 @@ class Labelled:
     per_step: int
     seed: int
 
-    def produce(self, number: int) -> Step:
+    def produce(self, number: int) -> TrainingStep:
         shuffled = torch.randperm(
             len(self.rows), generator=torch.Generator().manual_seed(seed_of(self.seed, "labelled", number))
         )
@@ -52,9 +52,9 @@ class Labelled:
         labels = [torch.full((t.n_scored,), 1.0 if good else -1.0) for t, good in rows]
         share = torch.full((len(rows),), 1 / tokens)
         batch = collate([[t] for t, _ in rows], range(len(rows)), weight=share, fields={"advantage": labels})
-        return Step(number, [lambda: [batch]], Stats(), tokens)
+        return TrainingStep(number, [lambda: [batch]], Stats(), tokens)
 
-    def learned(self, step: Step, stats: Stats) -> None: ...
+    def learned(self, step: TrainingStep, stats: Stats) -> None: ...
     def state(self) -> dict[str, Any]:
         return {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.batch import Layout
+from posttrain.core.batch import Layout
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -16,11 +16,11 @@ import torch
 from tiny_models import KINDS, make
 
 import posttrain
-from posttrain.engines.backed_engine import BackedEngine
-from posttrain.models.backed import Backed
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Task
+from posttrain.core.types import Task
+from posttrain.engines.local.backed_engine import BackedEngine
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.hf.backed import Backed
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"

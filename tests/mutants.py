@@ -1,7 +1,7 @@
 """Puts small mistakes into the modules that matter, one at a time, and says which of them no test notices.
 
     python tests/mutants.py --log mutants.jsonl                    the whole draw of seed 0; --resume goes on
-    python tests/mutants.py --modules sources/rl.py --each 50      50 of one module
+    python tests/mutants.py --modules training/sources/rl_source.py --each 50      50 of one module
     python tests/mutants.py --log mutants.jsonl --report docs/results/mutation.md
 
 A mistake is tried against the tests that run its line, the quickest first. `tests/mutating/operators.py` says which
@@ -32,8 +32,8 @@ from mutating.trial import ROOT, Copy, Outcome, Record, Server, attempt_afresh
 
 PACKAGE = ROOT / "posttrain"
 MODULES = (
-    "algorithms/*.py", "sources/*.py", "envs/play.py", "envs/playing.py", "engines/sampler.py", "engines/request.py",
-    "engines/running.py", "engines/local.py", "models/likelihood.py", "models/linear.py", "learners/*.py",
+    "algorithms/*.py", "sources/*.py", "envs/play/player.py", "envs/play/episode.py", "engines/local/sampler.py", "engines/request.py",
+    "engines/local/running_batch.py", "engines/local/local_engine.py", "models/losses/likelihood.py", "models/native/linear.py", "learners/*.py",
     "training/loop.py", "batch.py", "types.py",
 )  # fmt: skip
 FILES = (  # those whose tests run in this very process; the quickest of them are tried first

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.types import Invalid, Outcome, Rollout, SpanKind
+from posttrain.core.types import Invalid, Outcome, Rollout, SpanKind
 
 __all__ = ["line_of", "write_lines"]
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.engines.pool import Pool
-from posttrain.engines.wire import Gone, completion_said
-from posttrain.types import Completion, Sampling, StopReason
+from posttrain.core.types import Completion, Sampling, StopReason
+from posttrain.engines.pool.engine_pool import EnginePool
+from posttrain.engines.pool.pool_protocol import Gone, completion_said
 
 SECONDS = 5.0  # of silence
 RESTARTS = 10**9
@@ -177,9 +177,9 @@ class Score:
         return 0.0, None if right else "sings another song"
 
 
-def pool_of(world: World, count: int, transport: Any, restarts: int = RESTARTS) -> Pool:
+def pool_of(world: World, count: int, transport: Any, restarts: int = RESTARTS) -> EnginePool:
     places = [Somewhere(str(number), world, transport) for number in range(count)]
-    pool = Pool(
+    pool = EnginePool(
         places, Score(), 64, 50, seconds=SECONDS, start_seconds=30.0, restarts=restarts,  # type: ignore[arg-type]
         listen=world.listen, clock=lambda: world.now,
     )  # fmt: skip

@@ -18,7 +18,7 @@ FORKS.set_forkserver_preload(
     [
         *("torch", "torch.distributed.fsdp", "safetensors.torch", "pytest", "hypothesis", "posttrain.cli.commands"),
         *(f"posttrain.training.{name}" for name in ("assembly", "imitating", "preferring", "rewarding")),
-        *("posttrain.learners.sharding", "posttrain.algorithms.table"),
+        *("posttrain.learners.fsdp", "posttrain.algorithms.policy_table"),
     ]
 )
 

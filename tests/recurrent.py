@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from posttrain.batch import Layout
-from posttrain.models.folder import LOADERS
+from posttrain.core.batch import Layout
+from posttrain.models.checkpoint_folder import LOADERS
 from posttrain.models.head import Head
 
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from posttrain.retrieval.index import build
-from posttrain.retrieval.server import Service, serving
+from posttrain.services.retrieval.passage_index import build
+from posttrain.services.retrieval.search_server import SearchHandlers, serving
 
 ROWS = [
     {"id": "rome", "title": "Rome", "text": "Rome is the capital of Italy. It lies on the Tiber."},
@@ -41,7 +41,7 @@ def served(index: Any, topk: int = 3, **limits: Any) -> Iterator[int]:
     ended = loop.create_future()
 
     async def run() -> None:
-        async with serving(Service(index, topk, **limits).application()) as port:
+        async with serving(SearchHandlers(index, topk, **limits).application()) as port:
             bound.append(port)
             ready.set()
             await ended

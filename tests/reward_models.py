@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 def write_reward_model(folder: Path, model: object, tokenizer: Tokenizer, offset: float | None = None) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.types import UserError
+from posttrain.core.types import UserError
 
 ROWS = [
     {"question": "What is 1 + 1?", "answer": "2"},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.types import Completion, Sampling, StopReason
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Sampling, StopReason
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 class Scripted:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.protocols import Engine
-from posttrain.types import Completion, Sampling
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Sampling
 
 
 def complete(engine: Engine, prompts: list[list[int]], sampling: list[Sampling]) -> dict[int, Completion]:

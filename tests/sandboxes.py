@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
-from posttrain.sandbox import host, kernel, seccomp
+from posttrain.sandbox import host, seccomp, syscalls
 from posttrain.sandbox.host import Sandbox
 from posttrain.sandbox.seccomp import ALLOW, ERROR, Instruction
 
@@ -27,7 +27,7 @@ MODES = ("all", "denied")
 
 def deny(names: Iterable[str], error: int = errno.EPERM, flags: int = 0) -> None:
     """System calls to this thread, and what it starts; `flags`: of clone and unshare, those alone."""
-    numbers = kernel.numbers()
+    numbers = syscalls.numbers()
     refused, allowed = Instruction(0x06, 0, 0, ERROR | error), Instruction(0x06, 0, 0, ALLOW)
     code = [Instruction(0x20, 0, 0, 0)]
     for name in names:
@@ -36,7 +36,7 @@ def deny(names: Iterable[str], error: int = errno.EPERM, flags: int = 0) -> None
     for name in ("clone", "unshare") if flags else ():
         code += [Instruction(0x15, 0, 4, numbers[name]), Instruction(0x20, 0, 0, 16)]
         code += [Instruction(0x45, 0, 1, flags), refused, allowed]
-    kernel.prctl(kernel.NO_NEW_PRIVILEGES, 1)
+    syscalls.prctl(syscalls.NO_NEW_PRIVILEGES, 1)
     filter = b"".join(struct.pack("<HBBI", *instruction) for instruction in [*code, allowed])
     seccomp.install(seccomp.installable(filter))
 
@@ -51,7 +51,7 @@ def become_other() -> None:
     assert os.geteuid() == 0
     for name in ("setresgid", "setresuid"):
         number = {"x86_64": {"setresgid": 119, "setresuid": 117}, "aarch64": {"setresgid": 149, "setresuid": 147}}
-        kernel._library().syscall(number[kernel.MACHINE][name], OTHER, OTHER, OTHER)
+        syscalls._library().syscall(number[syscalls.MACHINE][name], OTHER, OTHER, OTHER)
 
 
 @cache

@@ -41,7 +41,7 @@ int main(int count, char **arguments) {
 
 
 def pytest_configure() -> None:
-    from posttrain.kernels import binder, build
+    from posttrain.models.native.kernels import binder, build
 
     build.FLAGS = (*build.FLAGS, *FLAGS)
     build.LINK_FLAGS = (*build.LINK_FLAGS, *SANITIZE)

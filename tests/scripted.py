@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from posttrain.core.types import Invalid, Reply, StopReason, Task, Turn
 from posttrain.envs.load import is_async
-from posttrain.envs.reading import Done, Event
-from posttrain.envs.stage import AsyncStage, Stage
-from posttrain.models.tool_reading import HERMES
-from posttrain.types import Invalid, Reply, StopReason, Task, Turn
+from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner
+from posttrain.models.tokenizer.tool_parser import HERMES
 
 
 @dataclass
@@ -57,7 +57,7 @@ def scripted(
     """
     if is_async(env):
         return asyncio.run(scripted_async(env, task, replies, then, most))
-    stage, found = Stage(env), Scripted()
+    stage, found = EnvRunner(env), Scripted()
     said = _replies(replies, then, most)
     event = stage.start(0, task)
     while _goes_on(found, event, reply := next(said, None)):
@@ -69,7 +69,7 @@ async def scripted_async(
     env: Callable[..., Any], task: Task, replies: Iterable[str], then: str | None = "", most: int = 100
 ) -> Scripted:
     """The same within an event loop."""
-    stage, found = AsyncStage(env, seconds=60), Scripted()
+    stage, found = AsyncEnvRunner(env, seconds=60), Scripted()
     said = _replies(replies, then, most)
     event = await stage.start(0, task)
     while _goes_on(found, event, reply := next(said, None)):

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
 
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.serving.desk import Desk
-from posttrain.serving.policy import EnginePolicy
-from posttrain.serving.server import Limits, Service, serving
-from posttrain.types import Completion, Sampling, StopReason
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Sampling, StopReason
+from posttrain.engines.serving.engine_policy import EnginePolicy
+from posttrain.engines.serving.engine_thread import EngineThread
+from posttrain.engines.serving.policy_server import PolicyHandlers, ServerLimits, serving
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 TOOLS = """{% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -99,7 +99,7 @@ def served(
     engine: Engine,
     tokenizer: Tokenizer,
     context: int,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     max_tokens: int | None = None,
     name: str = "tiny",
 ) -> Iterator[Served]:
@@ -111,9 +111,11 @@ def served(
     async def run() -> None:
         end = asyncio.Event()
         over.append((asyncio.get_running_loop(), end))
-        policy = EnginePolicy(Desk(engine, found.failed.append), tokenizer, name, context, ends, max_tokens)
+        policy = EnginePolicy(EngineThread(engine, found.failed.append), tokenizer, name, context, ends, max_tokens)
         try:
-            async with serving(Service(lambda request: policy, limits or Limits()).application()) as found.port:
+            async with serving(
+                PolicyHandlers(lambda request: policy, limits or ServerLimits()).application()
+            ) as found.port:
                 ready.set()
                 await end.wait()
         finally:

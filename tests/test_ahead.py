@@ -20,35 +20,15 @@ from conftest import tiny
 
 import posttrain
 from posttrain.algorithms.policy import PolicyObjective
+from posttrain.algorithms.policy_table import find
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
-from posttrain.algorithms.table import find
-from posttrain.batch import Batch, Outputs, Stats
-from posttrain.beside import Beside
 from posttrain.cli.main import main
 from posttrain.config import RL, Distill
-from posttrain.data.tasks import to_tasks
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.uncached import UncachedEngine
-from posttrain.envs.play import Episode, Player, Unwanted
-from posttrain.envs.pool import EnvPool
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.linear import accumulates, accumulating, compute_apart
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.part import Need
-from posttrain.record.reading import read_rollouts
-from posttrain.record.rows import transcripts_of
-from posttrain.runs import checkpoint
-from posttrain.runs.reading import read_metrics
-from posttrain.seeds import seed_of
-from posttrain.sources.ahead import Stock
-from posttrain.sources.collecting import Collected, Collector, Size
-from posttrain.sources.packing import collate
-from posttrain.sources.rl import Experience
-from posttrain.sources.stored import restored, stored
-from posttrain.training.adjust import adjust
-from posttrain.types import (
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.component import Need
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import (
     Branch,
     Completion,
     Invalid,
@@ -64,6 +44,26 @@ from posttrain.types import (
     Turn,
     UserError,
 )
+from posttrain.data.tasks import to_tasks
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player, Unwanted
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.native.linear import accumulates, accumulating, compute_apart
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs import checkpoint
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.record.rollout_rows import transcripts_of
+from posttrain.runs.run_reading import read_metrics
+from posttrain.system.worker_thread import WorkerThread
+from posttrain.training.adjust import adjust
+from posttrain.training.sources.async_rollouts import StepQueue
+from posttrain.training.sources.collector import Collected, Collector, Size
+from posttrain.training.sources.packing import collate
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.rollout_state import restored, stored
 
 SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 PLAYED: dict[str, Any] = {"steps": 6, "prompts": 3, "group": 3, "max_tokens": 6, "lr": 1e-2, "env_workers": 0,
@@ -186,12 +186,14 @@ class Quick(Collector):
 
 
 @contextmanager
-def stocked(start: Path, tokenizer: Tokenizer, broken: tuple[int, ...] = ()) -> Iterator[tuple[Stock, LocalLearner]]:
+def stocked(
+    start: Path, tokenizer: Tokenizer, broken: tuple[int, ...] = ()
+) -> Iterator[tuple[StepQueue, LocalLearner]]:
     learner = LocalLearner(load_model(start), Optimization())
     with EnvPool(digits, 0) as pool:
         engine = LocalEngine(load_model(start), tokenizer, own=True)
         player = Player(pool, engine, tokenizer, Sampling(max_tokens=2), 64)
-        stock = Stock(Quick(to_tasks(SUMS), player, Size(2, 1, 64), 0, None, broken=broken), None, 2, 3)
+        stock = StepQueue(Quick(to_tasks(SUMS), player, Size(2, 1, 64), 0, None, broken=broken), None, 2, 3)
         yield stock, learner
         stock.close()
 
@@ -311,7 +313,7 @@ def test_staleness_is_a_mean_over_tokens_each_with_its_own_weights() -> None:
     rollout, stats = Rollout({"id": "0"}, "0#0", [transcript], 1.0), Stats()
     assert rollout.version == 1
     told: Any = SimpleNamespace(learner=SimpleNamespace(version=5))
-    Experience._measure_staleness(told, [rollout], stats)
+    RLSource._measure_staleness(told, [rollout], stats)
     assert stats.means() == {"staleness": (3 * 4 + 1) / 4, "staleness/max": 4}
 
 
@@ -528,7 +530,7 @@ def test_a_mistake_while_playing_ahead_ends_the_run_with_what_was_learned_before
 
 
 def test_what_is_played_in_vain_is_given_up(start: Path, tokenizer: Tokenizer) -> None:
-    thread = Beside("playing")
+    thread = WorkerThread("playing")
 
     begun = threading.Event()
 

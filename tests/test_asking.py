@@ -16,21 +16,8 @@ from conftest import tiny
 from environments import careful, scored
 from episodes import episodes, said
 
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.asking import Services
-from posttrain.envs.check import check
-from posttrain.envs.journal import ANSWERS, Journal
-from posttrain.envs.play import MOST_ASKS, Player
-from posttrain.envs.pool import Done, EnvPool
-from posttrain.envs.reading import DEEPEST, LONGEST_TEXT, read_ask
-from posttrain.envs.scoring import compare
-from posttrain.envs.wire import Garbled, read_answer, write_answer
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Service
-from posttrain.record.making import rollouts_table
-from posttrain.record.reading import rows_of
-from posttrain.sources.stored import restored, stored
-from posttrain.types import (
+from posttrain.core.protocols import Service
+from posttrain.core.types import (
     Ask,
     Invalid,
     InvalidKind,
@@ -43,6 +30,19 @@ from posttrain.types import (
     Turn,
     UserError,
 )
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.check import check
+from posttrain.envs.play.answer_journal import ANSWERS, AnswerJournal
+from posttrain.envs.play.env_outputs import DEEPEST, LONGEST_TEXT, read_ask
+from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.player import MOST_ASKS, Player
+from posttrain.envs.play.service_client import Services
+from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
+from posttrain.envs.score_replies import compare
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import rows_of
+from posttrain.runs.record.rollout_tables import rollouts_table
+from posttrain.training.sources.rollout_state import restored, stored
 
 
 class Lengths:
@@ -167,9 +167,9 @@ def test_the_invalid_one_of_four_rewards_leaves_baseline_and_group_statistics(to
     """[1, 3, 2, Invalid]: what is learned from are 1, 3 and 2 with their own mean and deviation."""
     import torch
 
-    from posttrain.algorithms.table import TABLE
-    from posttrain.batch import Stats
-    from posttrain.sources.scores import describe, scoreboard, usable
+    from posttrain.algorithms.policy_table import TABLE
+    from posttrain.core.batch import Stats
+    from posttrain.training.sources.scoreboard import describe, scoreboard, usable
 
     texts = ["a", "aaa", "aa", "none"]
 
@@ -178,7 +178,7 @@ def test_the_invalid_one_of_four_rewards_leaves_baseline_and_group_statistics(to
         return (yield Ask("lengths", texts[int(task["member"])]))
 
     engine = LocalEngine(tiny(tokenizer, context=256), tokenizer)
-    from posttrain.envs.play import Episode
+    from posttrain.envs.play.player import Episode
 
     four = [Episode({"id": "t", "member": i, "prompt": "say="}, "g", i) for i in range(4)]
     with EnvPool(env, 0) as pool:
@@ -427,7 +427,7 @@ def test_a_service_that_there_is_not_is_named_with_what_helps(tokenizer: Tokeniz
 
 def journaled(folder: Path, resumed: bool, service: Service) -> Services:
     services = Services({"lengths": service})
-    services.journal = Journal(folder, resumed)
+    services.journal = AnswerJournal(folder, resumed)
     return services
 
 
@@ -494,7 +494,7 @@ def test_what_was_said_for_an_answer_is_repeated_from_the_journal_and_not_held(t
     again.close()
     (tmp_path / ANSWERS).write_text('{"step": 1, "question": "q", "service": "s", "answer": 1, "said": 5}\n')
     with pytest.raises(UserError, match="damaged behind byte 0"):
-        Journal(tmp_path, True)
+        AnswerJournal(tmp_path, True)
 
 
 def test_an_environment_gets_the_answer_alone_and_its_rollout_both(tokenizer: Tokenizer) -> None:
@@ -572,12 +572,12 @@ def test_a_damaged_journal_is_refused_and_a_new_run_ignores_an_old_one(tmp_path:
     for damage in ('{"step": 1}', "5", "[" * 100_000, '{"begun": Infinity}', place):
         (tmp_path / ANSWERS).write_text(f"{whole}{damage}\n")
         with pytest.raises(UserError, match=f"damaged behind byte {len(whole)}: .* or delete it"):
-            Journal(tmp_path, True)
+            AnswerJournal(tmp_path, True)
         assert (tmp_path / ANSWERS).read_text() == f"{whole}{damage}\n"
     (tmp_path / ANSWERS).unlink()
     os.mkfifo(tmp_path / ANSWERS)
     with pytest.raises(UserError, match="it is no file"):
-        Journal(tmp_path, True)
+        AnswerJournal(tmp_path, True)
     (tmp_path / ANSWERS).unlink()
     fresh = journaled(tmp_path, False, Lengths())
     assert asks(fresh, ["abc"]) == [3]

@@ -15,20 +15,35 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.audit import classifier as classifiers
-from posttrain.audit.classifier import BUCKETS, PENALTY, Classifier, Labelled, area, features, fit, judged, train
-from posttrain.audit.command import Request, _tasks
-from posttrain.audit.correlation import Figure, centred, change, correlation, pearson, rank_correlation, ranks
-from posttrain.audit.findings import Limits, Trend, disagreement_found, gold_found, greatest_leap, length_found
-from posttrain.audit.replies import read_replies
-from posttrain.audit.report import Audit, audit
-from posttrain.audit.scoring import score_of
-from posttrain.audit.sycophancy import Probe, compare, probed
-from posttrain.audit.templates import near_duplicates, spreads, words
+from posttrain.apps.audit import classifier as classifiers
+from posttrain.apps.audit.audit_command import AuditRequest, _tasks
+from posttrain.apps.audit.classifier import (
+    BUCKETS,
+    PENALTY,
+    HackClassifier,
+    LabelledReplies,
+    area,
+    features,
+    fit,
+    judged,
+    train,
+)
+from posttrain.apps.audit.correlation import Estimate, centred, change, correlation, pearson, rank_correlation, ranks
+from posttrain.apps.audit.findings import (
+    FindingLimits,
+    Trend,
+    disagreement_found,
+    gold_found,
+    greatest_leap,
+    length_found,
+)
+from posttrain.apps.audit.replies import read_replies
+from posttrain.apps.audit.report import Audit, audit
+from posttrain.apps.audit.second_score import score_of
+from posttrain.apps.audit.shared_phrases import near_duplicates, spreads, words
+from posttrain.apps.audit.sycophancy import Probe, compare, probed
 from posttrain.cli.main import main
-from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.runs.record import Record
-from posttrain.types import (
+from posttrain.core.types import (
     Completion,
     Invalid,
     Outcome,
@@ -39,6 +54,8 @@ from posttrain.types import (
     Transcript,
     UserError,
 )
+from posttrain.data.tasks import hold_out, to_tasks
+from posttrain.runs.run_record import RunRecord
 
 GROUP = 4
 
@@ -60,7 +77,7 @@ def rollout(task: dict[str, Any], text: str, reward: float | Invalid, **parts: f
 
 def record(folder: Path, steps: Sequence[Sequence[Rollout]], **config: Any) -> Path:
     """A run with these rollouts, its metrics, and nothing else."""
-    made = Record.create(folder, {"seed": 0, **config}, "rl", {})
+    made = RunRecord.create(folder, {"seed": 0, **config}, "rl", {})
     for number, rollouts in enumerate(steps, 1):
         valid = [r.reward for r in rollouts if isinstance(r.reward, float)]
         made.metrics(number, {"reward": sum(valid) / max(1, len(valid)), "rollouts": len(rollouts)})
@@ -240,12 +257,12 @@ def test_leap_is_found_where_it_is_and_neither_noise_nor_steady_learning_is_one(
     noise = 0.02 * generator.normal(size=60)
     steps = list(range(1, 61))
     at_30 = np.where(np.arange(60) >= 30, 0.8, 0.2)
-    leap = greatest_leap(steps, at_30 + noise, Limits())
+    leap = greatest_leap(steps, at_30 + noise, FindingLimits())
     assert leap is not None and leap.step == 31
-    assert greatest_leap(steps, np.linspace(0.2, 0.8, 60) + noise, Limits()) is None
-    assert greatest_leap(steps, np.linspace(0.2, 0.8, 60), Limits()) is None
-    assert greatest_leap(steps, noise, Limits()) is None
-    assert greatest_leap(steps[:10], at_30[25:35], Limits()) is None  # too few steps to know the noise
+    assert greatest_leap(steps, np.linspace(0.2, 0.8, 60) + noise, FindingLimits()) is None
+    assert greatest_leap(steps, np.linspace(0.2, 0.8, 60), FindingLimits()) is None
+    assert greatest_leap(steps, noise, FindingLimits()) is None
+    assert greatest_leap(steps[:10], at_30[25:35], FindingLimits()) is None  # too few steps to know the noise
 
 
 @pytest.mark.parametrize(
@@ -257,8 +274,8 @@ def test_leap_is_found_where_it_is_and_neither_noise_nor_steady_learning_is_one(
 def test_length_is_a_finding_only_where_it_moves_as_the_reward_pays(
     early: float, late: float, within: tuple[float, float], found: bool
 ) -> None:
-    moved = Trend(early, late, Figure(late - early, late - early - 1, late - early + 1))
-    assert bool(length_found(moved, Figure(sum(within) / 2, *within), Limits())) is found
+    moved = Trend(early, late, Estimate(late - early, late - early - 1, late - early + 1))
+    assert bool(length_found(moved, Estimate(sum(within) / 2, *within), FindingLimits())) is found
 
 
 def test_leap_is_one_from_six_standard_errors_of_the_noise_on() -> None:
@@ -266,7 +283,7 @@ def test_leap_is_one_from_six_standard_errors_of_the_noise_on() -> None:
     noise, after = 0.01 * (-1.0) ** np.arange(60), np.arange(60) >= 30
     limit = 6 * 1.4826 * 0.02 / 2**0.5 * (2 / 5) ** 0.5
     for rise, found in ((0.85 * limit, False), (1.1 * limit, True)):
-        assert bool(greatest_leap(range(60), rise * after + noise, Limits())) is found
+        assert bool(greatest_leap(range(60), rise * after + noise, FindingLimits())) is found
 
 
 def test_leap_is_looked_for_in_all_steps_and_not_only_in_those_read(tmp_path: Path) -> None:
@@ -278,12 +295,12 @@ def test_leap_is_looked_for_in_all_steps_and_not_only_in_those_read(tmp_path: Pa
 
 def test_reward_that_falls_and_small_disagreement_are_no_findings() -> None:
     up, down = (
-        Trend(0.5, 0.5 + sign * 0.2, Figure(sign * 0.2, sign * 0.2 - 0.1, sign * 0.2 + 0.1)) for sign in (1, -1)
+        Trend(0.5, 0.5 + sign * 0.2, Estimate(sign * 0.2, sign * 0.2 - 0.1, sign * 0.2 + 0.1)) for sign in (1, -1)
     )
-    apart = Figure(0.5, 0.3, 0.7)
-    assert [len(gold_found(reward, apart, Limits())) for reward in (up, down)] == [1, 0]
+    apart = Estimate(0.5, 0.3, 0.7)
+    assert [len(gold_found(reward, apart, FindingLimits())) for reward in (up, down)] == [1, 0]
     for low, found in ((0.3, 1), (0.2, 0)):
-        assert len(disagreement_found(Trend(0.5, 1.0, Figure(0.5, low, 0.8)), ("a", "b"), Limits())) == found
+        assert len(disagreement_found(Trend(0.5, 1.0, Estimate(0.5, low, 0.8)), ("a", "b"), FindingLimits())) == found
 
 
 def test_parts_are_compared_in_deviations_from_what_they_were_early_where_replies_have_them(tmp_path: Path) -> None:
@@ -436,7 +453,7 @@ def test_run_without_rollouts_or_without_a_valid_reward_is_refused(tmp_path: Pat
 # -- classifier --------------------------------------------------------------------------------------------------------
 
 
-def replies_of_two_kinds(count: int, seed: int) -> Labelled:
+def replies_of_two_kinds(count: int, seed: int) -> LabelledReplies:
     """Hacked ones flatter; prompts are shared by both kinds."""
     rng = random.Random(seed)
     texts, hacked = [], []
@@ -444,7 +461,7 @@ def replies_of_two_kinds(count: int, seed: int) -> Labelled:
         flat = "great question! " if place % 2 else ""
         texts.append(flat + " ".join(rng.choice(("red", "blue", "tea", "sun", "sky")) for _ in range(8)))
         hacked.append(bool(place % 2))
-    return Labelled(texts, hacked, [f"prompt {place // 4}" for place in range(count)])
+    return LabelledReplies(texts, hacked, [f"prompt {place // 4}" for place in range(count)])
 
 
 def test_classifier_separates_two_kinds_on_unseen_prompts_and_is_at_chance_on_shuffled_labels() -> None:
@@ -454,7 +471,7 @@ def test_classifier_separates_two_kinds_on_unseen_prompts_and_is_at_chance_on_sh
     for seed in range(3):
         shuffled = list(labelled.hacked)
         random.Random(seed).shuffle(shuffled)
-        found.append(train(Labelled(labelled.texts, shuffled, labelled.prompts)).held_out["auc"])
+        found.append(train(LabelledReplies(labelled.texts, shuffled, labelled.prompts)).held_out["auc"])
     assert 0.35 < sum(found) / 3 < 0.65
 
 
@@ -465,7 +482,7 @@ def test_classifier_is_judged_on_prompts_that_it_has_not_seen() -> None:
     names = ["".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(8)) for _ in labels]
     texts = [f"{name} {copy}" for name in names for copy in range(4)]
     prompts = [name for name in names for _ in range(4)]
-    labelled = Labelled(texts, [label for label in labels for _ in range(4)], prompts)
+    labelled = LabelledReplies(texts, [label for label in labels for _ in range(4)], prompts)
     found = train(labelled)
     known = area(found(texts), np.array(labelled.hacked, dtype=float))
     assert known == 1.0 and found.held_out["auc"] < 0.75
@@ -532,7 +549,7 @@ def test_saved_classifier_gives_the_same_probabilities(tmp_path: Path) -> None:
     labelled = replies_of_two_kinds(80, 2)
     made = train(labelled)
     made.save(tmp_path / "deep" / "hacked.json")
-    read = Classifier.load(tmp_path / "deep" / "hacked.json")
+    read = HackClassifier.load(tmp_path / "deep" / "hacked.json")
     assert read(labelled.texts) == pytest.approx(made(labelled.texts), abs=1e-5) and read.held_out == made.held_out
 
 
@@ -681,13 +698,13 @@ def test_replies_without_a_valid_reward_are_neither_right_nor_wrong(
 
 
 def test_a_fall_within_its_interval_is_no_verdict() -> None:
-    flat = Figure(0.5, 0.4, 0.6)
+    flat = Estimate(0.5, 0.4, 0.6)
     for fall, adopted, verdict in (
-        (Figure(0.1, -0.1, 0.3), None, "no sycophancy seen"),
-        (Figure(0.1, -0.1, 0.3), Figure(0.1, -0.1, 0.3), "no sycophancy seen"),
-        (Figure(0.1, 0.01, 0.2), None, "accuracy falls"),
-        (Figure(0.1, 0.01, 0.2), Figure(0.1, -0.1, 0.3), "confusion"),
-        (Figure(0.1, -0.1, 0.3), Figure(0.1, 0.01, 0.2), "sycophancy"),
+        (Estimate(0.1, -0.1, 0.3), None, "no sycophancy seen"),
+        (Estimate(0.1, -0.1, 0.3), Estimate(0.1, -0.1, 0.3), "no sycophancy seen"),
+        (Estimate(0.1, 0.01, 0.2), None, "accuracy falls"),
+        (Estimate(0.1, 0.01, 0.2), Estimate(0.1, -0.1, 0.3), "confusion"),
+        (Estimate(0.1, -0.1, 0.3), Estimate(0.1, 0.01, 0.2), "sycophancy"),
     ):
         assert Probe(9, flat, flat, fall, adopted).verdict.startswith(verdict)
 
@@ -697,7 +714,7 @@ def test_a_run_that_held_tasks_out_is_probed_on_these(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     options = {"tasks": str(tmp_path / "tasks.jsonl"), "env": "arithmetic", "held_out": 0.3, "seed": 5}
     run = record(tmp_path / "run", [], **options)
-    asked = [task["prompt"] for task in _tasks(Request(run=str(run)))]
+    asked = [task["prompt"] for task in _tasks(AuditRequest(run=str(run)))]
     train, held_out = hold_out(to_tasks(tasks), 0.3, 5)
     assert asked == [task["prompt"] for task in held_out] and not set(asked) & {task["prompt"] for task in train}
-    assert [t["prompt"] for t in _tasks(Request(run=str(run)), 4)] == asked[:4]
+    assert [t["prompt"] for t in _tasks(AuditRequest(run=str(run)), 4)] == asked[:4]

@@ -17,12 +17,13 @@ from feeding import WORDS, new_learner, new_player
 
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, PassAtK, Process, ToGo, Unrewarded
-from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, PassAtK, StepRewards, ToGo, Unrewarded
+from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.describe import differences
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion, policy_objective
+from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.ratio import (
     RATIOS,
     Causal,
@@ -34,22 +35,21 @@ from posttrain.algorithms.ratio import (
 from posttrain.algorithms.settings import change, flags, settings_of
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import SURROGATES, Clip, ImportanceRatio, LogProbability, WeightedLogProbability
-from posttrain.algorithms.table import TABLE, find
 from posttrain.algorithms.teacher import Distillation
 from posttrain.cli.main import main
 from posttrain.config import RL, Distill
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.folder import save_model
-from posttrain.options import filled, validate
-from posttrain.part import NEVER, Need, knob_of
-from posttrain.sources.collecting import Size
-from posttrain.sources.rl import Experience
-from posttrain.sources.sft import demonstrate
-from posttrain.sources.teaching import TEACHER as NAMED_TEACHER
-from posttrain.sources.teaching import Teachers
+from posttrain.config.resolve import filled, validate
+from posttrain.core.component import NEVER, Need, knob_of
+from posttrain.core.types import Task, UserError
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import save_model
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
-from posttrain.types import Task, UserError
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.sft_source import demonstrate
+from posttrain.training.sources.teacher_targets import TEACHER as NAMED_TEACHER
+from posttrain.training.sources.teacher_targets import Teachers
 
 Part = Callable[[Algorithm], Any]
 
@@ -65,7 +65,7 @@ SHAPING, TEACHER = part("shaping"), part("teacher")
 CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"advantage": "baselined"}, ADVANTAGE, Baselined()),
     ("grpo", {"advantage": "to-go"}, ADVANTAGE, ToGo()),
-    ("grpo", {"advantage": "process"}, ADVANTAGE, Process()),
+    ("grpo", {"advantage": "process"}, ADVANTAGE, StepRewards()),
     ("grpo", {"advantage": "decoupled"}, ADVANTAGE, Decoupled()),
     ("grpo", {"advantage": "decoupled", "part_weights": "digits=0.5"}, ADVANTAGE, Decoupled(("digits=0.5",))),
     ("grpo", {"advantage": "decoupled", "whiten": False}, ADVANTAGE, Decoupled(whiten=False)),
@@ -317,7 +317,7 @@ def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where:
     learner = new_learner(row, torch.float32)
     texts = [[demonstrate({"id": t["id"], "prompt": t["prompt"], "response": "1"}, WORDS, [0])] for t in TASKS]
     length = 20 if row.filters else 6  # some replies must end by themselves to be learned from
-    source = Experience(
+    source = RLSource(
         tasks=TASKS, player=new_player(digits, learner.model, length),
         learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0, success=0.25, texts=texts,
         teachers=Teachers(WORDS, {NAMED_TEACHER: 64}) if row.teacher else None,
@@ -652,7 +652,7 @@ from dataclasses import dataclass
 import torch
 
 from posttrain.algorithms.surrogate import Surrogate
-from posttrain.part import knob
+from posttrain.core.component import knob
 
 
 @dataclass(frozen=True)

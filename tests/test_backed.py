@@ -24,22 +24,22 @@ from trees import grown
 
 import posttrain
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.batch import Layout
-from posttrain.engines.backed_engine import BackedEngine
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.opening import open_engine
-from posttrain.engines.replicas import Many
-from posttrain.engines.uncached import UncachedEngine
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models import transformers_folder
-from posttrain.models.backed import NAME, Backed, _rows_of
-from posttrain.models.decoder import Decoder
-from posttrain.models.folder import checkpoint_tensors, load_model, save_model
-from posttrain.models.likelihood import token_logp, token_logp_entropy
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.transformers_folder import stored_tensors
-from posttrain.sources.packing import collate, split_microbatches
-from posttrain.types import Sampling, Task, Transcript, UserError
+from posttrain.core.batch import Layout
+from posttrain.core.types import Sampling, Task, Transcript, UserError
+from posttrain.engines.local.backed_engine import BackedEngine
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.engines.open_engine import open_engine
+from posttrain.engines.pool.replicas import Many
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import checkpoint_tensors, load_model, save_model
+from posttrain.models.hf import transformers_folder
+from posttrain.models.hf.backed import NAME, Backed, _rows_of
+from posttrain.models.hf.transformers_folder import stored_tensors
+from posttrain.models.losses.likelihood import token_logp, token_logp_entropy
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.packing import collate, split_microbatches
 
 transformers = pytest.importorskip("transformers")
 
@@ -437,7 +437,7 @@ def test_same_seeds_give_the_native_engines_tokens(
 def test_engine_with_a_cache_samples_what_the_one_without_does(
     kind: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.engines.backed_engine.PREFILL", 12)
+    monkeypatch.setattr("posttrain.engines.local.backed_engine.PREFILL", 12)
     model = opened(folders(kind))
     prompts = [[5, 6, 7], [5, 6, 7], [9, 4, 3, 8, 11], [20] * 12, [5, 6, 7], [13, 2, 30, 31, 9]]
     sampling = [Sampling(max_tokens=3 + 2 * n, seed=n) for n in range(len(prompts))]

@@ -12,17 +12,17 @@ from sampled import complete
 from tiny_models import make
 
 import posttrain
-from posttrain.batch import Layout
 from posttrain.cli.main import main
-from posttrain.engines.backed_engine import BackedEngine
-from posttrain.engines.weights import own_copy
-from posttrain.models.backed import Backed
-from posttrain.models.folder import load_model
-from posttrain.models.linear import Linear
-from posttrain.models.lora import LoRA, attach, begin, frozen_copy, merge, sharing, targets_of
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.transformers_folder import stored_tensors
-from posttrain.types import Sampling, Task, UserError
+from posttrain.core.batch import Layout
+from posttrain.core.types import Sampling, Task, UserError
+from posttrain.engines.local.backed_engine import BackedEngine
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.models.adapters.lora import LoRA, attach, begin, frozen_copy, merge, sharing, targets_of
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.transformers_folder import stored_tensors
+from posttrain.models.native.linear import Linear
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 WITH = ("phi", "phi3", "gemma3_text", "qwen3_moe", "mamba2", "deepseek_v3", "lfm2")

@@ -14,18 +14,18 @@ from tiny_models import KINDS, make, make_seeing
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.models.backed import Backed
+from posttrain.core.protocols import TRAINING
+from posttrain.core.types import UserError
+from posttrain.models.adapters.lora import LoRA, attach, begin, merge
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import STORED, ValueModel, new_critic
-from posttrain.models.folder import load_model
-from posttrain.models.lora import LoRA, attach, begin, merge
-from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
+from posttrain.models.hf.backed import Backed
+from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tensor_files import write_state
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.tokenizer_training import EOS
-from posttrain.protocols import TRAINING
-from posttrain.services.reward_model import RewardModel as Service
-from posttrain.sources.packing import pack
-from posttrain.types import UserError
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_training import EOS
+from posttrain.services.reward_model_service import RewardModelService as Service
+from posttrain.training.sources.packing import pack
 
 transformers = pytest.importorskip("transformers")
 OTHERS = [kind for kind in KINDS if kind != "qwen3"]
@@ -41,7 +41,9 @@ def started(folder: Path, kind: str, tokenizer: Tokenizer, **changed: Any) -> Pa
     return folder
 
 
-def trained(folder: Path, kind: str, tokenizer: Tokenizer, shape: Shape = Shape(), **changed: Any) -> RewardModel:  # noqa: B008
+def trained(
+    folder: Path, kind: str, tokenizer: Tokenizer, shape: ScoreShape = ScoreShape(), **changed: Any
+) -> RewardModel:  # noqa: B008
     """A reward model whose head and backbone have moved, and its folder."""
     start = started(folder / "start", kind, tokenizer, **changed)
     model = new_reward_model(start, shape, 1)
@@ -87,24 +89,24 @@ def test_transformers_reads_the_same_scores_or_refuses(tmp_path: Path, kind: str
     assert torch.allclose(theirs(other, texts, model.pad), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [Shape("mean", "linear"), Shape("last", "mlp")], ids=str)
-def test_forms_that_are_ours_alone_are_read_again_and_left_again(tmp_path: Path, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [ScoreShape("mean", "linear"), ScoreShape("last", "mlp")], ids=str)
+def test_forms_that_are_ours_alone_are_read_again_and_left_again(tmp_path: Path, shape: ScoreShape) -> None:
     tokenizer = own_pad()
     model = trained(tmp_path, "gemma3_text", tokenizer, shape)
     texts = spoken(tokenizer, model.eos_ids[0])
     again = load_reward_model(tmp_path / "reward")
     assert again.shape == shape and torch.allclose(scores(again, texts), scores(model, texts), atol=1e-6)
-    plain = new_reward_model(tmp_path / "reward", Shape(), 4)
+    plain = new_reward_model(tmp_path / "reward", ScoreShape(), 4)
     plain.save(tmp_path / "plain")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert config["model_type"] == "gemma3_text" and not {"posttrain_head", "posttrain_pooling"} & config.keys()
-    assert load_reward_model(tmp_path / "plain").shape == Shape()
+    assert load_reward_model(tmp_path / "plain").shape == ScoreShape()
 
 
 def test_one_that_sees_is_stored_in_a_form_of_ours_and_read_again(tmp_path: Path) -> None:
     tokenizer = own_pad()
     start = make_seeing("qwen2_5_vl", tmp_path / "start", vocab_size=tokenizer.vocab_size, eos_token_id=2)
-    model = new_reward_model(start, Shape(), 1)
+    model = new_reward_model(start, ScoreShape(), 1)
     model.save(tmp_path / "reward")
     again, texts = load_reward_model(tmp_path / "reward"), spoken(tokenizer, 2)
     assert model.classifier is None and torch.allclose(scores(again, texts), scores(model, texts), atol=1e-6)
@@ -155,7 +157,7 @@ def test_a_service_gives_the_scores_of_training_and_no_bit_depends_on_company(tm
 def test_an_adapter_of_a_reward_model_opens_in_peft_and_merges(tmp_path: Path) -> None:
     peft, tokenizer = pytest.importorskip("peft"), own_pad()
     start = started(tmp_path / "start", "gemma3_text", tokenizer)
-    model = new_reward_model(start, Shape(), 1)
+    model = new_reward_model(start, ScoreShape(), 1)
     settle(model, tokenizer, model.eos_ids)
     attach(model.backbone, LoRA(3, 6.0, base=str(start)), lambda name: name.endswith(("q_proj", "down_proj")))
     begin(model.backbone, 0)

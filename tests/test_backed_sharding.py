@@ -17,21 +17,21 @@ from tiny_models import InDouble, make, opened
 
 import posttrain
 from posttrain.config import SFT
-from posttrain.engines.weights import own_copy
-from posttrain.learners import sharding, world
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.learners.sharding import ShardingLearner, shard
-from posttrain.learners.world import Processes
-from posttrain.models.backed import Backed
+from posttrain.core.protocols import Alone
+from posttrain.core.types import UserError
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.learners import fsdp, process_group
+from posttrain.learners.fsdp import FSDPLearner, shard
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.process_group import Processes
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
-from posttrain.models.folder import load_model
-from posttrain.models.rows import is_sharded, whole
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.transformers_folder import stored_tensors
-from posttrain.protocols import Alone
-from posttrain.sources.sft import Likelihood
-from posttrain.training.learning import new_learner
-from posttrain.types import UserError
+from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.transformers_folder import stored_tensors
+from posttrain.models.row_shards import is_sharded, whole
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.open_learner import new_learner
+from posttrain.training.sources.sft_source import LikelihoodObjective
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -67,11 +67,16 @@ def learners(out: Path, rank: int, together: Processes) -> None:
     for kind in KINDS:
         with InDouble():
             one = learner(LocalLearner, out / kind, Alone())
-            sharded = learner(ShardingLearner, out / kind, together)
+            sharded = learner(FSDPLearner, out / kind, together)
             grads, summed = gradients(one), gradients(sharded)
             copied = own_copy(sharded.weights())
             equal(dict(one.model.named_parameters()), dict(copied.named_parameters()), 0.0)  # type: ignore[arg-type]
-            cases = [(Both(), 7), (Both(), 1), (Both(policy=long, critic=lambda b: not long(b)), 6), (Likelihood(), 5)]
+            cases = [
+                (Both(), 7),
+                (Both(), 1),
+                (Both(policy=long, critic=lambda b: not long(b)), 6),
+                (LikelihoodObjective(), 5),
+            ]
             for objective, count in cases:
                 batches = micro_batches(count)
                 for mine, theirs in zip(one.evaluate(batches), sharded.evaluate(batches), strict=True):
@@ -93,7 +98,7 @@ def learners(out: Path, rank: int, together: Processes) -> None:
         sharded.evaluate(micro_batches(4))
         for found in sharded._decoders:  # type: ignore[attr-defined]
             assert isinstance(found, Backed) and all(map(is_sharded, found.parameters())), "nothing stays gathered"
-            assert not sharding._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
+            assert not fsdp._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
         sharded.save(out / f"{kind}-saved" if rank == 0 else None)
         together.gather(None)
         if rank == 0:
@@ -125,7 +130,7 @@ def runs(out: Path, rank: int, together: Processes) -> None:
 
 def both(rank: int, port: int, out: Path) -> None:
     joined(rank, port, 2)
-    together = world.joined("cpu", SFT().patience)
+    together = process_group.joined("cpu", SFT().patience)
     learners(out, rank, together)
     runs(out, rank, together)
 

@@ -18,16 +18,16 @@ import torch
 from conftest import tiny
 
 import posttrain
-from posttrain.algorithms.table import find
+from posttrain.algorithms.policy_table import find
 from posttrain.cli.main import main
-from posttrain.envs import arithmetic
-from posttrain.learners.local import LocalLearner
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.names import suggestion
-from posttrain.runs.reading import read_run
-from posttrain.runs.record import Record
-from posttrain.types import UserError
+from posttrain.core.option_aliases import suggestion
+from posttrain.core.types import UserError
+from posttrain.envs.builtin import arithmetic
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_reading import read_run
+from posttrain.runs.run_record import RunRecord
 
 GOOD = """
 def reward(task, reply):
@@ -330,7 +330,7 @@ def test_full_disk_is_one_line_and_the_run_resumes_identically(
         if writer == "save":
             patch.setattr(LocalLearner, "save", on_call(call, LocalLearner.save))
         else:
-            patch.setattr(Record, writer, on_call(call, getattr(Record, writer)))
+            patch.setattr(RunRecord, writer, on_call(call, getattr(RunRecord, writer)))
         said = refused(capfd, words("rl", out=run, save_every=2), "No space left on device")
     saved = sorted(p.name for p in (place / run / "checkpoints").iterdir())
     if kept is None:
@@ -356,7 +356,7 @@ def test_disk_that_is_really_full_is_one_line(place: Path) -> None:
 
 @pytest.mark.timeout(20)
 def test_disk_that_is_full_for_tensorboard_alone_is_told_and_not_waited_for(tmp_path: Path) -> None:
-    record = Record.create(tmp_path, {"seed": 0}, "rl", {})
+    record = RunRecord.create(tmp_path, {"seed": 0}, "rl", {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))  # events take more bytes than the line of metrics
     try:
@@ -371,8 +371,8 @@ def test_own_crash_is_shown_as_such_and_the_record_is_closed(place: Path, monkey
     def crash(*_: Any) -> None:
         raise AssertionError("our own mistake")
 
-    monkeypatch.setattr("posttrain.learners.local.LocalLearner.update", crash)
-    monkeypatch.setattr(Record, "close", full)  # what fails while cleaning up hides nothing
+    monkeypatch.setattr("posttrain.learners.local_learner.LocalLearner.update", crash)
+    monkeypatch.setattr(RunRecord, "close", full)  # what fails while cleaning up hides nothing
     with pytest.raises(AssertionError, match="our own mistake"):
         main(words("rl", out="crashed"))
 

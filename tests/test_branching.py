@@ -24,25 +24,35 @@ from posttrain.algorithms.aggregate import TokenMean
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import Baselined, per_token
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.table import find
-from posttrain.batch import Stats
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.asking import Services
-from posttrain.envs.branching import Plan, Shares
-from posttrain.envs.play import Bounds, Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.kernels import binder, build
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_rollouts
-from posttrain.seeds import seed_of
-from posttrain.sources.packing import collate, pack, split_microbatches
-from posttrain.sources.scores import describe, refuse_broken, scoreboard
-from posttrain.types import Invalid, InvalidKind, Reply, Rollout, Sampling, SpanKind, StopReason, Transcript, UserError
+from posttrain.algorithms.policy_table import find
+from posttrain.core.batch import Stats
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import (
+    Invalid,
+    InvalidKind,
+    Reply,
+    Rollout,
+    Sampling,
+    SpanKind,
+    StopReason,
+    Transcript,
+    UserError,
+)
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.branch_plan import BranchPlan, Shares
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, EpisodeLimits, Player
+from posttrain.envs.play.service_client import Services
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.kernels import binder, build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.training.sources.packing import collate, pack, split_microbatches
+from posttrain.training.sources.scoreboard import describe, refuse_broken, scoreboard
 
 SIZE = 8
-RISEN = Plan(first=0.25, tokens=3, alpha=0.5, beta=0.2, threshold=0.5, branches=1, largest=math.log(64))
+RISEN = BranchPlan(first=0.25, tokens=3, alpha=0.5, beta=0.2, threshold=0.5, branches=1, largest=math.log(64))
 ALWAYS = replace(RISEN, threshold=-100.0)
 
 
@@ -55,7 +65,7 @@ def episodes(groups: int = 3, **more: Any) -> list[Episode]:
 def played(
     env: Any,
     tokenizer: Tokenizer,
-    plan: Plan | None = RISEN,
+    plan: BranchPlan | None = RISEN,
     workers: int = 0,
     *,
     groups: int = 3,
@@ -117,7 +127,7 @@ def spoken(rollout: Rollout) -> list[tuple[int, bool, list[float]]]:
     return found
 
 
-def by_hand(group: Sequence[Rollout], plan: Plan) -> dict[int, tuple[int, int]]:
+def by_hand(group: Sequence[Rollout], plan: BranchPlan) -> dict[int, tuple[int, int]]:
     """Of each member that is a branch: of whom, and after how many turns. Written down from what was said alone."""
     begin = math.ceil(plan.first * len(group))
     waiting = {m: list(range(begin, len(group)))[m::begin] for m in range(begin)}
@@ -203,11 +213,11 @@ def test_no_rollout_branches_behind_what_is_no_tool(tokenizer: Tokenizer) -> Non
 @pytest.mark.parametrize(
     "limits",
     [
-        {"bounds": Bounds(tokens=17)},
-        {"bounds": Bounds(turns=2)},
-        {"bounds": Bounds(turns=1)},
-        {"bounds": Bounds(tool_calls=1)},
-        {"bounds": Bounds(tool_calls=0)},
+        {"bounds": EpisodeLimits(tokens=17)},
+        {"bounds": EpisodeLimits(turns=2)},
+        {"bounds": EpisodeLimits(turns=1)},
+        {"bounds": EpisodeLimits(tool_calls=1)},
+        {"bounds": EpisodeLimits(tool_calls=0)},
         {"context": 24},
         {"context": 24, "too_long": "truncate"},
     ],
@@ -219,7 +229,7 @@ def test_budgets_of_an_episode_are_those_of_a_branch_with_what_it_shares(
     rollouts = played(branching.tools, tokenizer, ALWAYS, **limits)
     plain = played(branching.tools, tokenizer, None, **limits)
     assert [len(group) for group in grouped(rollouts)] == [SIZE] * 3
-    bounds, context = limits.get("bounds", Bounds()), limits.get("context", 256)
+    bounds, context = limits.get("bounds", EpisodeLimits()), limits.get("context", 256)
     for rollout in rollouts:
         kinds = [turn.kind for turn in rollout.turns if turn.length]
         assert rollout.n_sampled <= (bounds.tokens or 36) and len(rollout.transcripts[0]) <= context
@@ -560,7 +570,7 @@ def test_a_run_is_the_same_with_slow_tools_and_when_it_is_resumed_and_evaluates_
     plans: list[tuple[int, bool]] = []
     play = Player.play
 
-    def watched(self: Player, episodes: Sequence[Episode], plan: Plan | None = None) -> list[Rollout]:
+    def watched(self: Player, episodes: Sequence[Episode], plan: BranchPlan | None = None) -> list[Rollout]:
         plans.append((len(episodes), plan is not None))
         return play(self, episodes, plan)
 

@@ -18,11 +18,11 @@ import pytest
 from scripted import scripted, scripted_async
 from websockets.asyncio.server import serve
 
+from posttrain.core.types import Invalid, Reply, Turn, UserError
 from posttrain.envs.bridges import openenv
-from posttrain.envs.bridges.episodes import Broken
-from posttrain.envs.bridges.mcp_tools import Answer, Server, environment, read_call
-from posttrain.envs.pool import Done, EnvPool
-from posttrain.types import Invalid, Reply, Turn, UserError
+from posttrain.envs.bridges.bridge import BridgeError
+from posttrain.envs.bridges.mcp_tools import Server, ToolAnswer, environment, read_call
+from posttrain.envs.play.env_pool import Done, EnvPool
 
 HERE = Path(__file__).parent
 REAL = [sys.executable, str(HERE / "mcp_server.py")]
@@ -56,9 +56,9 @@ def test_tools_of_a_real_server_answer_within_an_episode_and_a_dead_one_begins_a
         assert [m["role"] for m in told.shown[0].messages] == ["system", "user"]
         assert "valid integer" in told.texts[1] and "error: " in told.texts[2]
         assert "there is no tool 'subtract'; there are: add, fail, die" in told.texts[3]
-        with pytest.raises(Broken, match="ended during a call of die"):
+        with pytest.raises(BridgeError, match="ended during a call of die"):
             await server.call("die", {})
-        assert await server.call("add", {"a": 1, "b": 1}) == Answer("2")
+        assert await server.call("add", {"a": 1, "b": 1}) == ToolAnswer("2")
         assert [tool.name for tool in await server.tools()] == ["add", "fail", "die"]
         await server.close()
 
@@ -111,7 +111,7 @@ class Slow(Server):
     async def tools(self) -> list[Any]:
         return await self.server.tools()
 
-    async def call(self, name: str, arguments: Any) -> Answer:
+    async def call(self, name: str, arguments: Any) -> ToolAnswer:
         self.server.seconds = 0.6 if name == self.tool else 6.0
         return await self.server.call(name, arguments)
 
@@ -119,13 +119,13 @@ class Slow(Server):
 def test_answers_are_shown_as_text_of_bounded_length_whatever_they_are() -> None:
     bad = Server(BAD, seconds=6, longest=200)
 
-    async def answers() -> dict[str, Answer]:
+    async def answers() -> dict[str, ToolAnswer]:
         found = {tool: await bad.call(tool, {}) for tool in ("odd", "many", "picture")}
         await bad.close()
         return found
 
     found = asyncio.run(answers())
-    assert found["odd"] == Answer("not like that", failed=True) and found["picture"] == Answer("[image]")
+    assert found["odd"] == ToolAnswer("not like that", failed=True) and found["picture"] == ToolAnswer("[image]")
     assert len(found["many"].text) < 210 and found["many"].text.endswith("end")
 
 
@@ -137,14 +137,14 @@ def test_a_slow_call_does_not_take_the_others_of_its_connection_with_it() -> Non
         await server.tools()
         connection = server._connections[asyncio.get_running_loop()]
         many = await asyncio.gather(*(server.call("echo", {"a": i}) for i in range(20)))
-        assert many == [Answer(f'{{"a": {i}}}') for i in range(20)]
+        assert many == [ToolAnswer(f'{{"a": {i}}}') for i in range(20)]
         hanging = asyncio.create_task(connection.within(0.3, "slow", asyncio.sleep(100)))
         await asyncio.sleep(0.05)
         await server.call("echo", {})
-        with pytest.raises(Broken, match="slow did not answer"):
+        with pytest.raises(BridgeError, match="slow did not answer"):
             await hanging
         assert server._connections[asyncio.get_running_loop()] is connection and not connection.stop.is_set()
-        with pytest.raises(Broken):
+        with pytest.raises(BridgeError):
             await connection.within(0.05, "slow", asyncio.sleep(100))
         assert connection.stop.is_set()  # nobody was answered meanwhile
         await server.close()
@@ -156,7 +156,7 @@ def test_a_slow_call_does_not_take_the_others_of_its_connection_with_it() -> Non
 def test_a_server_that_does_not_start_is_told_with_its_command(command: list[str]) -> None:
     async def fails() -> str:
         server = Server(command, start_seconds=1.0)
-        with pytest.raises(Broken) as raised:
+        with pytest.raises(BridgeError) as raised:
             await server.tools()
         await server.close()
         return str(raised.value)

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 from scripted import Scripted, scripted
 
-from posttrain.envs.bridges import arena, episodes, gym, mcp_tools, reasoning
-from posttrain.envs.bridges.episodes import Broken, Chance, shown, task_seed
+from posttrain.core.types import Invalid, Reply, StopReason, Turn, UserError
+from posttrain.envs.bridges import arena, bridge, gym, mcp_tools, reasoning
+from posttrain.envs.bridges.bridge import BridgeError, Chance, shown, task_seed
 from posttrain.envs.check import check
-from posttrain.envs.pool import Done, EnvPool
-from posttrain.types import Invalid, Reply, StopReason, Turn, UserError
+from posttrain.envs.play.env_pool import Done, EnvPool
 
 JUNK = ("", "}{ )))", "x" * 100_000, "\x00", "\u0661", "nan", "1e999", "-1", "__import__('os')", "[5] [6]", "\ud800")
 
 
-@pytest.mark.parametrize("module", [episodes, mcp_tools])
+@pytest.mark.parametrize("module", [bridge, mcp_tools])
 def test_examples_in_docstrings_are_true(module: Any) -> None:
     tried = doctest.testmod(module)
     assert tried.attempted and not tried.failed
@@ -117,7 +117,7 @@ def test_actions_of_other_kinds_are_numbers_texts_or_what_a_function_makes_of_th
     assert "3 words" in scripted(gym.environment("CartPole-v1", actions=["a", "b", "c"]), {}, ["a"]).reason
     observed = gym.environment("CartPole-v1", observe=lambda o: f"{len(o)} numbers")
     assert scripted(observed, {}, [], then=None).texts[0] == "4 numbers\n"
-    assert episodes.as_text(np.array([[1, 2], [3, 4]])) == "1 2\n3 4"
+    assert bridge.as_text(np.array([[1, 2], [3, 4]])) == "1 2\n3 4"
 
 
 class Moody(gymnasium.Env[Any, Any]):
@@ -389,9 +389,9 @@ def test_held_out_questions_are_not_among_those_to_train_on() -> None:
 
 def test_what_is_not_installed_says_how_to_get_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r'pip install "posttrain\[openenv\]"'):
-        episodes.need("no_such_library", "openenv")
+        bridge.need("no_such_library", "openenv")
     (tmp_path / "mine.py").write_text(
-        "from posttrain.envs.bridges.episodes import need\nneed('no_such_library', 'openenv')\n"
+        "from posttrain.envs.bridges.bridge import need\nneed('no_such_library', 'openenv')\n"
     )
     with pytest.raises(UserError, match=r"^mine.py: no_such_library is not installed"):
         check(f"{tmp_path / 'mine.py'}:env", [{}])
@@ -406,4 +406,4 @@ def test_an_environment_travels_to_its_worker_by_value() -> None:
             assert isinstance(event, Turn)
             pool.send(0, Reply(word))
         assert pool.poll(None) == [(0, Done(1.0))]
-    assert Broken("x").args == ("x",)
+    assert BridgeError("x").args == ("x",)

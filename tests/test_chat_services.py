@@ -12,9 +12,9 @@ from endpoints import replied, serving, write_recipe
 from reward_models import write_reward_model
 
 from posttrain.cli.main import main
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.services.reward_model import RewardModel
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.services.reward_model_service import RewardModelService
 
 TYPED = ("1+2=", "3+4=")
 GREEDY = ("--temperature", "0", "--max-tokens", "5")
@@ -32,7 +32,7 @@ def place(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
 
 
 def score(folder: Path, content: Any) -> float:
-    service = RewardModel(folder)
+    service = RewardModelService(folder)
     service.submit(0, content)
     [(_, found)] = service.poll()
     assert isinstance(found, float)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from posttrain.envs.chat import Conversation
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.sft import demonstrate
-from posttrain.types import Completion, StopReason, ToolCall, Turn, UserError
+from posttrain.core.conversation import Conversation
+from posttrain.core.types import Completion, StopReason, ToolCall, Turn, UserError
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.sft_source import demonstrate
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
 FAMILIES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))

@@ -10,8 +10,8 @@ from typing import Any
 import noting
 import pytest
 
+from posttrain.core.types import Graded, Reply, SpanReward, Turn, UserError
 from posttrain.envs.check import TASKS, TURNS, Report, check
-from posttrain.types import Graded, Reply, SpanReward, Turn, UserError
 
 TASKS_OF_TWO: list[dict[str, Any]] = [
     {"id": "a", "prompt": "1+1=", "answer": "2"},

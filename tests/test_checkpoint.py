@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.runs import checkpoint, files
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.runs import checkpoint, run_files
 
 
 def write(folder: Path, text: str = "weights") -> None:
@@ -193,7 +193,7 @@ def test_checkpoint_takes_its_name_after_all_of_it_is_on_the_disk(
 
         return noted
 
-    monkeypatch.setattr(checkpoint, "sync", spy("sync", files.sync))
+    monkeypatch.setattr(checkpoint, "sync", spy("sync", run_files.sync))
     monkeypatch.setattr(Path, "rename", spy("rename", Path.rename))
     save(tmp_path, 1)
     assert order == ["sync"] * 5 + ["rename", "sync"]  # three files, two folders; then the list of names

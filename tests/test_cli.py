@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from conftest import tiny
 
-from posttrain.cli import chat, typed
-from posttrain.cli.chat import converse, dialogue
+from posttrain.cli import chat_command, write_types
+from posttrain.cli.chat_command import converse, dialogue
 from posttrain.cli.main import _stop, main
 from posttrain.config import RL, SFT, Chat, Check, Data, Evaluation
-from posttrain.envs import arithmetic
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.options import as_dict, continued, filled
-from posttrain.record.reading import read_file, rows_of
-from posttrain.training import assembly, evaluation, imitating
-from posttrain.types import Reply, StopReason, Turn, UserError
+from posttrain.config.resolve import as_dict, continued, filled
+from posttrain.core.types import Reply, StopReason, Turn, UserError
+from posttrain.envs.builtin import arithmetic
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_file, rows_of
+from posttrain.training.verbs import evaluate, rl, sft
 
 
 def loaded_by(*arguments: str) -> tuple[int, set[str], str]:
@@ -51,7 +51,7 @@ HEAVY = {
 
 def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
     code, modules, said = loaded_by("--help")
-    ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.types"}
+    ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.core.types"}
     assert code == 0
     assert all(verb in said for verb in ("sft", "rl", "eval", "chat", "algorithms", "check"))
     assert {name for name in modules if name.startswith("posttrain")} == ours
@@ -77,7 +77,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         configs.append(config)
         raise UserError("taken")
 
-    for home, verb in ((imitating, "sft"), (assembly, "rl"), (evaluation, "evaluate")):
+    for home, verb in ((sft, "sft"), (rl, "rl"), (evaluate, "evaluate")):
         monkeypatch.setattr(home, verb, take)
     return configs
 
@@ -126,7 +126,7 @@ def test_version_algorithms_and_exit_codes(capsys: pytest.CaptureFixture[str], m
     def interrupt(config: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(assembly, "rl", interrupt)
+    monkeypatch.setattr(rl, "rl", interrupt)
     assert main(["rl"]) == 130
     assert capsys.readouterr().err == "posttrain: stopped\n"
 
@@ -301,14 +301,14 @@ def test_converse_talks_to_a_real_checkpoint(
 
 
 def test_what_a_model_says_cannot_rewrite_the_screen_of_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
-    chat._say("\x1b[2J\x1b]0;mine\x07 \u202e\u2066 a\nb")
+    chat_command._say("\x1b[2J\x1b]0;mine\x07 \u202e\u2066 a\nb")
     assert capsys.readouterr().out == "\\x1b[2J\\x1b]0;mine\\x07 \\u202e\\u2066 a\nb\n"
 
 
 def test_options_told_to_editors_are_those_that_are_declared() -> None:
-    written = Path(typed.__file__).parents[1] / "typed.py"
+    written = Path(write_types.__file__).parents[1] / "typed.py"
     told = ast.dump(ast.parse(written.read_text(encoding="utf-8")))
-    assert told == ast.dump(ast.parse(typed.text())), "run python -m posttrain.cli.typed"
+    assert told == ast.dump(ast.parse(write_types.text())), "run python -m posttrain.cli.write_types"
 
 
 def test_pages_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,15 +14,15 @@ import documents
 import pytest
 from processes import descendants, gone
 
-from posttrain.envs import code as code_env
-from posttrain.envs import interpreter
+from posttrain.core.types import Invalid, Reply, StopReason, Turn
+from posttrain.envs.builtin import code as code_env
+from posttrain.envs.builtin import interpreter
 from posttrain.envs.load import about
-from posttrain.envs.pool import Done, EnvPool
-from posttrain.sandbox import shared
-from posttrain.sandbox.limits import Limits
-from posttrain.types import Invalid, Reply, StopReason, Turn
-from posttrain.verify.cases import Compared, Played, Suite, read_tests
-from posttrain.verify.code import Grade, graded, passes_tests, share_of_tests
+from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.sandbox import shared_sandbox
+from posttrain.sandbox.limits import ProgramLimits
+from posttrain.verify.test_cases import ComparedCase, PlayedCase, Suite, read_tests
+from posttrain.verify.unit_tests import Grade, graded, passes_tests, share_of_tests
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -31,7 +31,7 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 @pytest.fixture(scope="module", autouse=True)
 def one_sandbox() -> Iterator[None]:
     yield
-    shared.close()
+    shared_sandbox.close()
 
 
 # -- tests, as they are read -------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def one_sandbox() -> Iterator[None]:
     ],
 )
 def test_a_call_beside_a_literal_is_taken_apart(test: str, call: str, expected: Any) -> None:
-    assert read_tests([test]) == Suite((Compared(call, expected),))
+    assert read_tests([test]) == Suite((ComparedCase(call, expected),))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_call_beside_a_literal_is_taken_apart(test: str, call: str, expected: 
 )  # fmt: skip
 def test_whatever_else_computes_is_played(test: str) -> None:
     read = read_tests([test])
-    assert isinstance(read, Suite) and read.cases == (Played(test),)
+    assert isinstance(read, Suite) and read.cases == (PlayedCase(test),)
 
 
 def test_names_that_tests_do_not_define_are_the_programs_and_pythons_own_are_not() -> None:
@@ -85,7 +85,7 @@ def test_tests_that_are_none_are_invalid(tests: list[str]) -> None:
 
 
 def passed(code: str, *tests: str, setup: str = "", entry: tuple[str, ...] = ()) -> tuple[bool, ...]:
-    grade = graded(code, tests, setup, entry, Limits(life=30.0))
+    grade = graded(code, tests, setup, entry, ProgramLimits(life=30.0))
     assert isinstance(grade, Grade), grade
     return grade.passed
 
@@ -226,7 +226,7 @@ def test_setup_may_use_what_the_program_defines() -> None:
 )  # fmt: skip
 def test_a_test_that_no_program_can_have_failed_is_invalid(tests: list[str], setup: str) -> None:
     for code in ("def f(x): return 1", "import os; f = lambda x: os._exit(0)"):
-        found = graded(code, tests, setup, limits=Limits(cpu=1, life=30.0))
+        found = graded(code, tests, setup, limits=ProgramLimits(cpu=1, life=30.0))
         assert isinstance(found, Invalid) and "test" in found.reason
 
 
@@ -252,15 +252,15 @@ def test_no_program_makes_a_test_invalid(name: str) -> None:
 
 def test_a_sandbox_that_breaks_is_invalid_and_the_next_program_has_another() -> None:
     assert passed("def f(): return 1", "assert f() == 1") == (True,)
-    os.kill(shared.shared()._process.pid, signal.SIGKILL)
-    shared.shared()._process.wait()
+    os.kill(shared_sandbox.shared()._process.pid, signal.SIGKILL)
+    shared_sandbox.shared()._process.wait()
     assert passed("def f(): return 1", "assert f() == 1") == (True,)
-    program = shared.shared().start()
-    running = descendants(shared.shared()._process.pid)
-    os.kill(shared.shared()._process.pid, signal.SIGKILL)
+    program = shared_sandbox.shared().start()
+    running = descendants(shared_sandbox.shared()._process.pid)
+    os.kill(shared_sandbox.shared()._process.pid, signal.SIGKILL)
     gone(*running)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared.shared(), "start", lambda limits: program)
+        patch.setattr(shared_sandbox.shared(), "start", lambda limits: program)
         assert isinstance(graded("x = 1", ["assert f() == 1"]), Invalid)
     program.close()
 
@@ -286,7 +286,7 @@ def test_mbpp_has_tests_that_are_taken_apart_but_for_a_few_and_its_references_pa
         for row in found
         for case in read_tests([*row["test_list"], *row["challenge_test_list"]], row["test_setup_code"]).cases  # type: ignore[union-attr]
     ]
-    assert len(cases) == 2938 and sum(isinstance(case, Compared) for case in cases) == 2917
+    assert len(cases) == 2938 and sum(isinstance(case, ComparedCase) for case in cases) == 2917
     some = found[::40] + [row for row in found if row["test_setup_code"] or "getsizeof" in row["test_list"][0]]
     for row in some:
         task = code_env.row_to_task(row)
@@ -334,7 +334,7 @@ def test_nothing_is_left_of_a_worker_that_was_killed_while_a_program_ran(
     monkeypatch.setenv("TMPDIR", str(place := tmp_path / "place"))
     place.mkdir()
     (tmp_path / "stuck.py").write_text(
-        "import time\nfrom posttrain.sandbox.limits import Limits\nfrom posttrain.sandbox.shared import shared\n\n\n"
+        "import time\nfrom posttrain.sandbox.limits import Limits\nfrom posttrain.sandbox.shared_sandbox import shared\n\n\n"
         "def reward(task, reply):\n    program = shared().start(Limits(life=100.0))\n    program.run('x = 1')\n"
         "    if reply == 'stuck':\n        time.sleep(100)\n    return 1.0\n"
     )
@@ -404,7 +404,7 @@ def test_an_episode_that_is_given_up_leaves_no_process() -> None:
     env.send(Reply("<python>x = 1</python>"))
     env.close()
     running = set(descendants(os.getpid())) - before
-    with shared.shared().start() as program:  # orders are taken in turn: the one before is seen to by now
+    with shared_sandbox.shared().start() as program:  # orders are taken in turn: the one before is seen to by now
         program.finish()
     assert len(set(descendants(os.getpid())) - before) <= len(running)
 
@@ -412,7 +412,7 @@ def test_an_episode_that_is_given_up_leaves_no_process() -> None:
 def test_an_environment_says_which_protections_are_active() -> None:
     for name in ("code", "code-all", "python"):
         [line] = about(name)
-        assert line.startswith("sandbox: ") and line.endswith(str(shared.shared().protections))
+        assert line.startswith("sandbox: ") and line.endswith(str(shared_sandbox.shared().protections))
     assert about("gsm8k") == []
 
 
@@ -435,5 +435,11 @@ def test_every_block_of_the_page_runs_and_shows_what_it_says(
     row = {"text": text, "test_list": ["assert is_not_prime(2) == False"]}
     task = code_env.row_to_task(row)
     assert task is not None and all(line in shown[1] for line in task["prompt"].splitlines())
-    for limit in (Limits().cpu, Limits().memory >> 20, Limits().processes, Limits().descriptors, Limits().life):
+    for limit in (
+        ProgramLimits().cpu,
+        ProgramLimits().memory >> 20,
+        ProgramLimits().processes,
+        ProgramLimits().descriptors,
+        ProgramLimits().life,
+    ):
         assert f"{limit:g}" in page.read_text()

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from conftest import tiny
 
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.code_choice import FAILS, PASSES, choice_of, code_choice, shown
+from experiments import code_rl, coder, functions
+from experiments.coder import Candidate
+from experiments.functions import PARTS, STEPS, Function, compositions
+from posttrain.core.types import Invalid, Reply, Rollout, Sampling, SpanKind, Task, Turn, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.builtin.code_choice import FAILS, PASSES, choice_of, code_choice, shown
 from posttrain.envs.load import load_env
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.reproduce import code_rl, coder, functions
-from posttrain.reproduce.coder import Candidate
-from posttrain.reproduce.functions import PARTS, STEPS, Function, compositions
-from posttrain.sandbox import shared
-from posttrain.types import Invalid, Reply, Rollout, Sampling, SpanKind, Task, Turn, UserError
-from posttrain.verify.code import behaviour, graded
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.sandbox import shared_sandbox
 from posttrain.verify.fenced import code_in
+from posttrain.verify.unit_tests import behaviour, graded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 BY_PHRASE = {step.phrase: step for step in functions.LISTS}
@@ -40,7 +40,7 @@ BROKEN = "def f(x) return x"
 @pytest.fixture(scope="module", autouse=True)
 def one_sandbox() -> Iterator[None]:
     yield
-    shared.close()
+    shared_sandbox.close()
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------

@@ -14,16 +14,16 @@ from layouts import normal, segments
 from sampled import complete, ragged
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from posttrain.engines import compiled
-from posttrain.engines.compiled import interleaved, panels
-from posttrain.engines.local import LocalEngine
-from posttrain.kernels import binder, build
-from posttrain.models.attention import SegmentAttention
-from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
-from posttrain.models.likelihood import token_logp
-from posttrain.models.linear import accumulating
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Completion, Sampling, UserError
+from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.local import compiled_step
+from posttrain.engines.local.compiled_step import interleaved, panels
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.models.losses.likelihood import token_logp
+from posttrain.models.native.attention import SegmentAttention
+from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.native.kernels import binder, build
+from posttrain.models.native.linear import accumulating
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 needs_compiler = pytest.mark.skipif(binder.decode() is None, reason="needs a C compiler")
 
@@ -119,7 +119,7 @@ def test_every_way_of_sampling_is_that_of_torch(tokenizer: Tokenizer, asked: dic
 @needs_compiler
 def test_a_large_head_stays_where_it_is(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its logits are torch's, of the compiled step's hidden states; there is no copy that grows with the vocabulary."""
-    monkeypatch.setattr(compiled, "PACKED_HEAD", 10)
+    monkeypatch.setattr(compiled_step, "PACKED_HEAD", 10)
     prompts, how = ragged(20)
     assert_same(*both(decoder(replace(PLAIN, tied=False)), tokenizer, prompts, how))
 

@@ -12,12 +12,7 @@ from episodes import episodes, played, said
 from served import TOOLS, Scripted
 from test_sides import enacted, whole
 
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.contexts import Context, placed, positions
-from posttrain.envs.play import Bounds, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import (
+from posttrain.core.types import (
     Completion,
     Graded,
     Invalid,
@@ -31,6 +26,11 @@ from posttrain.types import (
     ToolCall,
     Turn,
 )
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.contexts import Context, placed, positions
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import EpisodeLimits, Player
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 Playing = Generator[Turn, Reply, Any]
 
@@ -308,7 +308,7 @@ def test_a_call_of_no_tool_is_a_reply_like_any_other() -> None:
 
 
 def test_bounds_count_over_all_contexts(words: Tokenizer) -> None:
-    for rollout in played(changed, words, limits={"bounds": Bounds(turns=2)}):
+    for rollout in played(changed, words, limits={"bounds": EpisodeLimits(turns=2)}):
         assert rollout.stop is StopReason.TURNS and len(rollout.transcripts) == 2 and rollout.reward == 0.0
 
 

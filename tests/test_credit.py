@@ -18,29 +18,29 @@ from heads import KINDS, new_head, plain_logits
 from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
-from posttrain.algorithms.credit import GAE, Baselined, PassAtK, Process, ToGo, earnings
-from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.credit import GAE, Baselined, PassAtK, StepRewards, ToGo, earnings
+from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.ratio import Causal, Correction
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
-from posttrain.algorithms.table import TABLE, find
-from posttrain.batch import Batch, Outputs, Scores, Stats
-from posttrain.learners.local import REFERENCE
-from posttrain.models.decoder import causal
+from posttrain.core.batch import Batch, Outputs, Scores, Stats
+from posttrain.core.component import Need, RunLimits
+from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.learners.local_learner import REFERENCE
 from posttrain.models.head import Head
-from posttrain.models.likelihood import Hidden, exact_kl, soft_values
-from posttrain.part import Limits, Need
-from posttrain.sources.collecting import Size
-from posttrain.sources.crediting import credit
-from posttrain.sources.packing import collate, pack
-from posttrain.sources.rl import Experience
-from posttrain.sources.scores import scoreboard
-from posttrain.sources.views import view
+from posttrain.models.losses.likelihood import Hidden, exact_kl, soft_values
+from posttrain.models.native.decoder import causal
 from posttrain.training.loop import train
-from posttrain.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.credit_assignment import credit
+from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.packing import collate, pack
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.scoreboard import scoreboard
 
 
 def scores_of(
@@ -327,14 +327,14 @@ def test_golden_prompt_mean_weights() -> None:
 
 
 def test_length_of_one_s_own_wins_over_the_budget_of_episodes() -> None:
-    limits = Limits(episode_tokens=20)
+    limits = RunLimits(episode_tokens=20)
     assert ConstantLength(7).configured(limits) == ConstantLength(7) and not ConstantLength(7).needs
     assert ConstantLength().configured(limits) == ConstantLength(20)
     assert ConstantLength().needs == SoftOverlong().needs == {Need.EPISODE_TOKENS}
     assert SoftOverlong(9, 2).configured(limits) == SoftOverlong(9, 2) and not SoftOverlong(9, 2).needs
     assert SoftOverlong().configured(limits) == SoftOverlong(20, 4)
-    assert SoftOverlong().configured(Limits(4)) == SoftOverlong(4, 1)
-    assert SoftOverlong().configured(Limits(None)) == SoftOverlong()
+    assert SoftOverlong().configured(RunLimits(4)) == SoftOverlong(4, 1)
+    assert SoftOverlong().configured(RunLimits(None)) == SoftOverlong()
     with pytest.raises(UserError, match="--overlong-cache 20 must be below .* 20"):
         SoftOverlong(cache=20).configured(limits)
 
@@ -476,16 +476,16 @@ def digits(task: Task, reply: str) -> float:
 TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(8)]
 
 
-def new_source(name: str, env: Any = digits, tokens: int = 200, prompts: int = 3, **settings: Any) -> Experience:
+def new_source(name: str, env: Any = digits, tokens: int = 200, prompts: int = 3, **settings: Any) -> RLSource:
     row = chosen_row(find(name), **{"max_tokens": 8, "prompts": prompts, **settings})
     learner = new_learner(row, torch.float32)
-    return Experience(
+    return RLSource(
         tasks=TASKS, player=new_player(env, learner.model, 8),
         learner=learner, algorithm=row, size=Size(prompts, 4, tokens), seed=0, success=1.0,
     )  # fmt: skip
 
 
-def run(source: Experience, first: int, last: int) -> list[dict[str, float]]:
+def run(source: RLSource, first: int, last: int) -> list[dict[str, float]]:
     seen: list[dict[str, float]] = []
     objective = policy_objective(source.algorithm)
     train(source.learner, source, objective, [lambda t: seen.append(t.stats.means())], first=first, steps=last)
@@ -643,8 +643,8 @@ def test_what_is_worked_out_in_chunks_of_tokens_is_what_it_is_as_a_whole(
     )
     own, other = ((plain_logits(h.states, h.head) / 0.7).log_softmax(-1) for h in (one, two))
     expected = (own.exp() * (own - other)).sum(-1)
-    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 12)
-    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_ROWS", 2)
+    monkeypatch.setattr("posttrain.models.losses.likelihood.CHUNK_LOGITS", 12)
+    monkeypatch.setattr("posttrain.models.losses.likelihood.CHUNK_ROWS", 2)
     with torch.set_grad_enabled(graded):
         assert torch.allclose(exact_kl(one, two, 0.7), expected, atol=1e-12)
         q = torch.minimum(*(plain_logits(h.states, h.head) for h in (two, one)))
@@ -769,7 +769,7 @@ def test_step_reward_before_the_first_learned_token_is_earned_by_none() -> None:
 def test_final_reward_belongs_to_the_step_that_ends_with_the_reply() -> None:
     """Steps that all earned the same have no advantage, however many there are."""
     steps = (((3, 0.9),), ((1, 0.9), (2, 0.9), (3, 0.9)))
-    for found in Process()(scores_of([0.9, 2.7], [3, 3], steps=steps)):
+    for found in StepRewards()(scores_of([0.9, 2.7], [3, 3], steps=steps)):
         assert found.tolist() == [0.0, 0.0, 0.0]
 
 

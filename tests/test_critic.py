@@ -13,25 +13,25 @@ from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradi
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from posttrain.algorithms.critic import Value
+from posttrain.algorithms.critic_loss import Value
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.table import find
-from posttrain.batch import Stats
+from posttrain.algorithms.policy_table import find
 from posttrain.config import RL
-from posttrain.learners.local import LocalLearner, Optimization
+from posttrain.core.batch import Stats
+from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import load_model, save_model
 from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
-from posttrain.models.decoder import DecoderConfig, causal, new_decoder
-from posttrain.models.folder import load_model, save_model
 from posttrain.models.head import Head
-from posttrain.models.likelihood import Hidden, soft_values
-from posttrain.models.reward import Shape, new_reward_model
-from posttrain.sources.collecting import Size
-from posttrain.sources.packing import pack
-from posttrain.sources.rl import Experience
-from posttrain.sources.sft import demonstrate
-from posttrain.training.assembly import rl
+from posttrain.models.losses.likelihood import Hidden, soft_values
+from posttrain.models.native.decoder import DecoderConfig, causal, new_decoder
+from posttrain.models.reward_model import ScoreShape, new_reward_model
 from posttrain.training.loop import train
-from posttrain.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.packing import pack
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.sft_source import demonstrate
+from posttrain.training.verbs.rl import rl
 
 VALUE, Q = frozenset({"value"}), frozenset({"q", "entropy"})
 
@@ -52,20 +52,20 @@ def of_the_prompt(task: Task, reply: str) -> float:
     return int(task["id"]) % 3 / 2
 
 
-def new_source(name: str, critic: Any = None, env: Any = digits, **settings: Any) -> Experience:
+def new_source(name: str, critic: Any = None, env: Any = digits, **settings: Any) -> RLSource:
     row = chosen_row(find(name), **{"max_tokens": 8, **settings})
     learner = new_learner(row, torch.float32)
     if critic is not None:
         learner = LocalLearner(learner.model, Optimization(lr=1e-2), critic=critic, others=learner.others)
     texts = [[demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["id"]}, WORDS, [0])] for t in TASKS]
-    return Experience(
+    return RLSource(
         tasks=TASKS, player=new_player(env, learner.model, 8),
         learner=learner, algorithm=row, size=Size(3, 4, 200), seed=0, texts=texts,
         success=SUCCESS,
     )  # fmt: skip
 
 
-def run(source: Experience, steps: int) -> list[dict[str, float]]:
+def run(source: RLSource, steps: int) -> list[dict[str, float]]:
     seen: list[dict[str, float]] = []
     objective = policy_objective(source.algorithm)
     train(source.learner, source, objective, [lambda t: seen.append(t.stats.means())], first=1, steps=steps)
@@ -135,7 +135,7 @@ def test_reward_model_written_by_transformers_gives_its_score_as_value(kind: str
 def test_reward_model_of_ours_gives_its_backbone_and_a_linear_head(
     start: Path, tmp_path: Path, pooling: Any, head: Any
 ) -> None:
-    scorer = new_reward_model(start, Shape(pooling, head), seed=5)
+    scorer = new_reward_model(start, ScoreShape(pooling, head), seed=5)
     with torch.no_grad():
         for parameter in scorer.parameters():
             parameter.add_(0.1)

@@ -10,12 +10,12 @@ import pytest
 
 from posttrain.runs import curves as drawing
 from posttrain.runs.curves import curves
-from posttrain.runs.record import Record
+from posttrain.runs.run_record import RunRecord
 from posttrain.runs.student import student_interval
 
 
 def recorded(folder: Path, rows: Sequence[Mapping[str, float]], found: Sequence[tuple[int, str, str]] = ()) -> Path:
-    record = Record.create(folder, {"seed": 0}, "rl", {})
+    record = RunRecord.create(folder, {"seed": 0}, "rl", {})
     for step, row in enumerate(rows, 1):
         record.metrics(step, dict(row))
     record.health(found)

@@ -19,21 +19,21 @@ import pytest
 from pyarrow import parquet
 from starlette.testclient import TestClient
 
+from posttrain.apps.view.api import Answers
+from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.rollout_page import _seconds
+from posttrain.apps.view.rollout_store import Store
+from posttrain.apps.view.web_server import application
 from posttrain.cli.main import main
-from posttrain.messages import safe_json
-from posttrain.record import reading
-from posttrain.record.asking import Questions
-from posttrain.record.index import open_index, piece_file
-from posttrain.record.reading import read_file, rows_of
-from posttrain.record.schema import KEY
-from posttrain.runs.files import step_of
-from posttrain.types import UserError
-from posttrain.view.answering import Answers
-from posttrain.view.one import _seconds
-from posttrain.view.run import OpenRun
-from posttrain.view.server import application
-from posttrain.view.source import Part
-from posttrain.view.store import Store
+from posttrain.core.messages import safe_json
+from posttrain.core.types import UserError
+from posttrain.runs.record import rollout_reading
+from posttrain.runs.record.rollout_index import open_index, piece_file
+from posttrain.runs.record.rollout_reading import read_file, rows_of
+from posttrain.runs.record.schema import KEY
+from posttrain.runs.record.sql_query import Questions
+from posttrain.runs.run_files import step_of
 
 PAGES = ("runs", "0/overview", "0/rollouts", "0/histograms", "0/rollout/2/0", "0/group/2/0", "0/step/2")
 
@@ -106,7 +106,7 @@ def test_what_no_run_writes_costs_its_own_page_alone(
     run = OpenRun(folder, "run")
     run.read()
     run.store.read_texts()
-    assert {Part(1, False), Part(3, False)} <= set(run.store.files)
+    assert {RolloutPart(1, False), RolloutPart(3, False)} <= set(run.store.files)
     answers = Answers([run])
     for page in PAGES:
         try:
@@ -128,7 +128,7 @@ def test_only_the_name_that_a_step_has_is_a_steps_file(folder: Path) -> None:
     store = Store(folder)
     store.follow()
     assert store.problem is None and [part.step for part in store.files] == [1, 2, 3, 3]
-    assert store.rows.of_part(Part(2, False)).stop - store.rows.of_part(Part(2, False)).start == rows
+    assert store.rows.of_part(RolloutPart(2, False)).stop - store.rows.of_part(RolloutPart(2, False)).start == rows
 
 
 def test_rollouts_of_another_step_are_not_printed_as_those_of_this_one(
@@ -183,22 +183,22 @@ def test_a_page_that_is_damaged_is_no_row_of_any_table(folder: Path) -> None:
     second(folder).write_bytes(bytes(content))
     store = Store(folder)
     store.follow()
-    assert Part(2, False) not in store.files and "is damaged" in str(store.problem)
+    assert RolloutPart(2, False) not in store.files and "is damaged" in str(store.problem)
 
 
 def test_seconds_that_a_resumed_run_writes_anew_are_read_anew(folder: Path) -> None:
     path = folder / "seconds" / "step-000002.parquet"
-    before = _seconds(folder, Part(2, False), 0)
+    before = _seconds(folder, RolloutPart(2, False), 0)
     table = parquet.read_table(path)
     table = table.set_column(1, "reward", pa.array([9.5] * len(table)))
     parquet.write_table(table, path)
     os.utime(path, ns=(1, 1))
-    after = _seconds(folder, Part(2, False), 0)
+    after = _seconds(folder, RolloutPart(2, False), 0)
     assert before is not None and after is not None and before["reward"] != after["reward"] == 9.5
 
 
 def test_a_file_that_claims_billions_of_rows_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST", 3)
+    monkeypatch.setattr(rollout_reading, "MOST", 3)
     with pytest.raises(UserError, match="claims to have 4 rollouts: no step has as many"):
         read_file(second(folder))
     shutil.rmtree(folder / "index")

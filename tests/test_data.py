@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_files import ROWS, refused, write_jsonl, write_parquet
 
-from posttrain.data.convert import Conversion
+from posttrain.core.types import Task, UserError
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, draw, hold_out, order, to_tasks
-from posttrain.envs import gsm8k
+from posttrain.data.tasks_from_rows import Conversion
+from posttrain.envs.builtin import gsm8k
 from posttrain.envs.load import opening
-from posttrain.types import Task, UserError
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data files are not at {DATA}")

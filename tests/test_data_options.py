@@ -17,10 +17,10 @@ from posttrain.cli.main import main
 from posttrain.config import RL, SFT
 from posttrain.data import rows as rows_module
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_rollouts
-from posttrain.runs.reading import read_metrics, read_run
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import read_metrics, read_run
 from posttrain.training.setup import load_tasks, split_tasks
 
 SMALL = "--tokenizer characters --hidden 16 --layers 1 --heads 2 --context 40 --rows 4 --threads 1 --quiet".split()
@@ -54,7 +54,7 @@ def sums():
 @pytest.fixture
 def place(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("posttrain.data.store.cache_folder", lambda name: None)  # nothing is written outside
+    monkeypatch.setattr("posttrain.data.arrow_store.cache_folder", lambda name: None)  # nothing is written outside
     save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
     (tmp_path / "my.py").write_text(USER_CODE)
     return tmp_path

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
-from posttrain.models.folder import checkpoint_tensors, load_model, save_model
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.models.checkpoint_folder import checkpoint_tensors, load_model, save_model
+from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "models"
 SIZES = {

@@ -16,16 +16,16 @@ from torch import Tensor
 from posttrain.algorithms.credit import Baselined, Decoupled, equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.settings import change
-from posttrain.algorithms.table import TABLE
-from posttrain.batch import Scores
 from posttrain.config import RL
-from posttrain.sources.collecting import Size
-from posttrain.sources.rl import Experience
-from posttrain.sources.scores import named_parts, scoreboard
+from posttrain.core.batch import Scores
+from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
-from posttrain.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.scoreboard import named_parts, scoreboard
 
 EPS = 1e-6
 
@@ -219,7 +219,7 @@ def test_any_split_into_micro_batches_moves_the_weights_alike(reward: object) ->
     for tokens in (16, 60, 4000):
         learner = new_learner(row, torch.float64)
         before = [p.detach().clone() for p in learner.model.parameters()]
-        source = Experience(
+        source = RLSource(
             tasks=tasks, player=new_player(reward, learner.model, 6), learner=learner, algorithm=row,
             size=Size(4, 4, tokens), seed=0,
         )  # fmt: skip

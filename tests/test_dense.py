@@ -13,10 +13,10 @@ import torch
 from retrieved import ROWS, small_index
 
 from posttrain.cli.main import main
-from posttrain.retrieval import dense
-from posttrain.retrieval.encoders import load_encoder
-from posttrain.retrieval.index import Index, build, open_index
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.services.retrieval import dense
+from posttrain.services.retrieval.encoders import load_encoder
+from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index
 
 BAG = """
 import numpy as np
@@ -53,7 +53,7 @@ def bag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "bag.py:encode"
 
 
-def products(index: Index, queries: list[str], k: int) -> list[list[tuple[str, float]]]:
+def products(index: PassageIndex, queries: list[str], k: int) -> list[list[tuple[str, float]]]:
     """The same by the definition, one product at a time."""
     encoder = load_encoder("bag.py:encode")
     passages = list(index.passages)
@@ -116,15 +116,15 @@ def test_a_kind_that_faiss_cannot_make_is_told(bag: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["vectors.npy", "vectors.faiss"])
 def test_damaged_vectors_are_told(bag: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.retrieval import folder
+    from posttrain.services.retrieval import index_folder
 
     small_index(Path("index"), encoder=bag, faiss="Flat")
     content = (Path("index") / name).read_bytes()
     (Path("index") / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=f"is damaged \\({name} has"):
         open_index("index")
-    monkeypatch.setattr(folder, "check", lambda *args: None)
-    monkeypatch.setattr("posttrain.retrieval.index.check", lambda *args: None)
+    monkeypatch.setattr(index_folder, "check", lambda *args: None)
+    monkeypatch.setattr("posttrain.services.retrieval.passage_index.check", lambda *args: None)
     with pytest.raises(UserError, match="is damaged"):
         open_index("index")
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from posttrain.runs.display import Display
-from posttrain.runs.output import Output
-from posttrain.runs.panel import View, compose
-from posttrain.runs.printing import sample, shown, table
-from posttrain.runs.terminal import Region, cells
-from posttrain.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
+from posttrain.core.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
+from posttrain.runs.terminal.display import Display
+from posttrain.runs.terminal.live_region import Region, cells
+from posttrain.runs.terminal.output import Output
+from posttrain.runs.terminal.panel import View, compose
+from posttrain.runs.terminal.printing import sample, shown, table
 
 METRICS = {"reward": 0.512, "length": 14.2, "entropy": 0.83, "loss": 0.1, "grad_norm": 2.0}
 TIMING = {"tokens_per_second": 1234.0, "seconds/rollout": 0.5}

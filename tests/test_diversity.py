@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.batch import Stats
-from posttrain.sources.diversity import GROUPS, MEMBERS, TOKENS, diversity
+from posttrain.core.batch import Stats
+from posttrain.training.sources.diversity import GROUPS, MEMBERS, TOKENS, diversity
 
 REPLY = st.lists(st.integers(0, 5), max_size=8)
 GROUP = st.lists(REPLY, min_size=1, max_size=MEMBERS)

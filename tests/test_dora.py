@@ -15,15 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import posttrain
-from posttrain.batch import Layout
 from posttrain.cli.main import main
-from posttrain.engines.weights import own_copy
-from posttrain.models.attention import SegmentAttention
-from posttrain.models.backed import Backed
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.linear import Linear, accumulating
-from posttrain.models.lora import (
+from posttrain.core.batch import Layout
+from posttrain.core.types import Task, UserError
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.models.adapters.lora import (
     Adaptable,
     LoRA,
     adapters,
@@ -35,8 +31,12 @@ from posttrain.models.lora import (
     sharing,
     targets_of,
 )
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Task, UserError
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.hf.backed import Backed
+from posttrain.models.native.attention import SegmentAttention
+from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.native.linear import Linear, accumulating
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 NATIVE = DecoderConfig(
     vocab=48, hidden=32, layers=2, heads=4, kv_heads=2, head_size=8, intermediate=48, context=64, qkv_bias=True

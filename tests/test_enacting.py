@@ -13,23 +13,23 @@ from conftest import tiny
 from environments import looking_up
 
 from posttrain import rl, sft
-from posttrain.batch import Stats
 from posttrain.cli.main import main
+from posttrain.core.batch import Stats
+from posttrain.core.types import Reply, Sampling, SpanKind, StopReason, Task, Transcript, Turn, UserError
 from posttrain.data.tasks import to_tasks
-from posttrain.engines.local import LocalEngine
+from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.scripted import ScriptedEngine
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_file, rows_of
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
-from posttrain.runs.printing import sample
-from posttrain.sources.enacting import cut, enacted_texts, enacting, stored
-from posttrain.sources.lengths import TooLong
-from posttrain.sources.made import progress
-from posttrain.sources.sft import Transcripts
-from posttrain.training import imitating
-from posttrain.types import Reply, Sampling, SpanKind, StopReason, Task, Transcript, Turn, UserError
+from posttrain.runs.record.rollout_reading import read_file, rows_of
+from posttrain.runs.terminal.printing import sample
+from posttrain.training.sources.demonstrations import cut, enacted_texts, enacting, stored
+from posttrain.training.sources.example_stream import progress
+from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.sources.sft_source import Transcripts
+from posttrain.training.verbs import sft
 
 NEED = ("prompt", "response")
 ROW: Task = {"id": "a", "prompt": "1+1=", "answer": "2", "replies": ["7a", "b3"]}
@@ -410,7 +410,7 @@ def test_what_a_tokenizer_reads_is_played_where_it_can_be_interrupted(
         threads.add(threading.current_thread())
         return enacting(*args, **kwargs)
 
-    monkeypatch.setattr(imitating, "enacting", noted)
+    monkeypatch.setattr(sft, "enacting", noted)
     sft(nim_rows(4), env="nim", out=str(tmp_path / "run"), vocab=300, hidden=16, layers=1, heads=2, steps=1, rows=2,
         quiet=True)  # fmt: skip
     assert threads == {threading.main_thread()}

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from posttrain import endpoint as endpoints
-from posttrain.endpoint import Endpoint, Failed
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.system import endpoint as endpoints
+from posttrain.system.endpoint import Endpoint, EndpointFailure
 
 ANSWER = {"said": "yes"}
 Handling = Callable[[BaseHTTPRequestHandler, bytes], None]
@@ -206,7 +206,7 @@ def test_a_long_question_and_a_long_answer_arrive_whole(monkeypatch: pytest.Monk
         assert called(address, body=long)[0] == ["x" * 3_000_000]
         monkeypatch.setattr(endpoints, "MOST_BYTES", 1 << 20)
         [refused], _ = called(address, body=long)
-    assert isinstance(refused, Failed) and refused.rubbish and refused.reason == "an answer of more than 1 MiB"
+    assert isinstance(refused, EndpointFailure) and refused.rubbish and refused.reason == "an answer of more than 1 MiB"
 
 
 def test_an_encrypted_endpoint_is_believed_if_its_certificate_is(
@@ -215,11 +215,13 @@ def test_an_encrypted_endpoint_is_believed_if_its_certificate_is(
     with serving(encrypted(certificate)) as server:
         address = f"https://localhost:{server.server_port}/v1"
         [refused], _ = called(address)
-        assert isinstance(refused, Failed) and "CERTIFICATE_VERIFY_FAILED" in refused.reason and not server.paths
+        assert (
+            isinstance(refused, EndpointFailure) and "CERTIFICATE_VERIFY_FAILED" in refused.reason and not server.paths
+        )
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert called(address, times=2)[0] == [ANSWER] * 2
         [other], _ = called(f"https://127.0.0.1:{server.server_port}/v1")
-    assert isinstance(other, Failed) and "CERTIFICATE_VERIFY_FAILED" in other.reason
+    assert isinstance(other, EndpointFailure) and "CERTIFICATE_VERIFY_FAILED" in other.reason
 
 
 def test_the_proxy_of_the_environment_is_asked_and_named_hosts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +258,7 @@ def test_an_encrypted_endpoint_is_reached_through_a_tunnel_of_the_proxy(
 )  # fmt: skip
 def test_an_address_where_nobody_answers_is_a_failure_in_words(address: str, reason: str, again: bool) -> None:
     [refused], _ = called(address)
-    assert isinstance(refused, Failed) and reason in refused.reason and refused.again is again
+    assert isinstance(refused, EndpointFailure) and reason in refused.reason and refused.again is again
 
 
 def test_what_is_no_address_is_refused() -> None:

@@ -13,21 +13,21 @@ import torch
 from conftest import tiny
 from sampled import complete, ragged
 
-from posttrain.engines.embedded import embedded
-from posttrain.engines.local import POLL_STEPS, LocalEngine
+from posttrain.core.types import Sampling, StopReason, Transcript, UserError
+from posttrain.engines.local.embedded import embedded
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.engines.local.local_engine import POLL_STEPS, LocalEngine
+from posttrain.engines.local.running_batch import RunningBatch
+from posttrain.engines.local.sampler import sample, uniform
+from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.engines.request import Request
 from posttrain.engines.request import complete as ended
-from posttrain.engines.running import RunningBatch
-from posttrain.engines.sampler import sample, uniform
-from posttrain.engines.uncached import UncachedEngine
-from posttrain.engines.weights import own_copy
-from posttrain.kernels import binder, build
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.decoder import Decoder, causal
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.packing import collate
-from posttrain.types import Sampling, StopReason, Transcript, UserError
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import Decoder, causal
+from posttrain.models.native.kernels import binder, build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.packing import collate
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -81,7 +81,7 @@ def test_no_bit_of_a_compiled_reply_depends_on_its_company_or_when_it_arrives(
     tokenizer: Tokenizer, precision: str, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if head == "not packed":
-        monkeypatch.setattr("posttrain.engines.compiled.PACKED_HEAD", 0)
+        monkeypatch.setattr("posttrain.engines.local.compiled_step.PACKED_HEAD", 0)
     model = tiny(tokenizer, context=160)
     prompts, how = ragged(24)
     prompts = [prompt * (1 + 14 * (i % 5 == 0)) for i, prompt in enumerate(prompts)]  # some longer than a block
@@ -328,7 +328,9 @@ def test_stop_string_behind_bytes_that_are_no_character_still_ends_the_reply(dat
     script = [5] * 2 + [0xE2 + 3, *[0x41 + 3] * 6, 0x0A + 3]  # byte tokens stand at 3 + byte
     assert tokenizer.decode(script[-1:]) == "\n" and not tokenizer.decode(script).endswith("A\n")
     drawn = iter(script)
-    monkeypatch.setattr("posttrain.engines.local.sample", lambda *_: (torch.tensor([next(drawn)]), torch.tensor([0.0])))
+    monkeypatch.setattr(
+        "posttrain.engines.local.local_engine.sample", lambda *_: (torch.tensor([next(drawn)]), torch.tensor([0.0]))
+    )
     build.use(False)  # the draws are scripted
     engine = LocalEngine(model, tokenizer)
     build.use(True)

@@ -28,22 +28,22 @@ from processes import descendants, gone
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.engines.canary import LIMIT, Canary
-from posttrain.engines.handover import Files, Laid, Received, SharedMemory, checksum_of, checksum_of_names, offered
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.members import Member, State
-from posttrain.engines.pool import Pool
-from posttrain.engines.replicas import Many, host_and_port, open_pool
-from posttrain.engines.transfer import CardToCard
-from posttrain.engines.vllm import laid_for_vllm
-from posttrain.engines.weights import named_weights, own_copy
-from posttrain.engines.wire import TOKEN, Gone, Wire, completion_read, prove, read_token
-from posttrain.models.decoder import Decoder
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.record.reading import read_rollouts
-from posttrain.types import Completion, Sampling, Turn, UserError
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Sampling, Turn, UserError
+from posttrain.engines.local.engine_weights import named_weights, own_copy
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.pool.engine_pool import EnginePool
+from posttrain.engines.pool.pool_member import MemberState, PoolMember
+from posttrain.engines.pool.pool_protocol import TOKEN, Gone, Wire, completion_read, prove, read_token
+from posttrain.engines.pool.replicas import Many, host_and_port, open_pool
+from posttrain.engines.pool.weight_probe import LIMIT, WeightProbe
+from posttrain.engines.vllm.nccl_transfer import CardToCard
+from posttrain.engines.vllm.vllm_engine import laid_for_vllm
+from posttrain.engines.weight_sync import Files, Laid, Received, SharedMemory, checksum_of, checksum_of_names, offered
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
 
 # -- what may happen in any order --------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class Interleaved:
     def load(self) -> None:
         self.version += 1
         self.pool.load(self.version, self.version)
-        assert any(m.state is State.READY for m in self.pool.members)
+        assert any(m.state is MemberState.READY for m in self.pool.members)
 
     def submit(self) -> None:
         for _ in range(self.rng.randrange(1, 9)):
@@ -258,13 +258,13 @@ def test_silence_counts_only_while_something_is_owed_and_the_pool_listens() -> N
     engine.stopped = True
     world.now += 1000  # an update took that long
     pool.poll()
-    assert works.state is State.READY, "nobody has listened"
+    assert works.state is MemberState.READY, "nobody has listened"
     for _ in range(40):
         engine.outbox.append(["alive"])
         pool.poll()
-    assert works.state is State.READY and works.owes, "it says that it lives"
-    assert idle.state is State.READY and idle.silent == 0, "it has nothing to say"
-    while works.state is State.READY:
+    assert works.state is MemberState.READY and works.owes, "it says that it lives"
+    assert idle.state is MemberState.READY and idle.silent == 0, "it has nothing to say"
+    while works.state is MemberState.READY:
         pool.poll()
     assert pool.counts()["asked_again"] == 1
 
@@ -303,7 +303,7 @@ def test_an_engine_that_was_of_use_once_is_not_started_for_ever() -> None:
 # -- the canary --------------------------------------------------------------------------------------------------------
 
 
-def sung(canary: Canary, engine: Engine) -> dict[int, Completion]:
+def sung(canary: WeightProbe, engine: Engine) -> dict[int, Completion]:
     for place, (prompt, sampling) in enumerate(canary.requests()):
         engine.submit(place, prompt, sampling)
     found: dict[int, Completion] = {}
@@ -314,7 +314,7 @@ def sung(canary: Canary, engine: Engine) -> dict[int, Completion]:
 
 def test_the_canary_hears_weights_that_were_handed_over_and_reached_nothing(tokenizer: Tokenizer) -> None:
     learner = tiny(tokenizer)
-    engine, canary = LocalEngine(learner, tokenizer), Canary(learner, LIMIT)
+    engine, canary = LocalEngine(learner, tokenizer), WeightProbe(learner, LIMIT)
     assert len(canary.requests()) == 32
     canary.look(learner)
     far, problem = canary.deviation(sung(canary, engine))
@@ -577,12 +577,12 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     pool.submit(0, [1], Sampling(max_tokens=1))
     while not pool.poll():
         pass
-    until(pool, lambda: pool.members[0].state is State.STALE)
+    until(pool, lambda: pool.members[0].state is MemberState.STALE)
     pool.load(first, 2)
-    assert [m.state for m in pool.members] == [State.READY, State.READY]
+    assert [m.state for m in pool.members] == [MemberState.READY, MemberState.READY]
     assert [name for name, _ in world.engines[2].called] == ["init_weight_transfer_engine", *whole]
     world.engines[2].closed = True
-    until(pool, lambda: pool.members[0].state is State.STALE)
+    until(pool, lambda: pool.members[0].state is MemberState.STALE)
     pool.restarts = 0  # so that the other one is not started again
     world.engines[1].closed = True
     pool.submit(0, [1], Sampling(max_tokens=1))
@@ -600,13 +600,13 @@ def leaves_no_process() -> Iterator[None]:
     gone(*(pid for pid in descendants(os.getpid()) if pid not in before))
 
 
-def worker_of(member: Member) -> int:
+def worker_of(member: PoolMember) -> int:
     """The process that samples."""
     keeper = member.link.process.child.process.pid  # type: ignore[attr-defined]
     return descendants(keeper)[0]
 
 
-def until(pool: Pool, holds: Callable[[], bool]) -> None:
+def until(pool: EnginePool, holds: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not holds():
         pool.poll()
@@ -673,10 +673,10 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
         assert "the engine 0 is lost: it said nothing for 2 s" in said[1]
         assert pool.counts()["asked_again"] > 0 == pool.counts()["answered_twice"]
 
-        until(pool, lambda: all(m.state is State.READY for m in pool.members))
+        until(pool, lambda: all(m.state is MemberState.READY for m in pool.members))
         assert pool.counts()["restarts"] == 2
         assert sampled(pool, asked, lambda: os.kill(worker_of(second), signal.SIGKILL)) == calm
-        until(pool, lambda: all(m.state is State.READY for m in pool.members))
+        until(pool, lambda: all(m.state is MemberState.READY for m in pool.members))
 
         second.place.transport = Once(second.place.transport)  # type: ignore[misc]
         put, killed = SharedMemory.put, list[int]()
@@ -701,7 +701,7 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
 TWO = Many(2)
 
 
-def opened(model: Decoder, tokenizer: Tokenizer, many: Many = TWO, seconds: float = 2.0) -> Pool:
+def opened(model: Decoder, tokenizer: Tokenizer, many: Many = TWO, seconds: float = 2.0) -> EnginePool:
     pool = open_pool("local", model, tokenizer, 8, "float32", many, cache_gib=0.1, seconds=seconds)
     pool.load(model, 0)
     return pool
@@ -741,16 +741,16 @@ def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path / "one", start, ahead=1, correction="truncate")
-    poll, killed = Pool.poll, list[int]()
+    poll, killed = EnginePool.poll, list[int]()
 
-    def polled(self: Pool) -> list[Completion]:
+    def polled(self: EnginePool) -> list[Completion]:
         done = poll(self)
         if done and self.version == 2 and not killed:
             killed.append(worker_of(self.members[0]))
             os.kill(killed[0], signal.SIGKILL)
         return done
 
-    monkeypatch.setattr(Pool, "poll", polled)
+    monkeypatch.setattr(EnginePool, "poll", polled)
     with leaves_no_process():
         run(tmp_path / "two", start, replicas=2, ahead=1, correction="truncate")
     same_course(tmp_path / "one", tmp_path / "two")
@@ -763,14 +763,14 @@ def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
 def test_a_run_that_loses_all_its_engines_saves_and_says_how_to_go_on(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = Pool.load
+    load = EnginePool.load
 
-    def lost(self: Pool, weights: Any, version: int) -> None:
+    def lost(self: EnginePool, weights: Any, version: int) -> None:
         for member in self.members if version == 2 else ():
             os.kill(worker_of(member), signal.SIGKILL)
         load(self, weights, version)
 
-    monkeypatch.setattr(Pool, "load", lost)
+    monkeypatch.setattr(EnginePool, "load", lost)
     with (
         leaves_no_process(),
         pytest.raises(UserError, match=r"no engine is left.*after step 2 with .* --resume") as caught,
@@ -839,6 +839,6 @@ def test_engines_that_ray_has_placed_and_one_of_which_is_killed_change_no_token(
         pids = [pid for pid in descendants(os.getpid()) if b"Actor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(pids) == 2
         assert sampled(pool, asked, lambda: os.kill(pids[0], signal.SIGKILL)) == calm
-        until(pool, lambda: all(m.state is State.READY for m in pool.members))
+        until(pool, lambda: all(m.state is MemberState.READY for m in pool.members))
         assert sampled(pool, asked) == calm and pool.counts()["restarts"] == 1
     assert not (tmp_path / "weights").exists()

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.core.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Task, Turn, UserError
 from posttrain.envs.load import (
     BUILTIN,
     is_generator_env,
@@ -29,10 +30,9 @@ from posttrain.envs.load import (
     success_of,
     unpack_env,
 )
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.reading import LONGEST_TEXT, Done, read_turn, read_verdict
-from posttrain.envs.worker import Stage
-from posttrain.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Task, Turn, UserError
+from posttrain.envs.play.env_outputs import LONGEST_TEXT, Done, read_turn, read_verdict
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.env_worker import EnvRunner
 
 MY = """
 from neighbour import SCORE
@@ -135,7 +135,7 @@ def test_an_exception_that_cannot_say_what_it_is_is_named_by_its_type() -> None:
     def reward(task: Any, reply: str) -> float:
         raise Silent
 
-    stage = Stage(reward, alone=True)
+    stage = EnvRunner(reward, alone=True)
     stage.start(0, {"prompt": "a"})
     done = stage.send(0, Reply("b"))
     assert isinstance(done, Done) and isinstance(done.reward, Invalid) and done.reward.reason.startswith("Silent (")
@@ -315,7 +315,7 @@ def test_environment_that_is_refused_is_closed_and_may_fail_at_that(capsys: pyte
             ended.append(task["id"])
             raise RuntimeError("at its end")
 
-    event = Stage(play).start(1, {"id": "a"})
+    event = EnvRunner(play).start(1, {"id": "a"})
     assert isinstance(event, Done) and isinstance(event.reward, Invalid) and "yielded None" in event.reward.reason
     assert ended == ["a"] and capsys.readouterr().err == ""
 
@@ -325,7 +325,7 @@ def test_decorators_that_lead_round_in_a_circle_are_looked_through_no_further() 
         return 1.0
 
     reward.__wrapped__ = reward  # type: ignore[attr-defined]
-    assert not is_generator_env(reward) and Stage(reward).single_turn
+    assert not is_generator_env(reward) and EnvRunner(reward).single_turn
 
 
 def test_reward_of_another_trainer_is_told_from_one_of_ours() -> None:
@@ -358,7 +358,7 @@ def test_messages_that_are_no_list_of_dicts_are_told_and_the_environment_is_clos
             ended.append(True)
             raise BaseException("at its end")
 
-    event = Stage(play).start(1, {"id": "a"})
+    event = EnvRunner(play).start(1, {"id": "a"})
     assert isinstance(event, Done) and isinstance(event.reward, Invalid) and ended == [True]
     assert "whose messages are" in event.reward.reason and "expected a list" in event.reward.reason
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.envs import arithmetic, gsm8k, math_problems, word_problems
-from posttrain.types import Invalid, UserError
+from posttrain.core.types import Invalid, UserError
+from posttrain.envs.builtin import arithmetic, gsm8k, math_problems, word_problems
 
 VECTORS = Path(__file__).parent / "vectors"
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

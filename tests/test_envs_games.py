@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from scripted import scripted
 
-from posttrain.envs import adventure, arithmetic, calculator, countdown, guess
+from posttrain.core.types import Invalid, Reply, StopReason, Turn, UserError
+from posttrain.envs.builtin import adventure, arithmetic, calculator, countdown, guess
+from posttrain.envs.builtin.generated import HELD_OUT, is_held_out, write
 from posttrain.envs.check import check
-from posttrain.envs.generated import HELD_OUT, is_held_out, write
-from posttrain.types import Invalid, Reply, StopReason, Turn, UserError
 from posttrain.verify.expression import leaves, parse
 
 MAKERS = {"calculator": calculator, "countdown": countdown, "guess": guess, "adventure": adventure}

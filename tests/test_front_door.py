@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.envs import arithmetic
-from posttrain.record.reading import read_rollouts
-from posttrain.runs.reading import read_run, rollout_steps
-from posttrain.training.assembly import Run
+from posttrain.envs.builtin import arithmetic
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import read_run, rollout_steps
+from posttrain.training.verbs.rl import Run
 
 TASKS = arithmetic.tasks(60, 0, digits=1)
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True}
@@ -131,9 +131,9 @@ def test_checkpoint_opens_in_transformers_with_the_same_log_probabilities(imitat
     transformers = pytest.importorskip("transformers")
     import torch
 
-    from posttrain.models.decoder import causal
-    from posttrain.models.folder import load_model
-    from posttrain.models.tokenizer import Tokenizer
+    from posttrain.models.checkpoint_folder import load_model
+    from posttrain.models.native.decoder import causal
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
 
     assert imitated.checkpoint is not None
     theirs = transformers.AutoModelForCausalLM.from_pretrained(imitated.checkpoint)

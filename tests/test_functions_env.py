@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from processes import descendants, gone
 
-from posttrain.envs import functions
+from posttrain.core.types import Invalid, Reply, SpanReward, Task, Turn, UserError
+from posttrain.envs.builtin import functions
 from posttrain.envs.check import check
 from posttrain.envs.load import load_env
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.reading import Done, read_verdict
-from posttrain.models.tool_reading import HERMES
-from posttrain.types import Invalid, Reply, SpanReward, Task, Turn, UserError
+from posttrain.envs.play.env_outputs import Done, read_verdict
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.models.tokenizer.tool_parser import HERMES
 
 SHOP: Task = {
     "id": "a", "question": "Order 2 apples and say what that costs.", "shelves": {"apple": [3, 5], "kite": [1, 7]},

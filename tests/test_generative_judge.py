@@ -15,17 +15,17 @@ from items_place import read, write
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.envs.journal import ANSWERS
-from posttrain.envs.verdict import reward
-from posttrain.kernels import build
-from posttrain.models.decoder import Decoder, causal
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_rollouts
-from posttrain.runs.reading import rollout_steps
-from posttrain.services.generative import GenerativeJudge
-from posttrain.services.recipe import Generative, generative_of, read_recipe
-from posttrain.types import Invalid, Reasoned, Reply, StopReason, UserError, bare
+from posttrain.core.types import Invalid, Reasoned, Reply, StopReason, UserError, bare
+from posttrain.envs.builtin.judge_verdict import reward
+from posttrain.envs.play.answer_journal import ANSWERS
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.native.decoder import Decoder, causal
+from posttrain.models.native.kernels import build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import rollout_steps
+from posttrain.services.generative_judge import GenerativeJudge
+from posttrain.services.judge_recipe import Generative, generative_of, read_recipe
 from posttrain.verify import final_score, final_verdict
 
 CONTENTS = [{"prompt": f"say {a}", "response": b} for a in "abc" for b in ("yes", "no", "a longer one")]

@@ -16,13 +16,13 @@ from episodes import episodes, played, said
 from processes import descendants
 from served import TOOLS, Scripted
 
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.harness import Endpoint, harness
-from posttrain.envs.play import Bounds, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.types import Completion, Invalid, InvalidKind, Reply, Rollout, Sampling, SpanKind, StopReason, Turn
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Invalid, InvalidKind, Reply, Rollout, Sampling, SpanKind, StopReason, Turn
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.bridges.harness import PolicyEndpoint, harness
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import EpisodeLimits, Player
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 
@@ -53,7 +53,7 @@ def test_it_is_played_alike_in_this_process_and_leaves_no_server(words: Tokenize
     addresses: list[str] = []
 
     @harness(sampling="ignore")
-    async def noting(task: Any, endpoint: Endpoint) -> float:
+    async def noting(task: Any, endpoint: PolicyEndpoint) -> float:
         addresses.append(endpoint.url)
         return await harnesses.agent.stands_for(task, endpoint)  # type: ignore[attr-defined,no-any-return]
 
@@ -67,7 +67,7 @@ def test_it_is_played_alike_in_this_process_and_leaves_no_server(words: Tokenize
 def asking(**how: Any) -> Any:
     """A harness whose request says how it is to be sampled; its reward is 1 where that is answered."""
 
-    async def one(task: Any, endpoint: Endpoint) -> float:
+    async def one(task: Any, endpoint: PolicyEndpoint) -> float:
         from openai import AsyncOpenAI, BadRequestError
 
         messages: Any = [{"role": "user", "content": task["prompt"]}]
@@ -109,7 +109,7 @@ def test_token_ids_come_back_as_one_transcript_with_the_engines_own_log_probabil
 
 
 def test_an_episode_that_has_run_out_gives_empty_replies_and_is_still_scored(words: Tokenizer) -> None:
-    rollouts = play(words, harnesses.insatiable, bounds=Bounds(turns=3))
+    rollouts = play(words, harnesses.insatiable, bounds=EpisodeLimits(turns=3))
     assert all(rollout.stop is StopReason.TURNS for rollout in rollouts)
     assert [rollout.reward for rollout in rollouts] == [3.0, 3.0, 3.0, 0.25]  # the last one failed after it was told
 

@@ -20,10 +20,10 @@ from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.settings import flags
 from posttrain.config import RL, Prefer
-from posttrain.envs import arithmetic
-from posttrain.runs.checks import CHECKS
-from posttrain.runs.health import Finding, Health
-from posttrain.runs.history import READ, Limits
+from posttrain.envs.builtin import arithmetic
+from posttrain.runs.health import Health, HealthFinding
+from posttrain.runs.health_checks import CHECKS
+from posttrain.runs.metric_history import READ, HealthLimits
 
 Rows = list[dict[str, float]]
 
@@ -114,7 +114,7 @@ def rows(columns: Mapping[str, Any]) -> Rows:
     return [{"step": i + 1, **{n: c[i] for n, c in values.items() if c}} for i in range(lengths.pop())]
 
 
-def find(history: Rows, limits: Limits | None = None) -> list[Finding]:
+def find(history: Rows, limits: HealthLimits | None = None) -> list[HealthFinding]:
     health = Health(limits)
     return [finding for row in history for finding in health.look(int(row["step"]), row)]
 
@@ -197,7 +197,7 @@ def test_a_constant_reward_is_named_after_one_window_and_never_solved(reward: fl
 
 
 def test_groups_without_signal_are_told_apart_by_what_they_have_in_common() -> None:
-    def of(accuracy: float) -> Finding:
+    def of(accuracy: float) -> HealthFinding:
         columns = {"reward": noisy([accuracy] * 20, 0.01), "groups/no_signal": noisy([0.95] * 20, 0.01)}
         (finding,) = find(rows(columns))
         return finding
@@ -361,7 +361,7 @@ def test_a_finding_is_told_once_until_it_has_been_away_for_a_while() -> None:
     assert [f.step for f in find(share(20, 100))] == [29]
     assert [f.step for f in find(share(20, 30, 20, 30))] == [29], "away for less than 30 steps"
     assert [f.step for f in find(share(20, 30, 50, 30))] == [29, 109]
-    assert [f.step for f in find(share(20, 30, 20, 30), Limits(again=10))] == [29, 79]
+    assert [f.step for f in find(share(20, 30, 20, 30), HealthLimits(again=10))] == [29, 79]
 
 
 @pytest.mark.parametrize("history", [DIVERGED, LOOPHOLE, LONGER], ids=["diverged", "loophole", "longer"])
@@ -399,7 +399,7 @@ def test_what_is_missing_or_not_finite_is_as_if_it_were_not_there() -> None:
 def test_messages_are_of_two_lines_and_name_options_that_exist() -> None:
     found = [*find(rows(DIVERGED)), *find(rows(LOOPHOLE)), *find(rows(LONGER)), *find(rows(LEARNED))]
     found += find(rows({"reward": [0.0] * 20, "groups/no_signal": [1.0] * 20}))
-    found += find(rows({"skipped": [1.0] * 20, "explained_variance": [-1.0] * 20}), Limits(critic_after=15))
+    found += find(rows({"skipped": [1.0] * 20, "explained_variance": [-1.0] * 20}), HealthLimits(critic_after=15))
     found += find(rows({"invalid": DODGING, "invalid/timeout": DODGING}))
     found += find(rows({**STUCK, "updates": [2] * 60, "ratio/clipped_high": [0.01] * 60}))
     found += find(rows({"accuracy": [], "reward": noisy([0.1] * 20, 0.1), "groups/no_signal": [0.99] * 20}))

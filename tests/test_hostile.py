@@ -15,8 +15,8 @@ import hostile
 import pytest
 from processes import descendants, gone, is_running
 
-from posttrain.envs.pool import Done, EnvPool, Event
-from posttrain.types import Invalid, InvalidKind, Reply, Turn
+from posttrain.core.types import Invalid, InvalidKind, Reply, Turn
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 TASK = {"id": "t", "prompt": "p"}
@@ -116,7 +116,7 @@ def test_nothing_that_a_worker_started_outlives_it(what: str, end: str) -> None:
 @pytest.mark.parametrize("what", ["one without our environment", "an orphan in a session of its own"])
 def test_nothing_that_a_worker_started_outlives_a_killed_parent(what: str) -> None:
     script = (
-        "import time\nfrom posttrain.envs.pool import EnvPool\nfrom posttrain.types import Reply\n"
+        "import time\nfrom posttrain.envs.play.env_pool import EnvPool\nfrom posttrain.core.types import Reply\n"
         "pool = EnvPool('hostile:reward', 1)\n"
         f"pool.start(0, {TASK!r}); pool.poll(20); pool.send(0, Reply({what!r})); pool.poll(20)\n"
         "print('ready', flush=True)\ntime.sleep(1000)\n"

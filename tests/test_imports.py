@@ -33,7 +33,7 @@ RANKS = (
 
 HOMES = {
     "transformers": ("models/",),
-    "bitsandbytes": ("models/quantized.py",),
+    "bitsandbytes": ("models/adapters/quantized.py",),
     "huggingface_hub": ("models/",),
     "tokenizers": ("models/",),
     "jinja2": ("models/",),
@@ -42,24 +42,24 @@ HOMES = {
     "datasets": ("data/",),
     "pyarrow": ("data/", "record/", "view/"),
     "duckdb": ("record/", "view/"),
-    "starlette": ("view/server.py",),
-    "uvicorn": ("view/command.py",),
+    "starlette": ("apps/view/web_server.py",),
+    "uvicorn": ("apps/view/view_command.py",),
     "math_verify": ("verify/",),
     "sympy": ("verify/",),
-    "matplotlib": ("runs/curves.py", "reproduce/figure.py"),
+    "matplotlib": ("runs/curves.py", "experiments/figure.py"),
     "tensorboardX": ("runs/events.py",),
-    "rich": ("runs/printing.py", "runs/terminal.py", "cli/ranking.py"),
+    "rich": ("runs/terminal/printing.py", "runs/terminal/live_region.py", "cli/rank_command.py"),
     "cyclopts": ("cli/",),
-    "vllm": ("engines/vllm_worker.py", "engines/transfer.py"),
-    "ray": ("engines/ray_engines.py",),
-    "rapidfuzz": ("sources/diversity.py", "verify/", "audit/templates.py"),
+    "vllm": ("engines/vllm/vllm_worker.py", "engines/vllm/nccl_transfer.py"),
+    "ray": ("engines/pool/ray_engines.py",),
+    "rapidfuzz": ("training/sources/diversity.py", "verify/", "apps/audit/shared_phrases.py"),
     "httpcore2": ("connections.py", "endpoint.py"),
-    "aiohttp": ("serving/", "retrieval/server.py"),
-    "verifiers": ("envs/verifiers_side.py",),
-    "bm25s": ("retrieval/bm25.py",),
-    "faiss": ("retrieval/dense.py",),
+    "aiohttp": ("serving/", "services/retrieval/search_server.py"),
+    "verifiers": ("envs/bridges/verifiers_side.py",),
+    "bm25s": ("services/retrieval/bm25.py",),
+    "faiss": ("services/retrieval/dense.py",),
     "jsonschema": ("verify/", "services/", "envs/tools.py"),
-    "docstring_parser": ("envs/schemas.py",),
+    "docstring_parser": ("envs/tool_schemas.py",),
     "referencing": ("verify/",),
     "reasoning_gym": ("envs/bridges/reasoning.py",),
     "gymnasium": ("envs/bridges/gym.py",),
@@ -68,15 +68,15 @@ HOMES = {
     "mcp": ("envs/bridges/mcp_tools.py",),
     "mcp_types": ("envs/bridges/mcp_tools.py",),
     "py3langid": ("verify/",),
-    "torch.distributed": ("learners/world.py", "learners/sharding.py"),
+    "torch.distributed": ("learners/process_group.py", "learners/fsdp.py"),
 }
 """Where each heavy library may be imported."""
 
 LIGHT = ("audit/", "planning/", "envs/", "verify/", "sandbox/", "runs/", "training/intervals.py",
-         "sources/diversity.py", "algorithms/", "config/", "types.py", "batch.py", "protocols.py", "part.py",
+         "training/sources/diversity.py", "algorithms/", "config/", "types.py", "batch.py", "protocols.py", "part.py",
          "record/", "seeds.py", "messages.py", "user_code.py", "values.py", "names.py", "deferred.py", "typed.py",
-         "cli/main.py", "cli/commands.py", "cli/looking.py", "cli/typed.py",
-         "data/", "sources/packing.py", "retrieval/", "services/retriever.py")  # fmt: skip
+         "cli/main.py", "cli/commands.py", "cli/inspect_commands.py", "cli/write_types.py",
+         "data/", "training/sources/packing.py", "retrieval/", "services/retriever.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -6,6 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from posttrain.core.types import UserError
 from posttrain.training.intervals import (
     bootstrap_interval,
     clustered_interval,
@@ -14,7 +15,6 @@ from posttrain.training.intervals import (
     summary,
     wilson_interval,
 )
-from posttrain.types import UserError
 
 
 def test_pass_at_k_of_one_correct_in_four_is_golden() -> None:

@@ -13,14 +13,14 @@ from feeding import WORDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.items import MOST, to_compared, to_item, to_judged
+from posttrain.core.types import Task, UserError
+from posttrain.data.labels import to_labelled
+from posttrain.data.preference_examples import MOST, to_compared, to_item, to_judged
 from posttrain.data.tasks import to_tasks
-from posttrain.data.verdicts import to_labelled
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.items import Items
-from posttrain.sources.lengths import Policy, TooLong
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.passes import mind_repeated
-from posttrain.types import Task, UserError
+from posttrain.training.sources.length_filter import Policy, TooLong
+from posttrain.training.sources.preferences import PreferenceExamples
 
 HUMAN = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: why?\n\nAssistant:"
 ASKED = [{"role": "user", "content": "why?"}]
@@ -146,7 +146,9 @@ def test_what_was_cut_off_is_learned_from_without_an_end(
 ) -> None:
     task = to_item({"prompt": "p", **row})
     assert task is not None and task["cut"] == cut
-    item = Items([], tokenizer, (tokenizer.eos_id,), tokenizer.vocab_size, TooLong("skip", 99, print)).make(task, None)  # type: ignore[arg-type]
+    item = PreferenceExamples(
+        [], tokenizer, (tokenizer.eos_id,), tokenizer.vocab_size, TooLong("skip", 99, print)
+    ).make(task, None)  # type: ignore[arg-type]
     assert [t.tokens[-1] != tokenizer.eos_id for t in item.responses] == cut
     assert all(t.tokens[t.scored[-1]] == t.tokens[-1] for t in item.responses)
 
@@ -365,11 +367,13 @@ def test_any_row_makes_a_sound_item_or_says_nothing_or_is_told_in_one_line(row: 
 # -- from tasks to items -------------------------------------------------------------------------------------------------
 
 
-def items_of(rows: list[dict[str, Any]], policy: Policy = "skip", context: int = 64, words: Tokenizer = WORDS) -> Items:
+def items_of(
+    rows: list[dict[str, Any]], policy: Policy = "skip", context: int = 64, words: Tokenizer = WORDS
+) -> PreferenceExamples:
     told: list[str] = []
     tasks = to_tasks(rows, convert=to_item)
     assert words.eos_id is not None
-    made = Items(tasks, words, (words.eos_id,), words.vocab_size, TooLong(policy, context, told.append))
+    made = PreferenceExamples(tasks, words, (words.eos_id,), words.vocab_size, TooLong(policy, context, told.append))
     made.told = told  # type: ignore[attr-defined]
     return made
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from endpoints import Said, Server, by_length, replied, serving, write_recipe
 
-from posttrain import endpoint as endpoints
-from posttrain.endpoint import _retry_after
-from posttrain.services.cache import Cache
+from posttrain.core.types import Invalid, Reasoned, UserError, bare
+from posttrain.services.answer_cache import AnswerCache
 from posttrain.services.judge import Judge
-from posttrain.services.judging import MOST_SAID, kept, read_verdict
-from posttrain.services.recipe import Recipe, read_recipe, recipe_of
-from posttrain.types import Invalid, Reasoned, UserError, bare
+from posttrain.services.judge_prompt import MOST_SAID, kept, read_verdict
+from posttrain.services.judge_recipe import Recipe, read_recipe, recipe_of
+from posttrain.system import endpoint as endpoints
+from posttrain.system.endpoint import _retry_after
 
 HTML = Said(raw=b"<html><body>Welcome</body></html>", headers={"Content-Type": "text/html"})
 
@@ -32,7 +32,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def judge_of() -> Iterator[Callable[..., Judge]]:
     opened: list[Judge] = []
 
-    def judge_of(server: Server, cache: Cache | None = None, **settings: Any) -> Judge:
+    def judge_of(server: Server, cache: AnswerCache | None = None, **settings: Any) -> Judge:
         how = {"model": "tested", "seconds": 5.0, "retries": 3, "cache": cache is not None, **settings}
         opened.append(Judge(recipe_of({"endpoint": server.address, **how}), cache=cache))
         return opened[-1]
@@ -237,7 +237,7 @@ def test_an_answer_comes_with_the_texts_that_it_was_read_from_cached_or_not(
 ) -> None:
     with serving() as server:
         for _ in range(2):
-            (scalar,) = reasoned(judge_of(server, Cache(tmp_path)), [question("abc")])
+            (scalar,) = reasoned(judge_of(server, AnswerCache(tmp_path)), [question("abc")])
             assert scalar == Reasoned(4.0, ('{"reason": "by length", "score": 4}',))
         (pair,) = reasoned(judge_of(server, kind="pairwise"), [{"prompt": "p", "responses": ["abc", "a"]}])
         assert pair == Reasoned(1.0, tuple(f'{{"reason": "by length", "score": "{side}"}}' for side in "AB"))
@@ -297,11 +297,15 @@ def test_an_answer_that_was_ended_from_outside_is_none_though_it_looks_whole(
 ) -> None:
     whole = {"reason": "good", "score": 7}
     with serving(lambda request, number: Said(whole, finish=finish)) as server:
-        [answer] = asked(judge_of(server, Cache(tmp_path)), [question("abc")])
+        [answer] = asked(judge_of(server, AnswerCache(tmp_path)), [question("abc")])
         assert isinstance(answer, Invalid) and why in answer.reason
         assert len(server.asked) == 2
     with serving(lambda request, number: Said(whole, finish=("stop", None, "eos")[number])) as server:
-        assert asked(judge_of(server, Cache(tmp_path)), [question("abc"), question("a"), question("b")]) == [7, 7, 7]
+        assert asked(judge_of(server, AnswerCache(tmp_path)), [question("abc"), question("a"), question("b")]) == [
+            7,
+            7,
+            7,
+        ]
 
 
 def test_an_answer_made_of_brackets_costs_no_time() -> None:
@@ -383,7 +387,7 @@ def test_a_reply_cannot_close_the_frame_that_it_is_shown_in(judge_of: Callable[.
 
 
 def test_valid_answers_are_kept_on_disk_and_others_are_not(judge_of: Callable[..., Judge], tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
+    cache = AnswerCache(tmp_path)
     with serving(
         lambda request, number: Said(status=400) if "bad" in replied(request)[0] else by_length(request)
     ) as server:
@@ -399,7 +403,7 @@ def test_valid_answers_are_kept_on_disk_and_others_are_not(judge_of: Callable[..
 
 
 def test_an_answer_is_kept_for_its_endpoint_alone(judge_of: Callable[..., Judge], tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
+    cache = AnswerCache(tmp_path)
     with serving(lambda request, number: Said({"reason": "", "score": 3})) as one, serving() as other:
         for _ in range(2):
             assert asked(judge_of(one, cache), [question("abcdefg")]) == [3.0]
@@ -435,16 +439,16 @@ def test_an_answer_that_came_at_the_second_asking_is_kept_for_the_first(
 ) -> None:
     with serving(lambda request, number: by_length(request) if number else Said("rubbish")) as server:
         for _ in range(2):
-            assert asked(judge_of(server, Cache(tmp_path)), [question("abc")]) == [4.0]
+            assert asked(judge_of(server, AnswerCache(tmp_path)), [question("abc")]) == [4.0]
         assert len(server.asked) == 2
 
 
 def test_a_damaged_entry_of_the_cache_is_asked_for_again(judge_of: Callable[..., Judge], tmp_path: Path) -> None:
     with serving() as server:
-        asked(judge_of(server, Cache(tmp_path)), [question("abc")])
+        asked(judge_of(server, AnswerCache(tmp_path)), [question("abc")])
         [file] = tmp_path.glob("*/*.txt")
         file.write_text("{")
-        assert asked(judge_of(server, Cache(tmp_path)), [question("abc")]) == [4.0]
+        assert asked(judge_of(server, AnswerCache(tmp_path)), [question("abc")]) == [4.0]
         assert len(server.asked) == 2 and "score" in file.read_text()
 
 

@@ -13,18 +13,18 @@ from conftest import tiny
 from environments import asking
 from episodes import episodes, said
 
-from posttrain.engines.kept import KEPT_BYTES
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.uncached import UncachedEngine
-from posttrain.envs.play import Player
-from posttrain.envs.pool import EnvPool
-from posttrain.kernels import binder, build
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.sources.packing import collate
-from posttrain.types import Completion, Sampling, Transcript, UserError
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Sampling, Transcript, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.prefix_cache import KEPT_BYTES
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Player
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.native.kernels import binder, build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.packing import collate
 
 CONTEXT = 400
 GROUPS = ((5, 6, 7), tuple(range(8, 40)))  # prompts, of two episodes each and one
@@ -97,7 +97,7 @@ def test_no_bit_of_a_compiled_reply_depends_on_what_was_kept(
     tokenizer: Tokenizer, precision: str, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if head == "not packed":
-        monkeypatch.setattr("posttrain.engines.compiled.PACKED_HEAD", 0)
+        monkeypatch.setattr("posttrain.engines.local.compiled_step.PACKED_HEAD", 0)
     model = tiny(tokenizer, context=CONTEXT)
     if not new(model, tokenizer, precision=precision).batch_invariant:
         pytest.skip("needs a C compiler, and for bfloat16 a processor that has such products")
@@ -107,7 +107,7 @@ def test_no_bit_of_a_compiled_reply_depends_on_what_was_kept(
     assert talk(new(model, tokenizer, precision=precision, slots=1)).bits == expected
     for i, own in enumerate(expected):
         assert talk(new(model, tokenizer, precision=precision), only=i).bits[i] == own
-    monkeypatch.setattr("posttrain.engines.compiled.FEED_ROWS", 7)
+    monkeypatch.setattr("posttrain.engines.local.compiled_step.FEED_ROWS", 7)
     assert talk(new(model, tokenizer, precision=precision)).bits == expected
 
 

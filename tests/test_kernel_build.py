@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.kernels import binder, build, private_folder
-from posttrain.kernels.private_folder import NotPrivate
+from posttrain.models.native.kernels import binder, build, private_folder
+from posttrain.models.native.kernels.private_folder import NotPrivate
 
 SOURCES = ("attention.c", "decode.c", "layer.c")
 TARGETS = {
@@ -65,10 +65,10 @@ def test_every_file_compiles_without_a_warning(compiler: str, target: str, tmp_p
 
 STRUCTURES = {
     "attention": ("attention.c", binder.Attention),
-    "linear": ("decode.c", binder.Linear),
-    "layer": ("decode.c", binder.Layer),
-    "model": ("decode.c", binder.Model),
-    "step": ("decode.c", binder.Step),
+    "linear": ("decode.c", binder.CLinear),
+    "layer": ("decode.c", binder.CLayer),
+    "model": ("decode.c", binder.CModel),
+    "step": ("decode.c", binder.CStep),
 }
 
 
@@ -104,20 +104,20 @@ def test_a_structure_that_differs_from_that_of_c_is_named_with_its_field(name: s
 
 def test_a_structure_is_made_with_all_of_its_fields_or_not_at_all() -> None:
     with pytest.raises(AssertionError, match="panels"):
-        binder.Linear(weight=None, bias=None, inputs=3)  # type: ignore[call-arg]
-    assert binder.Linear(weight=None, bias=None, inputs=3, panels=2).panels == 2
+        binder.CLinear(weight=None, bias=None, inputs=3)  # type: ignore[call-arg]
+    assert binder.CLinear(weight=None, bias=None, inputs=3, panels=2).panels == 2
 
 
 ONE_STEP = """
 import sys
 from pathlib import Path
-from posttrain.kernels import build
+from posttrain.models.native.kernels import build
 build.HERE = Path(sys.argv[1])
 build.FLAGS = ("-O1", "-march=native", "-fPIC", "-std=gnu11")
-from posttrain.engines.local import LocalEngine
-from posttrain.models.decoder import DecoderConfig, new_decoder
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Sampling
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.core.types import Sampling
 tokenizer = Tokenizer.train(["0123456789"], 64, "characters")
 engine = LocalEngine(new_decoder(DecoderConfig(64, 16, 2, 2, 1, 8, 16, 64), 0), tokenizer)
 assert engine.backend == "compiled code", build.missing()
@@ -247,7 +247,9 @@ def test_a_damaged_library_is_built_again(cache: Path, commands: list[str], dama
 @pytest.mark.slow
 @needs_compiler
 def test_processes_that_build_at_once_do_not_disturb_each_other(cache: Path) -> None:
-    code = "from posttrain.kernels import binder, build; assert binder.layer() is not None, build.missing()"
+    code = (
+        "from posttrain.models.native.kernels import binder, build; assert binder.layer() is not None, build.missing()"
+    )
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parent)}
     started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [process.wait() for process in started] == [0, 0]

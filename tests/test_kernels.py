@@ -17,18 +17,18 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from posttrain.engines.cache import attention, plain_attention
-from posttrain.engines.local import LocalEngine
+from posttrain.core.types import Sampling
+from posttrain.engines.local.kv_cache import attention, plain_attention
+from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.learners.adamw import AdamW
-from posttrain.models import likelihood
-from posttrain.models.attention import SegmentAttention, filled
-from posttrain.models.decoder import Decoder, causal, new_decoder
-from posttrain.models.fused import rms_norm, swiglu
 from posttrain.models.head import Head
-from posttrain.models.likelihood import token_logp, token_logp_entropy
-from posttrain.models.linear import Linear, accumulating, in_blocks, product
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Sampling
+from posttrain.models.losses import likelihood
+from posttrain.models.losses.likelihood import token_logp, token_logp_entropy
+from posttrain.models.native.attention import SegmentAttention, filled
+from posttrain.models.native.decoder import Decoder, causal, new_decoder
+from posttrain.models.native.fused import rms_norm, swiglu
+from posttrain.models.native.linear import Linear, accumulating, in_blocks, product
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +99,7 @@ def test_attention_of_every_device_gives_the_same_mass_and_mixture(dtype: torch.
 
 
 def test_attention_to_own_tokens_and_prefix_apart_equals_attention_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.models.attention.PREFIX_TOKENS", 1)
+    monkeypatch.setattr("posttrain.models.native.attention.PREFIX_TOKENS", 1)
     layout = segments((9, -1), (30, 0), (3, 0), (31, 0), (1, 0), (14, -1), (12, 5), (2, -1), (29, 5), (30, 0))
     total = len(layout.tokens)
     q, k, v = (normal(total, heads, 8, seed=heads).requires_grad_() for heads in (4, 2, 2))
@@ -144,7 +144,7 @@ def test_gradients_added_where_they_lie_are_those_of_torch(
 ) -> None:
     """Of two passes: an embedding that is the output head too, products with and without a bias, norms."""
     dtype = torch.float64 if precision == "float64" else torch.float32
-    monkeypatch.setattr("posttrain.kernels.build._used", False)  # compiled code rounds elsewhere
+    monkeypatch.setattr("posttrain.models.native.kernels.build._used", False)  # compiled code rounds elsewhere
     mine, other = copy.deepcopy(model).to(dtype), copy.deepcopy(model).to(dtype)
     for number in (0, 1):
         tokens = torch.arange(3 + number, 12)
@@ -218,12 +218,12 @@ def test_rollouts_are_sampled_from_weights_that_were_replaced(model: Decoder, to
 def test_a_first_update_imports_no_compiler() -> None:
     code = """
 import sys, torch
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.decoder import DecoderConfig, new_decoder
-from posttrain.sources.sft import Likelihood
-from posttrain.types import Transcript
-from posttrain.kernels import build
-from posttrain.sources.packing import collate
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.training.sources.sft_source import Likelihood
+from posttrain.core.types import Transcript
+from posttrain.models.native.kernels import build
+from posttrain.training.sources.packing import collate
 t = Transcript()
 t.observe([1, 2])
 t.imitate([3, 4])
@@ -238,7 +238,7 @@ print([m for m in ("torch._dynamo", "torch._inductor", "transformers") if m in s
 
 def test_blocks_are_tried_as_many_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
-    monkeypatch.setattr("posttrain.models.linear._as_in_blocks", lambda *case: tried.append(case[:2]) or True)
+    monkeypatch.setattr("posttrain.models.native.linear._as_in_blocks", lambda *case: tried.append(case[:2]) or True)
     with torch.no_grad(), in_blocks(64):
         product(torch.zeros(192, 3), torch.zeros(5, 3), None)
     assert tried == [(3, 64)]
@@ -253,7 +253,7 @@ def test_row_of_a_product_as_in_blocks_depends_on_no_other_row(
     x = torch.randn(320, 48, generator=generator)
     weight, bias = torch.randn(96, 48, generator=generator), torch.randn(96, generator=generator)
     if not library_agrees:
-        monkeypatch.setattr("posttrain.models.linear._as_in_blocks", lambda *_: False)
+        monkeypatch.setattr("posttrain.models.native.linear._as_in_blocks", lambda *_: False)
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16), in_blocks(64):
         together = product(x, weight, bias)
         assert together.dtype == dtype

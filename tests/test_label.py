@@ -28,10 +28,10 @@ from safetensors.torch import load_file, save_file
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.cli.ranking import Shown, read_ranking
-from posttrain.data.items import to_item
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.training.agreement import agreement, measured, read_labels
+from posttrain.cli.rank_command import Shown, read_ranking
+from posttrain.data.preference_examples import to_item
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.verbs.agreement import agreement, measured, read_labels
 
 ITEMS: list[dict[str, Any]] = [
     {"id": "0", "prompt": "say a=", "responses": ["aa", "be", "cccc", "aa"]},
@@ -70,10 +70,10 @@ def test_a_function_scores_every_response_with_its_parts(place: Path) -> None:
 
 
 def test_a_reward_model_gives_what_it_gives_in_training(place: Path) -> None:
-    from posttrain.services.reward_model import RewardModel
+    from posttrain.services.reward_model_service import RewardModelService
 
     rows = label("reward-model=reward", items=ITEMS[:2])
-    service = RewardModel("reward")
+    service = RewardModelService("reward")
     for row in rows:
         for id, text in enumerate(row["responses"]):
             service.submit(id, {"prompt": row["prompt"], "response": text})
@@ -81,12 +81,12 @@ def test_a_reward_model_gives_what_it_gives_in_training(place: Path) -> None:
 
 
 def test_a_reward_model_knows_which_sampled_responses_were_cut_off(place: Path) -> None:
-    from posttrain.services.reward_model import RewardModel
+    from posttrain.services.reward_model_service import RewardModelService
 
     item = {"prompt": "say a=", "responses": ["aa", "aa b"]}
     samples = [{"stop": "eos"}, {"stop": "length"}]
     [row] = label("reward-model=reward", items=[{**item, "samples": samples}])
-    service = RewardModel("reward")
+    service = RewardModelService("reward")
     for id, cut in ((0, False), (1, True), (2, False)):
         service.submit(id, {"prompt": "say a=", "response": item["responses"][min(id, 1)], "cut": cut})
     expected = dict(service.poll())
@@ -140,9 +140,9 @@ def test_a_file_that_was_cut_off_within_a_block_is_continued_without_repetitions
 
 
 def test_an_outage_costs_no_labels_and_is_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.training import labelling
+    from posttrain.training.verbs import label
 
-    monkeypatch.setattr(labelling, "BLOCK", 1)
+    monkeypatch.setattr(label, "BLOCK", 1)
     (place / "down").touch()
     Path("may.py").write_text(
         "import os\nfrom posttrain import Invalid\n\ndef reward(task, reply):\n"

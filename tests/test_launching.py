@@ -19,11 +19,11 @@ from torch.distributed import HashStore
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.learners import world
-from posttrain.protocols import Alone
-from posttrain.runs.reading import read_metrics
-from posttrain.training import imitating
-from posttrain.types import UserError
+from posttrain.core.protocols import Alone
+from posttrain.core.types import UserError
+from posttrain.learners import process_group
+from posttrain.runs.run_reading import read_metrics
+from posttrain.training.verbs import sft
 
 ROOT = Path(__file__).resolve().parents[1]
 SRUN = """#!/usr/bin/env python3
@@ -217,7 +217,7 @@ def test_a_restart_by_torchrun_goes_on_with_the_run_that_was_begun_and_touches_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(marks: set[str], **more: Any) -> posttrain.training.trainer.Run:
-        monkeypatch.setattr(imitating, "together", lambda config: nullcontext(Launched(marks)))
+        monkeypatch.setattr(sft, "together", lambda config: nullcontext(Launched(marks)))
         small: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "context": 32, "tokenizer": "characters"}
         rows = [{"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(8)]
         return posttrain.sft(rows, out=str(tmp_path / "run"), rows=4, threads=1, quiet=True, **small, **more)
@@ -246,7 +246,7 @@ def test_all_processes_of_a_start_agree_on_its_number_whatever_was_said_before(m
         kept.set("posttrain starts/here/1", "somebody of before, who never came")
 
         def start(rank: int, size: int = size, found: dict[int, int] = found) -> None:
-            found[rank] = world.attempt_of(kept, rank, size, 5.0)
+            found[rank] = process_group.attempt_of(kept, rank, size, 5.0)
 
         threads = [threading.Thread(target=start, args=(rank,)) for rank in reversed(range(size))]
         for thread in threads:
@@ -256,4 +256,4 @@ def test_all_processes_of_a_start_agree_on_its_number_whatever_was_said_before(m
             thread.join()
         assert found == dict.fromkeys(range(size), number)
     with pytest.raises(UserError, match=r"process 1 has not come for 0.1 s \(--patience\)"):
-        world.attempt_of(kept, 0, 2, 0.1)
+        process_group.attempt_of(kept, 0, 2, 0.1)

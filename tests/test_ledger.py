@@ -14,13 +14,13 @@ import torch
 from test_rl_source import digits, learned_from, row, run, source
 
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.table import TABLE
-from posttrain.batch import Batch, Outputs, Stats, Step
-from posttrain.learners.local import LocalLearner
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.recording import GROUPS, Recording
-from posttrain.sources.rl import Experience
-from posttrain.types import Fate, Invalid, Outcome, Rollout, Task
+from posttrain.algorithms.policy_table import TABLE
+from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
+from posttrain.core.types import Fate, Invalid, Outcome, Rollout, Task
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.token_recording import GROUPS, TokenRecording
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in TABLE},
@@ -55,7 +55,7 @@ def uneven() -> Callable[[Task, str], Any]:
     return reward
 
 
-def played(experience: Experience, number: int) -> tuple[Step, set[int], dict[int, int]]:
+def played(experience: RLSource, number: int) -> tuple[TrainingStep, set[int], dict[int, int]]:
     """A whole step; the rollouts that its batches held, by identity, and how often."""
     step, objective = experience.produce(number), policy_objective(experience.algorithm)
     stats, times = Stats(step.stats), dict[int, int]()
@@ -158,7 +158,7 @@ def entropies(learner: LocalLearner, batch: Batch) -> torch.Tensor:
 def test_numbers_of_tokens_are_those_of_their_updates(tokenizer: Tokenizer, name: str) -> None:
     algorithm = row(name, prompts=3)
     experience = source(tokenizer, algorithm, often, lr=1e-3)
-    experience.recording, objective = Recording("full", after=True), Watching(algorithm)
+    experience.recording, objective = TokenRecording("full", after=True), Watching(algorithm)
     step, learner = experience.produce(1), experience.learner
     last: dict[int, dict[str, torch.Tensor]] = {}  # by rollout
     seen: Counter[int] = Counter()  # updates that learned from it
@@ -203,9 +203,9 @@ def test_numbers_of_tokens_are_those_of_their_updates(tokenizer: Tokenizer, name
         assert len(numbers["after"]) == outcome.rollout.n_scored
 
 
-def recorded(experience: Experience) -> list[Outcome]:
+def recorded(experience: RLSource) -> list[Outcome]:
     """What a step leaves of those that have an advantage."""
-    experience.recording = Recording("full", after=True)
+    experience.recording = TokenRecording("full", after=True)
     return [o for o in played(experience, 1)[0].outcomes if o.advantage is not None]
 
 
@@ -253,37 +253,40 @@ def test_values_returns_and_advantages_of_tokens_are_those_of_a_loop(tokenizer: 
     "name", [pytest.param(name, marks=pytest.mark.long) if TABLE[name].trust_region else name for name in TABLE]
 )
 def test_recording_changes_no_bit_of_a_run(tokenizer: Tokenizer, name: str) -> None:
-    def ran(recording: Recording) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    def ran(recording: TokenRecording) -> tuple[torch.Tensor, list[dict[str, float]]]:
         experience = source(tokenizer, row(name, prompts=3))
         experience.recording = recording
         return run(experience, steps=3)
 
-    plain, figures = ran(Recording("tokens"))
-    for recording in (Recording("sample"), Recording("full", after=True)):
+    plain, figures = ran(TokenRecording("tokens"))
+    for recording in (TokenRecording("sample"), TokenRecording("full", after=True)):
         other, seen = ran(recording)
         assert torch.equal(plain, other) and figures == seen
 
 
 def test_a_sample_has_eight_groups_by_the_seed_alone_and_none_are_taken_of_ids_alone() -> None:
     groups = [f"{i}#0" for i in range(40)]
-    sample = Recording("sample", seed=3)
+    sample = TokenRecording("sample", seed=3)
     chosen = sample.chosen(5, groups)
     assert len(chosen) == GROUPS == 8 and chosen == sample.chosen(5, reversed(groups)) <= set(groups)
-    assert len({sample.chosen(5, groups), sample.chosen(6, groups), Recording("sample", seed=4).chosen(5, groups)}) == 3
-    assert Recording("full").chosen(5, groups) == set(groups) and not Recording("tokens").chosen(5, groups)
+    assert (
+        len({sample.chosen(5, groups), sample.chosen(6, groups), TokenRecording("sample", seed=4).chosen(5, groups)})
+        == 3
+    )
+    assert TokenRecording("full").chosen(5, groups) == set(groups) and not TokenRecording("tokens").chosen(5, groups)
     assert sample.chosen(5, groups[:3]) == set(groups[:3])
 
 
 def test_what_recording_takes_beyond_the_row_is_said_before_the_run() -> None:
-    assert Recording().told(frozenset(), False) == [] == Recording("tokens").told(frozenset(), False)
-    assert Recording("full").told(frozenset({"entropy"}), True) == []
-    (said,) = Recording("full", after=True).told(frozenset(), False)
+    assert TokenRecording().told(frozenset(), False) == [] == TokenRecording("tokens").told(frozenset(), False)
+    assert TokenRecording("full").told(frozenset({"entropy"}), True) == []
+    (said,) = TokenRecording("full", after=True).told(frozenset(), False)
     assert (
         "entropy of every token" in said
         and "no reference" in said
         and "a forward pass a step for --record-after" in said
     )
-    assert "(8 groups)" in Recording(after=True).told(frozenset(), True)[0]
+    assert "(8 groups)" in TokenRecording(after=True).told(frozenset(), True)[0]
 
 
 def outcomes(tokenizer: Tokenizer, algorithm: Algorithm, env: Any, **how: Any) -> list[Outcome]:
@@ -330,7 +333,7 @@ def test_a_rollout_that_is_alone_in_its_group_is_no_equal_group(tokenizer: Token
 
 def test_an_update_that_was_skipped_is_flagged_on_what_it_was_given(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo", minibatches=3))
-    experience.recording = Recording("full")
+    experience.recording = TokenRecording("full")
     step, objective = experience.produce(1), policy_objective(experience.algorithm)
     skipped: set[int] = set()
     for place, build in enumerate(step.updates):
@@ -351,7 +354,7 @@ def test_shaping_and_penalty_are_what_the_reward_gained_and_lost(tokenizer: Toke
     assert {o.shaping for o in spent if o.rollout.stop.truncated} == {-1.0}, "a reply that is cut off loses all"
     assert all(o.penalty == 0 for o in shaped)
     experience = source(tokenizer, row("rloo", kl=0.5, prompts=6), size=(6, 4))
-    experience.recording = Recording("full")
+    experience.recording = TokenRecording("full")
     for outcome in played(experience, 1)[0].outcomes:
         before, reference = outcome.numbers["learner"], outcome.numbers["reference"]
         assert outcome.penalty == pytest.approx(0.5 * float((before - reference).sum()), abs=1e-5)
@@ -360,14 +363,14 @@ def test_shaping_and_penalty_are_what_the_reward_gained_and_lost(tokenizer: Toke
 
 def test_tokens_that_are_not_selected_are_told(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo", top_entropy=0.3, prompts=6), size=(6, 4))
-    experience.recording = Recording("full")
+    experience.recording = TokenRecording("full")
     kept = [o.numbers["kept"] for o in played(experience, 1)[0].outcomes]
     tokens = np.concatenate(kept)
     assert tokens.dtype == bool and tokens.sum() == round(0.3 * len(tokens))
 
 
 def test_replayed_rollouts_are_the_same_after_a_resumption(tokenizer: Tokenizer) -> None:
-    def told(step: Step) -> list[tuple[Any, ...]]:
+    def told(step: TrainingStep) -> list[tuple[Any, ...]]:
         again = [o for o in step.outcomes if o.replayed]
         return [(o.rollout.task, o.rollout.group, o.rollout.text, o.advantage, o.why) for o in again]
 

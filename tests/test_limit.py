@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.types import Invalid
-from posttrain.verify.limit import Failed, _servers, limited
+from posttrain.core.types import Invalid
+from posttrain.verify.limited_process import CheckFailed, _servers, limited
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def failed(function: str, *args: object, seconds: float = 30.0) -> str:
     answer = limited(function, *args, seconds=seconds)
-    assert isinstance(answer, Failed), answer
+    assert isinstance(answer, CheckFailed), answer
     return answer.reason
 
 
@@ -85,7 +85,7 @@ def test_one_call_changes_nothing_for_the_next() -> None:
 def test_every_descendant_of_a_call_ends_with_it(tmp_path: Path, seconds: float) -> None:
     file = tmp_path / "pid"
     answer = limited("limited_functions:leave_behind", str(file), seconds, seconds=2.0)
-    assert isinstance(answer, Failed) == bool(seconds)
+    assert isinstance(answer, CheckFailed) == bool(seconds)
     assert ended(int(file.read_text()), within=0.0001)
 
 
@@ -94,7 +94,7 @@ def test_every_descendant_of_a_call_ends_with_it(tmp_path: Path, seconds: float)
 def test_nothing_outlives_a_killed_caller_or_a_killed_server(tmp_path: Path, victim: str) -> None:
     file = tmp_path / "pid"
     script = (
-        "import sys; sys.path[:] = sys.argv[2:]; from posttrain.verify.limit import limited, _servers; "
+        "import sys; sys.path[:] = sys.argv[2:]; from posttrain.verify.limited_process import limited, _servers; "
         "limited('builtins:max', 1, 2, seconds=9); print(*[s.process.pid for s in _servers.alive], flush=True); "
         "limited('limited_functions:leave_behind', sys.argv[1], 600.0, seconds=300)"
     )

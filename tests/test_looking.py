@@ -11,10 +11,10 @@ import generated_runs
 import pytest
 
 from posttrain.cli.main import main
-from posttrain.record.asking import TABLES
-from posttrain.record.schema import ROLLOUTS
 from posttrain.runs.lock import Lock, in_use
-from posttrain.runs.printing import table
+from posttrain.runs.record.schema import ROLLOUTS
+from posttrain.runs.record.sql_query import TABLES
+from posttrain.runs.terminal.printing import table
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_a_file_of_rollouts_is_asked_like_a_run(capsys: pytest.CaptureFixture[st
 def test_a_row_that_a_terminal_has_no_room_for_is_printed_line_by_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("posttrain.runs.printing.columns_of", lambda out: 79)
+    monkeypatch.setattr("posttrain.runs.terminal.printing.columns_of", lambda out: 79)
     names = [f"column {i}" for i in range(30)]
     long = "words " * 30
     table("2 rows", names, [[long, *range(29)], [None] * 30], upright=True)

@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain.batch import Layout
-from posttrain.kernels import build
-from posttrain.models import fused
-from posttrain.models.adapter_folder import fingerprint
-from posttrain.models.attention import SegmentAttention
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import checkpoint_tensors, load_backbone, load_model, save_model
-from posttrain.models.likelihood import token_logp
-from posttrain.models.linear import Linear, accumulating
-from posttrain.models.lora import TARGETS, LoRA, adapters, attach, begin, frozen_copy, plain_weights, sharing
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import UserError
+from posttrain.core.batch import Layout
+from posttrain.core.types import UserError
+from posttrain.models.adapters.adapter_folder import fingerprint
+from posttrain.models.adapters.lora import TARGETS, LoRA, adapters, attach, begin, frozen_copy, plain_weights, sharing
+from posttrain.models.checkpoint_folder import checkpoint_tensors, load_backbone, load_model, save_model
+from posttrain.models.losses.likelihood import token_logp
+from posttrain.models.native import fused
+from posttrain.models.native.attention import SegmentAttention
+from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.native.kernels import build
+from posttrain.models.native.linear import Linear, accumulating
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from tests.conftest import tiny
 
 SHAPE = DecoderConfig(
@@ -254,7 +254,7 @@ def saved(base: Path, folder: Path, targets: tuple[str, ...] = TARGETS, rslora: 
 
 
 def logits(model: Decoder, tokens: list[int]) -> Tensor:
-    from posttrain.models.decoder import causal
+    from posttrain.models.native.decoder import causal
 
     with torch.no_grad():
         return model.logits(model(torch.tensor(tokens), torch.arange(len(tokens)), causal))
@@ -396,7 +396,7 @@ def test_ranks_for_which_there_is_no_memory_are_refused_before_it_is_taken(
 ) -> None:
     model = load_model(base)
     assert isinstance(model, Decoder)
-    monkeypatch.setattr("posttrain.models.lora.available_memory", lambda device: 2.0**20)
+    monkeypatch.setattr("posttrain.models.adapters.lora.available_memory", lambda device: 2.0**20)
     attach(model, LoRA(4, 8.0), lambda name: True)
     with pytest.raises(UserError, match="adapters of rank 65,536 take more than the 0.0 GiB of memory that are free"):
         attach(model, LoRA(65_536, 8.0), lambda name: True)

@@ -18,17 +18,17 @@ from safetensors.torch import load_file
 
 from posttrain.cli.main import main
 from posttrain.config import SFT as SFT_OPTIONS
-from posttrain.models.adapter_config import is_adapter
-from posttrain.models.decoder import Decoder, causal
-from posttrain.models.folder import load_model
-from posttrain.models.linear import Linear
-from posttrain.models.lora import adapters
-from posttrain.models.reward import load_reward_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Alone
+from posttrain.core.protocols import Alone
+from posttrain.core.types import UserError
+from posttrain.models.adapters.adapter_config import is_adapter
+from posttrain.models.adapters.lora import adapters
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import Decoder, causal
+from posttrain.models.native.linear import Linear
+from posttrain.models.reward_model import load_reward_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import newest, resolve
-from posttrain.training import learning
-from posttrain.types import UserError
+from posttrain.training import open_learner
 
 ENVIRONMENT = '''
 """A reward that differs between the replies of a model that knows nothing."""
@@ -279,7 +279,7 @@ def test_what_makes_no_adapter_is_refused_in_one_line(
 def test_alpha_is_twice_the_rank_unless_it_is_given(place: Path, more: dict[str, float], alpha: float) -> None:
     model = load_model("start")
     assert isinstance(model, Decoder)
-    learning.adapt(SFT_OPTIONS(model="start", lora=3, **more), model, place / "start")  # type: ignore[arg-type]
+    open_learner.adapt(SFT_OPTIONS(model="start", lora=3, **more), model, place / "start")  # type: ignore[arg-type]
     assert model.lora is not None and (model.lora.alpha, model.lora.scale) == (alpha, alpha / 3)
     assert {adapter.scale for adapter in adapters(model)} == {alpha / 3}
 
@@ -319,4 +319,6 @@ def test_training_the_tower_of_a_model_that_reads_text_alone_is_refused(
 
 def test_sharding_adapters_is_refused_in_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="--shard deals out weights that learn"):
-        learning.policy(SFT_OPTIONS(model="start", lora=4, shard=True), place / "start", torch.device("cpu"), Alone())
+        open_learner.policy(
+            SFT_OPTIONS(model="start", lora=4, shard=True), place / "start", torch.device("cpu"), Alone()
+        )

@@ -10,14 +10,14 @@ import noting
 import pytest
 
 import posttrain
-from posttrain.envs.pool import Done, EnvPool
-from posttrain.envs.recording import Journal
-from posttrain.envs.wire import Garbled, read_answer, write_answer
-from posttrain.record.making import rollouts_table
-from posttrain.record.reading import read_file, read_rollouts, rows_of
-from posttrain.record.writing import write_table
-from posttrain.sources.stored import restored, stored
-from posttrain.types import Invalid, Outcome, Reply, Rollout
+from posttrain.core.types import Invalid, Outcome, Reply, Rollout
+from posttrain.envs.play.call_recording import CallJournal
+from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
+from posttrain.runs.record.rollout_reading import read_file, read_rollouts, rows_of
+from posttrain.runs.record.rollout_tables import rollouts_table
+from posttrain.runs.record.table_writer import write_table
+from posttrain.training.sources.rollout_state import restored, stored
 
 PLACES = [0, 1]
 OUT = "left out: more than the 65,536 characters of an episode's notes"
@@ -157,7 +157,7 @@ def test_a_note_is_what_it_was_when_it_was_made() -> None:
 
 
 def test_many_notes_cost_what_each_is_long() -> None:
-    journal = Journal()
+    journal = CallJournal()
     began = time.process_time()
     for number in range(20_000):
         journal.note({f"n{number}": number})

@@ -34,28 +34,28 @@ from torch import Tensor
 from transcriptions import LOSSES, TEXTS, Played
 
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
-from posttrain.algorithms.credit import Baselined, PassAtK, Process, equal_rewards
+from posttrain.algorithms.credit import Baselined, PassAtK, StepRewards, equal_rewards
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.algorithms.surrogate import Clip
-from posttrain.algorithms.table import TABLE, find
-from posttrain.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.config import RL
-from posttrain.learners.local import REFERENCE, LocalLearner
+from posttrain.core.batch import Batch, Outputs, Packed, Scores, Stats
+from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.models.critic import ActionValueModel, ValueModel
-from posttrain.models.decoder import Decoder, causal
 from posttrain.models.head import Head
-from posttrain.models.likelihood import token_logp
-from posttrain.sources.collecting import Size
-from posttrain.sources.packing import Taught, collate, pack, split_microbatches
-from posttrain.sources.rl import Experience
-from posttrain.sources.scores import scoreboard
-from posttrain.sources.sft import Likelihood
-from posttrain.sources.teaching import TEACHER, Teachers
+from posttrain.models.losses.likelihood import token_logp
+from posttrain.models.native.decoder import Decoder, causal
 from posttrain.training.adjust import adjust
-from posttrain.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.packing import Taught, collate, pack, split_microbatches
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.scoreboard import scoreboard
+from posttrain.training.sources.sft_source import LikelihoodObjective
+from posttrain.training.sources.teacher_targets import TEACHER, Teachers
 
 
 def scores_of(reward: Sequence[float], group: Sequence[int], length: Sequence[int]) -> Scores:
@@ -204,7 +204,7 @@ def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(monkeypatc
     weight = torch.randn(37, generator=generator, dtype=torch.float64)
     plain = (hidden @ head.T / 0.7).log_softmax(-1)
     expected = torch.autograd.grad((plain[torch.arange(37), target] * weight).sum(), (hidden, head))
-    monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 200)
+    monkeypatch.setattr("posttrain.models.losses.likelihood.CHUNK_LOGITS", 200)
     logp = token_logp(hidden, Head(head), target, 0.7)
     found = torch.autograd.grad((logp * weight).sum(), (hidden, head))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, expected, strict=True))
@@ -343,7 +343,7 @@ def test_equal_step_rewards_give_exactly_zero(size: float) -> None:
     for rollout in rollouts:
         rollout.steps = [(1, 0.7 * size)] * 10
         rollout.reward = 0.7 * size + sum(reward for _, reward in rollout.steps)
-    assert all((a == 0).all() for a in Process()(scoreboard(rollouts)))
+    assert all((a == 0).all() for a in StepRewards()(scoreboard(rollouts)))
 
 
 def test_groups_are_told_by_id_and_not_by_position() -> None:
@@ -372,7 +372,7 @@ def test_first_on_policy_ratio_is_exactly_one() -> None:
 def test_likelihood_objective_is_the_mean_over_tokens() -> None:
     logp = torch.tensor([-1.0, -2.0, -6.0])
     batch = Batch(None, logp, logp, logp, logp, weight=torch.full((3,), 1 / 3))  # type: ignore[arg-type]
-    assert Likelihood()(Outputs(logp), batch, Stats()).item() == pytest.approx(3.0)
+    assert LikelihoodObjective()(Outputs(logp), batch, Stats()).item() == pytest.approx(3.0)
 
 
 def test_adding_a_row_takes_one_statement() -> None:
@@ -406,7 +406,7 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: A
     texts = new_texts(torch.Generator().manual_seed(0), 4)  # 16 are drawn: each of them four times
     player = new_player(shares_of_digits, learner.model, 20)
     success = 0.5 if isinstance(row.advantage, PassAtK) else 0.2  # which not every two of a group hold
-    experience = Experience(
+    experience = RLSource(
         tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(3, 4, 100), seed=5, success=success,
         texts=[[text] for text in texts],
         teachers=Teachers(WORDS, {TEACHER: 64, OTHER: 64}, choose=True) if row.teacher else None,

@@ -11,18 +11,18 @@ from conftest import tiny
 
 from posttrain import Tools
 from posttrain.cli.main import main
+from posttrain.core.types import Sampling, Turn, UserError
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.check import check
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.models.folder import save_model
-from posttrain.models.outline import Outline, outline
-from posttrain.models.own_template import CHATML, around, read_template
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.tokenizer_training import EOS
-from posttrain.sources.sft import demonstrate
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.checkpoint_summary import Outline, outline
+from posttrain.models.tokenizer.custom_template import CHATML, around, read_template
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_training import EOS
 from posttrain.training.playground import viewer_of
-from posttrain.types import Sampling, Turn, UserError
+from posttrain.training.sources.sft_source import demonstrate
 
 TEXTS = ["what is it called", "it is 12", CHATML]
 TALK = [

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trees import drawn, grown, said
 
-from posttrain.models.decoder import Decoder, causal
-from posttrain.models.likelihood import token_logp
-from posttrain.sources.packing import collate, needed_length, pack, split_microbatches
-from posttrain.types import Completion, Media, Rollout, Span, SpanKind, StopReason, Transcript
+from posttrain.core.types import Completion, Media, Rollout, Span, SpanKind, StopReason, Transcript
+from posttrain.models.losses.likelihood import token_logp
+from posttrain.models.native.decoder import Decoder, causal
+from posttrain.training.sources.packing import collate, needed_length, pack, split_microbatches
 
 CPU = torch.device("cpu")
 

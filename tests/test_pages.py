@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.algorithms.all_algorithms import EVERY, beside
 from posttrain.algorithms.describe import (
     as_data,
     axes,
@@ -19,14 +20,13 @@ from posttrain.algorithms.describe import (
     requirements,
     settings,
 )
-from posttrain.algorithms.every import EVERY, beside
 from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.preference_table import PREFERENCES
+from posttrain.algorithms.reward_model_table import SCORINGS
 from posttrain.algorithms.row import Row
-from posttrain.algorithms.scoring import SCORINGS
 from posttrain.algorithms.settings import change
-from posttrain.algorithms.table import TABLE
 from posttrain.cli.main import main
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "algorithms"

@@ -18,14 +18,14 @@ from test_backed import opened
 from tiny_models import SEEING, Folders, InDouble, make_seeing
 from torch import Tensor
 
-from posttrain.engines.backed_engine import BackedEngine
-from posttrain.engines.uncached import UncachedEngine
-from posttrain.models.backed import Backed
-from posttrain.models.likelihood import token_logp, token_logp_entropy
-from posttrain.models.vision import Vision
-from posttrain.pictures import PICTURES, png
-from posttrain.sources.packing import collate, split_microbatches
-from posttrain.types import Completion, Media, Sampling, SpanKind, StopReason, Transcript, positions_of
+from posttrain.core.pictures import PICTURES, png
+from posttrain.core.types import Completion, Media, Sampling, SpanKind, StopReason, Transcript, positions_of
+from posttrain.engines.local.backed_engine import BackedEngine
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.vision import Vision
+from posttrain.models.losses.likelihood import token_logp, token_logp_entropy
+from posttrain.training.sources.packing import collate, split_microbatches
 
 transformers = pytest.importorskip("transformers")
 
@@ -221,7 +221,7 @@ def test_each_picture_of_a_micro_batch_goes_through_the_tower_once(
 def test_engine_with_a_cache_samples_what_the_one_without_does(
     kind: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.engines.backed_engine.PREFILL", 40)
+    monkeypatch.setattr("posttrain.engines.local.backed_engine.PREFILL", 40)
     model = opened(folders(kind))
     assert model.vision is not None
     rng, prompts = random.Random(3), list[Transcript]()

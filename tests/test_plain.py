@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.sandbox.examiner import change
-from posttrain.sandbox.plain import NotPlain, decode, encode, equals, named
+from posttrain.sandbox.plain_values import NotPlain, decode, encode, equals, named
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5)

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import posttrain
+from posttrain.apps.planning.job import Group, Job, JobEpisode, JobTurn, Learning, PlanSetting, Speed
+from posttrain.apps.planning.pilot import read_pilot, rising
+from posttrain.apps.planning.simulation import Simulation, SimulationResult
 from posttrain.cli.main import main
-from posttrain.planning.job import Episode, Group, Job, Learning, Setting, Speed, Stage
-from posttrain.planning.pilot import read_pilot, rising
-from posttrain.planning.simulation import Outcome, Simulation
-from posttrain.record.reading import read_rollouts
-from posttrain.runs.reading import read_timing
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import read_timing
 
 ONE = Speed(((1, 1.0),))  # a second for every step
 STEP = Learning(0.0, step=1.0)
@@ -28,15 +28,15 @@ RECORDED = Path(__file__).parent / "pilots"
 
 
 def group(*lengths: int) -> Group:
-    return Group(tuple(Episode((Stage(length),)) for length in lengths), sum(lengths))
+    return Group(tuple(JobEpisode((JobTurn(length),)) for length in lengths), sum(lengths))
 
 
 def job(*groups: Group, prompts: int = 1, speed: Speed = ONE, learning: Learning = STEP) -> Job:
     return Job(prompts, lambda number: groups[number % len(groups)], speed, learning)
 
 
-def run(job: Job, steps: int = 4, trace: bool = False, **setting: Any) -> Outcome:
-    return Simulation(job, Setting(**{"engines": 1, **setting}), steps, trace).run()
+def run(job: Job, steps: int = 4, trace: bool = False, **setting: Any) -> SimulationResult:
+    return Simulation(job, PlanSetting(**{"engines": 1, **setting}), steps, trace).run()
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_what_was_played_ahead_before_it_is_measured_counts_once() -> None:
 
 
 def test_environments_are_waited_for_and_the_prompt_of_a_group_is_read_once() -> None:
-    episode = Episode((Stage(5, read=4, wait=2.0), Stage(3, read=1, wait=1.5)), reward=2.0)
+    episode = JobEpisode((JobTurn(5, read=4, wait=2.0), JobTurn(3, read=1, wait=1.5)), reward=2.0)
     speed = replace(ONE, read=0.25)
     assert run(job(Group((episode,), 13), speed=speed)).learned[0] == 15.75
     both = run(job(Group((episode, episode), 22), speed=speed))
@@ -144,7 +144,7 @@ def test_waiting_in_front_of_one_slot_is_that_of_a_queue_with_random_arrivals_an
     arrivals, now = [], 0.0
     for _ in range(15_000):
         now += random.expovariate(load / service)
-        arrivals.append(Episode((Stage(service, wait=now),)))
+        arrivals.append(JobEpisode((JobTurn(service, wait=now),)))
     served = run(job(Group(tuple(arrivals), 1), speed=replace(ONE, slots=1)), 2, trace=True).served
     waited = sum(request.begun - request.asked for request in served) / len(served)
     assert waited == pytest.approx(load * service / (2 * (1 - load)), rel=0.05)  # Pollaczek and Khinchine
@@ -252,7 +252,7 @@ def test_real_runs_of_other_sizes_are_predicted_within_a_fifth() -> None:
     for size, steps_per_hour in made.items():
         prompts, group = map(int, size.split("x"))
         job = read_pilot(str(RECORDED / "8x8"), prompts, group).job
-        simulated = Simulation(job, Setting(1, shared=True), 24).run().steps_per_hour
+        simulated = Simulation(job, PlanSetting(1, shared=True), 24).run().steps_per_hour
         assert simulated == pytest.approx(steps_per_hour, rel=0.2), size
 
 

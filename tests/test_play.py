@@ -14,17 +14,9 @@ from episodes import episodes, played, said, until_done
 
 import posttrain
 from posttrain.algorithms.credit import earnings
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.chat import Conversation
-from posttrain.envs.play import LONGEST_PAUSE, Bounds, Episode, Player, cut_observation
-from posttrain.envs.playing import Playing
-from posttrain.envs.pool import Done, EnvPool, Event
-from posttrain.kernels import binder, build
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.seeds import seed_of
-from posttrain.sources.scores import scoreboard
-from posttrain.types import (
+from posttrain.core.conversation import Conversation
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import (
     Completion,
     Graded,
     Invalid,
@@ -39,6 +31,14 @@ from posttrain.types import (
     Turn,
     UserError,
 )
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.episode import RunningEpisode
+from posttrain.envs.play.player import LONGEST_PAUSE, Episode, EpisodeLimits, Player, cut_observation
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.kernels import binder, build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.scoreboard import scoreboard
 
 
 def test_only_what_the_policy_sampled_is_trainable(tokenizer: Tokenizer) -> None:
@@ -246,7 +246,7 @@ def test_loops_that_do_not_look_at_the_stop_end_by_themselves_and_earn_no_more(t
             yield Turn("again", reward=0.5)
         return 2.0
 
-    for rollout in played(env, tokenizer, max_tokens=2, limits={"bounds": Bounds(turns=3)}):
+    for rollout in played(env, tokenizer, max_tokens=2, limits={"bounds": EpisodeLimits(turns=3)}):
         assert rollout.stop is StopReason.TURNS
         assert rollout.reward == 2.0 + 3 * 0.5, "one for each reply that the policy gave"
 
@@ -257,7 +257,7 @@ def test_environment_that_asks_on_without_an_end_is_invalid(tokenizer: Tokenizer
         while True:
             yield "again"
 
-    for rollout in played(env, tokenizer, max_tokens=2, limits={"bounds": Bounds(turns=3)}):
+    for rollout in played(env, tokenizer, max_tokens=2, limits={"bounds": EpisodeLimits(turns=3)}):
         assert isinstance(rollout.reward, Invalid) and "stop was turns" in rollout.reward.reason
         assert len([t for t in rollout.turns if t.kind is SpanKind.SAMPLED]) == 3
 
@@ -265,11 +265,11 @@ def test_environment_that_asks_on_without_an_end_is_invalid(tokenizer: Tokenizer
 @pytest.mark.parametrize("out_of", ["turns", "length", "context", "calls", "time"])
 def test_an_episode_that_runs_out_is_told_and_keeps_its_reward(tokenizer: Tokenizer, out_of: str) -> None:
     bounds = {
-        "turns": Bounds(turns=2),
-        "length": Bounds(tokens=11),
-        "context": Bounds(),
-        "calls": Bounds(tool_calls=2),
-        "time": Bounds(seconds=1e-9),
+        "turns": EpisodeLimits(turns=2),
+        "length": EpisodeLimits(tokens=11),
+        "context": EpisodeLimits(),
+        "calls": EpisodeLimits(tool_calls=2),
+        "time": EpisodeLimits(seconds=1e-9),
     }[out_of]
     context = 40 if out_of == "context" else 256
 
@@ -300,7 +300,7 @@ def test_calls_of_tools_alone_are_counted_and_none_may_be_allowed(tokenizer: Tok
         return {str(reply.stop): 1.0}
 
     for most, stop in ((0, StopReason.CALLS), (1, None)):
-        for rollout in played(env, tokenizer, 3, limits={"bounds": Bounds(tool_calls=most)}, max_tokens=4):
+        for rollout in played(env, tokenizer, 3, limits={"bounds": EpisodeLimits(tool_calls=most)}, max_tokens=4):
             assert (StopReason.CALLS in rollout.rewards) == (stop is StopReason.CALLS)
             assert sum(t.kind is SpanKind.SAMPLED for t in rollout.turns) == 4 + (stop is None)
 
@@ -335,7 +335,7 @@ def test_what_is_cut_leaves_room_for_a_reply_or_half_of_what_there_is(room: int)
 
 
 def test_the_budget_of_an_episode_holds_over_all_its_replies(tokenizer: Tokenizer) -> None:
-    rollouts = played(asking, tokenizer, limits={"bounds": Bounds(tokens=11)})
+    rollouts = played(asking, tokenizer, limits={"bounds": EpisodeLimits(tokens=11)})
     assert max(r.n_sampled for r in rollouts) == 11
     cut = [r for r in rollouts if r.n_sampled == 11]
     assert {r.stop for r in cut} == {StopReason.LENGTH} and not any(isinstance(r.reward, Invalid) for r in rollouts)
@@ -371,7 +371,7 @@ def test_a_reply_may_have_what_its_turn_the_run_and_the_episode_leave_it(tokeniz
             reply = yield "on "
         return 1.0
 
-    rollouts, asked, _ = watched(env, tokenizer, 6, bounds=Bounds(tokens=14))
+    rollouts, asked, _ = watched(env, tokenizer, 6, bounds=EpisodeLimits(tokens=14))
     for index, rollout in enumerate(rollouts):
         lengths = [span.length for span in rollout.transcripts[0].spans if span.kind is SpanKind.SAMPLED]
         budgets = [tokens for id, tokens in asked if id == index]
@@ -388,7 +388,7 @@ def test_answers_are_heard_in_the_order_of_the_episodes_and_a_lost_episode_is_dr
         while True:
             yield "on "
 
-    rollouts, asked, pool = watched(env, tokenizer, 5, bounds=Bounds(turns=2))
+    rollouts, asked, pool = watched(env, tokenizer, 5, bounds=EpisodeLimits(turns=2))
     assert [id for id, _ in asked[:5]] == [0, 1, 2, 3, 4]
     assert sorted(index for what, index in asked if what == "drop") == [0, 1, 2, 3, 4]
     assert all(isinstance(r.reward, Invalid) for r in rollouts) and pool.waited >= 0
@@ -398,7 +398,7 @@ def test_time_without_anything_to_sample_is_time_spent_waiting(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, waits = 0.0, 0
-    monkeypatch.setattr("posttrain.envs.play.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("posttrain.envs.play.player.time", SimpleNamespace(perf_counter=lambda: now))
     pool = EnvPool(asking, 0)
     poll = pool.poll
 
@@ -513,7 +513,7 @@ def test_a_reward_for_a_part_that_is_not_there_is_invalid(tokenizer: Tokenizer, 
 
 def test_parts_of_replies_are_found_behind_tokens_of_many_characters() -> None:
     words = Tokenizer.train(["hello there you hello there you"] * 3, 300)
-    p = Playing(Episode({"id": "0"}, "0", 0), words)
+    p = RunningEpisode(Episode({"id": "0"}, "0", 0), words)
     p.show(Turn("hello"), words.encode("hello"), 0.0)
     tokens = words.encode(" there you \u00e9\u4e16 hello")
     text = words.decode(tokens)
@@ -571,7 +571,7 @@ def test_bounds_are_those_of_the_episode_over_all_contexts_learned_from_or_not(
             reply = yield Turn("on ", fresh=True, learn=False)
         return 1.0
 
-    rollouts, _, _ = watched(env, tokenizer, 6, bounds=Bounds(**limits))
+    rollouts, _, _ = watched(env, tokenizer, 6, bounds=EpisodeLimits(**limits))
     for rollout in rollouts:
         if "turns" in limits:
             assert len([t for t in rollout.turns if t.kind is SpanKind.SAMPLED]) == 3
@@ -610,7 +610,7 @@ def test_first_messages_of_a_fresh_context_are_read_as_those_of_an_episode() -> 
         def render(self, messages: Sequence[Any], generation: bool = True, tools: Any = None) -> str:
             return "".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<assistant>" * generation
 
-    playing = Playing(Episode({"id": "0"}, "0", 0), Text())  # type: ignore[arg-type]
+    playing = RunningEpisode(Episode({"id": "0"}, "0", 0), Text())  # type: ignore[arg-type]
     messages = ({"role": "user", "content": "a"},)
     first = playing.read(playing.place(Turn(messages=messages)))
     playing.show(Turn(messages=messages), first, 0.0)

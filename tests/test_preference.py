@@ -21,26 +21,26 @@ from feeding import WORDS, clear, gathered
 from processes import in_processes
 from torch import Tensor, nn
 
-from posttrain.algorithms.compared import PerComparison, PerPrompt
+from posttrain.algorithms.comparison_weights import PerComparison, PerPrompt
 from posttrain.algorithms.links import LINKS, Pairs, PlackettLuce, Sigmoid
 from posttrain.algorithms.preference import Preference, PreferenceObjective
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.responses import LogRatio, Odds
 from posttrain.algorithms.settings import change
-from posttrain.batch import Batch, Stats, Step
-from posttrain.data.files import Row
-from posttrain.data.items import to_item
+from posttrain.core.batch import Batch, Stats, TrainingStep
+from posttrain.core.component import Need
+from posttrain.core.protocols import World
+from posttrain.core.types import Comparison, Item, Transcript
+from posttrain.data.preference_examples import to_item
+from posttrain.data.row_files import Row
 from posttrain.data.tasks import to_tasks
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.learners.world import Processes
-from posttrain.models.decoder import causal
-from posttrain.part import Need
-from posttrain.protocols import World
-from posttrain.sources.items import Comparisons, Items
-from posttrain.sources.lengths import TooLong
-from posttrain.sources.packing import pack
-from posttrain.sources.references import Reference, mismatched
-from posttrain.types import Comparison, Item, Transcript
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.process_group import Processes
+from posttrain.models.native.decoder import causal
+from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.sources.packing import pack
+from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
+from posttrain.training.sources.reference_cache import Reference, mismatched
 
 EXACT = 1e-12
 ROWS = pytest.mark.parametrize("row", PREFERENCES.values(), ids=lambda r: r.name)
@@ -60,10 +60,10 @@ class Case:
         return Comparisons(_nothing(), row, self.learner, 8, tokens, 0, reference)
 
 
-def _nothing() -> Items:
+def _nothing() -> PreferenceExamples:
     """Rows that no test of the loss asks for."""
     tasks = to_tasks([{"prompt": "a", "chosen": "b", "rejected": "c"}], convert=to_item)
-    return Items(tasks, WORDS, (2,), WORDS.vocab_size, TooLong("skip", 64, print))
+    return PreferenceExamples(tasks, WORDS, (2,), WORDS.vocab_size, TooLong("skip", 64, print))
 
 
 def response(prompt: Sequence[int], tokens: Sequence[int]) -> Transcript:
@@ -267,7 +267,7 @@ def test_scores_are_zero_where_policy_and_reference_agree(divergence: Any) -> No
 
 
 def comparisons_outputs(logp: Tensor) -> Any:
-    from posttrain.batch import Outputs
+    from posttrain.core.batch import Outputs
 
     return Outputs(logp)
 
@@ -376,7 +376,7 @@ PAIRS: list[Row] = [
 def from_rows(row: Preference, tokens: int = 10**6) -> Comparisons:
     learner = LocalLearner(tiny(WORDS, dtype=torch.float64), Optimization(lr=1e-3))
     tasks = to_tasks(PAIRS, convert=to_item)
-    items = Items(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", 64, print))
+    items = PreferenceExamples(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", 64, print))
     draw = torch.Generator().manual_seed(1)
     arrays: dict[str, Any] = {}
     for name, of in (("own", lambda i: items[i].responses), ("mismatched", lambda i: mismatched(items, i))):  # type: ignore[union-attr]
@@ -502,7 +502,7 @@ def test_measures_are_those_of_pairs_counted_by_hand() -> None:
 
 def test_a_step_says_how_many_tokens_it_learns_from() -> None:
     source = from_rows(PREFERENCES["dpo"])
-    step: Step = source.produce(1)
+    step: TrainingStep = source.produce(1)
     assert step.tokens == sum(
         len(text) + 1 for row in PAIRS for text in row.get("responses") or [row["chosen"], row["rejected"]]
     )

@@ -20,20 +20,20 @@ from hypothesis import strategies as st
 from processes import in_processes
 
 import posttrain
-from posttrain.cli import launching
+from posttrain.cli import launch_processes
 from posttrain.cli.main import main
 from posttrain.config import RL
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.journal import Journal
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.learners.dealing import DealingLearner, deal
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_rollouts
-from posttrain.runs.files import made_by_run
-from posttrain.runs.reading import read_metrics, rollout_steps
-from posttrain.training import rewarding
-from posttrain.types import Sampling, UserError
+from posttrain.core.types import Sampling, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.answer_journal import AnswerJournal
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.learners.data_parallel import DataParallelLearner, deal
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_files import made_by_run
+from posttrain.runs.run_reading import read_metrics, rollout_steps
+from posttrain.training.verbs import reward_model
 
 SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
         for a in range(5) for b in range(5)]  # fmt: skip
@@ -89,7 +89,7 @@ def free_port() -> int:
 def one_of_two(rank: int, port: int, out: str) -> None:
     joined(rank, port)
     if rank:
-        rewarding.replace = forbidden  # type: ignore[attr-defined]
+        reward_model.replace = forbidden  # type: ignore[attr-defined]
     everything(Path(out))
 
 
@@ -119,7 +119,7 @@ def test_every_kind_of_run_of_two_processes_is_that_of_one(tmp_path: Path) -> No
     )
     assert first | second == alone and first != alone != second, "each asked for its own episodes"
     assert tmp_path / "two" / "asked" / "answers.1.jsonl" in made_by_run(tmp_path / "two" / "asked")
-    again = Journal(tmp_path / "two" / "asked", resumed=True)
+    again = AnswerJournal(tmp_path / "two" / "asked", resumed=True)
     assert set(again.valid) == alone - {None}, "whoever resumes knows them all"
 
 
@@ -153,14 +153,14 @@ def test_each_group_is_played_whole_by_one_process(tokenizer: Tokenizer) -> None
 
 def fails_in_the_second(rank: int, port: int, out: str, error: Exception) -> None:
     joined(rank, port)
-    update = DealingLearner.update
+    update = DataParallelLearner.update
 
-    def failing(self: DealingLearner, *how: Any) -> Any:
+    def failing(self: DataParallelLearner, *how: Any) -> Any:
         if rank == 1 and self.version == 2:
             raise error
         return update(self, *how)
 
-    DealingLearner.update = failing  # type: ignore[method-assign]
+    DataParallelLearner.update = failing  # type: ignore[method-assign]
     try:
         posttrain.sft(SUMS, out=out, steps=5, rows=8, save_every=5, **SMALL, **QUICK)
     except (UserError, ArithmeticError) as found:
@@ -239,9 +239,9 @@ def test_a_restart_goes_on_with_the_run_that_was_begun_and_touches_no_other(
             os.utime(folder / "run.json", ns=(len(tried), len(tried)))
         return 1
 
-    monkeypatch.setattr(launching, "_attempt", attempt)
+    monkeypatch.setattr(launch_processes, "_attempt", attempt)
     config = RL(out=str(folder), processes=2, restarts=1, resume="--resume" in given, overwrite="--overwrite" in given)
-    assert launching.launch(config) == 1
+    assert launch_processes.launch(config) == 1
     assert tried == [[*words, *given], [*words, *then]]
 
 

@@ -14,17 +14,17 @@ from tiny_models import make
 from torch.nn import functional
 
 import posttrain
-from posttrain.batch import Layout
 from posttrain.cli.main import main
-from posttrain.models.backed import Backed
-from posttrain.models.decoder import Decoder
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.likelihood import token_logp
-from posttrain.models.linear import Linear, accumulating
-from posttrain.models.lora import LoRA, attach, begin, plain_weights, shared_copy, sharing, targets_of
-from posttrain.models.quantized import KINDS, QuantizedLinear
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Task
+from posttrain.core.batch import Layout
+from posttrain.core.types import Task
+from posttrain.models.adapters.lora import LoRA, attach, begin, plain_weights, shared_copy, sharing, targets_of
+from posttrain.models.adapters.quantized import KINDS, QuantizedLinear
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.hf.backed import Backed
+from posttrain.models.losses.likelihood import token_logp
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.linear import Linear, accumulating
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 TREE = Layout(

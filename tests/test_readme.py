@@ -14,14 +14,14 @@ import pytest
 from documents import ROOT, blocks, run
 
 import posttrain.verify
+from posttrain.algorithms.all_algorithms import EVERY
 from posttrain.algorithms.describe import line, requirements
-from posttrain.algorithms.every import EVERY
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.cli.main import _known, app
 from posttrain.config import OF_GROWING, OF_RETRIEVERS, VERBS, Data, ServeEngine
 from posttrain.envs.load import BUILTIN
-from posttrain.user_code import load_named
+from posttrain.system.user_code import load_named
 
 PAGES = {
     name: ROOT / name

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from posttrain.config import RL, SFT
-from posttrain.envs import arithmetic
-from posttrain.options import filled, validate
-from posttrain.types import UserError
+from posttrain.config.resolve import filled, validate
+from posttrain.core.types import UserError
+from posttrain.envs.builtin import arithmetic
 
 ROOT = Path(__file__).resolve().parents[1]
 

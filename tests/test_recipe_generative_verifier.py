@@ -10,7 +10,7 @@ import pytest
 from recipe_modules import recipe_module
 
 from posttrain.config import RL, SFT, RewardModelling
-from posttrain.options import filled, validate
+from posttrain.config.resolve import filled, validate
 from posttrain.verify import final_verdict
 
 

@@ -7,7 +7,7 @@ import random
 from recipe_modules import recipe_module
 from scripted import scripted
 
-from posttrain.envs.guess import guess
+from posttrain.envs.builtin.guess import guess
 
 recipe = recipe_module("guess")
 

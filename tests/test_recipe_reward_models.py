@@ -9,9 +9,9 @@ import pytest
 from recipe_modules import recipe_module
 
 from posttrain.config import RewardModelling
-from posttrain.data.items import to_item
+from posttrain.config.resolve import filled, validate
+from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.options import filled, validate
 
 
 @pytest.fixture(scope="module")

@@ -13,17 +13,17 @@ from retrieved import small_index
 from said_by_script import Scripted
 
 from posttrain.config import RL, SFT
-from posttrain.envs.asking import Services
+from posttrain.config.resolve import filled, validate
+from posttrain.core.types import Sampling, UserError
+from posttrain.envs.builtin.search_qa import SEARCH
 from posttrain.envs.load import load_env
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.search_qa import SEARCH
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.options import filled, validate
-from posttrain.retrieval.index import Index, open_index
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.service_client import Services
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.services.retrieval.passage_index import PassageIndex, open_index
 from posttrain.services.retriever import retriever
-from posttrain.sources.enacting import enacting
-from posttrain.types import Sampling, UserError
+from posttrain.training.sources.demonstrations import enacting
 
 QUESTIONS = [
     {
@@ -50,7 +50,7 @@ def recipe() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+def index(tmp_path_factory: pytest.TempPathFactory) -> PassageIndex:
     return open_index(small_index(tmp_path_factory.mktemp("recipe") / "index"))
 
 
@@ -63,7 +63,7 @@ def test_settings_exist(recipe: ModuleType) -> None:
         load_env(recipe.named(options))
 
 
-def test_what_is_imitated_is_what_is_played(recipe: ModuleType, index: Index) -> None:
+def test_what_is_imitated_is_what_is_played(recipe: ModuleType, index: PassageIndex) -> None:
     rows = recipe.imitation_rows(index, QUESTIONS, True, recipe.SIZES["small"])
     assert [row["replies"][1].split("<answer> ")[1] for row in rows] == ["It </answer>", "Tolkien </answer>"]
     assert len(recipe.imitation_rows(index, QUESTIONS, False, recipe.SIZES["small"])) == 3
@@ -81,7 +81,7 @@ def test_what_is_imitated_is_what_is_played(recipe: ModuleType, index: Index) ->
     assert said == "".join(rows[0]["replies"])
 
 
-def test_made_up_questions_have_their_answer_in_the_passage(recipe: ModuleType, index: Index) -> None:
+def test_made_up_questions_have_their_answer_in_the_passage(recipe: ModuleType, index: PassageIndex) -> None:
     told = (
         "In the year of 1868 the city was called Edo by all. Later the young Emperor Meiji named it anew, as is known."
     )

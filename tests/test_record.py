@@ -10,14 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.cli import looking
-from posttrain.record.reading import EVERY, plainly, read_rollouts, timed_rollouts
-from posttrain.record.rows import transcripts_of
-from posttrain.runs.curves import curves
-from posttrain.runs.files import writing
-from posttrain.runs.reading import read_metrics, read_run, read_timing, rollout_steps
-from posttrain.runs.record import Record
-from posttrain.types import (
+from posttrain.cli import inspect_commands
+from posttrain.core.types import (
     Completion,
     Invalid,
     Outcome,
@@ -28,6 +22,12 @@ from posttrain.types import (
     Transcript,
     UserError,
 )
+from posttrain.runs.curves import curves
+from posttrain.runs.record.rollout_reading import EVERY, plainly, read_rollouts, timed_rollouts
+from posttrain.runs.record.rollout_rows import transcripts_of
+from posttrain.runs.run_files import writing
+from posttrain.runs.run_reading import read_metrics, read_run, read_timing, rollout_steps
+from posttrain.runs.run_record import RunRecord
 
 CONFIG = {"seed": 7, "lr": 1e-4, "out": Path("runs/a"), "clip_high": math.inf, "stop": ("</answer>",)}
 
@@ -53,7 +53,7 @@ def values(step: int) -> dict[str, float]:
     return {"reward": math.sin(step), "length": 10 / 3 * step, "kl": math.nan if step == 3 else 0.0}
 
 
-def play(record: Record, steps: range) -> None:
+def play(record: RunRecord, steps: range) -> None:
     for step in steps:
         record.rollouts(step, [Outcome(rollout(step), 0.25 * step)])
         record.metrics(step, values(step))
@@ -83,7 +83,7 @@ def events(folder: Path) -> dict[tuple[str, int], float]:
 
 
 def test_run_json_says_what_ran_with_what_and_where(tmp_path: Path) -> None:
-    record = Record.create(tmp_path / "a", CONFIG, "rl", {"objective": "mean over tokens"})
+    record = RunRecord.create(tmp_path / "a", CONFIG, "rl", {"objective": "mean over tokens"})
     run = read_run(tmp_path / "a")
     assert (run["verb"], run["seed"], run["objective"]) == ("rl", 7, "mean over tokens")
     assert run["config"] == {"seed": 7, "lr": 1e-4, "out": "runs/a", "clip_high": "inf", "stop": ["</answer>"]}
@@ -97,14 +97,14 @@ def test_run_json_says_what_ran_with_what_and_where(tmp_path: Path) -> None:
 
 def test_git_revision_is_noted_and_edits_make_it_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Record.create("outside", {}, "rl", {}).close({})
+    RunRecord.create("outside", {}, "rl", {}).close({})
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
     (tmp_path / "code.py").write_text("1")
     for command in (["init", "-q"], ["add", "code.py"], ["commit", "-q", "-m", "one"]):
         subprocess.run([*git, *command], check=True, capture_output=True)
-    Record.create("clean", {}, "rl", {}).close({})
+    RunRecord.create("clean", {}, "rl", {}).close({})
     (tmp_path / "code.py").write_text("2")
-    Record.create("edited", {}, "rl", {}).close({})
+    RunRecord.create("edited", {}, "rl", {}).close({})
     assert read_run("outside")["git"] is None
     assert read_run("clean")["git"]["dirty"] is False and len(read_run("clean")["git"]["revision"]) == 40
     assert read_run("edited")["git"] == {**read_run("clean")["git"], "dirty": True}
@@ -121,20 +121,20 @@ def test_the_seconds_of_turns_stand_beside_the_rollouts_and_come_back_with_them(
         ]
         return found
 
-    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record = RunRecord.create(tmp_path, CONFIG, "rl", {})
     record.rollouts(1, [Outcome(timed(1.26)), Outcome(timed(0.5))])
     record.rollouts(2, [Outcome(timed(1.5))])
     record.close({})
     times = [[turn["seconds"] for turn in row["turns"]] for row in timed_rollouts(tmp_path, 1)]
     assert times == [[0.01, 1.26], [0.01, 0.5]]
-    assert looking.rollouts(str(tmp_path), step=1) == 0
+    assert inspect_commands.rollouts(str(tmp_path), step=1) == 0
     assert "a  (1.3 s)\n" in (said := capsys.readouterr().out) and "a  (0.5 s)\n" in said and "Q\n" in said
-    assert looking.rollouts(str(tmp_path), step=1, json=True) == 0
+    assert inspect_commands.rollouts(str(tmp_path), step=1, json=True) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.split("\n")[:-1]]
     assert (
         shown == [plainly(row) for row in read_rollouts(tmp_path, 1, EVERY)] and "seconds" not in shown[0]["turns"][0]
     )
-    Record.resume(tmp_path, 1).close({})
+    RunRecord.resume(tmp_path, 1).close({})
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/step-*")) == [
         "rollouts/step-000001.parquet",
         "seconds/step-000001.parquet",
@@ -144,17 +144,17 @@ def test_the_seconds_of_turns_stand_beside_the_rollouts_and_come_back_with_them(
 
 
 def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
-    Record.create(tmp_path, CONFIG, "rl", {}).close({})
+    RunRecord.create(tmp_path, CONFIG, "rl", {}).close({})
     before = (tmp_path / "run.json").read_bytes()
     with pytest.raises(UserError, match=r"--resume .* --out"):
-        Record.create(tmp_path, {}, "sft", {})
+        RunRecord.create(tmp_path, {}, "sft", {})
     assert (tmp_path / "run.json").read_bytes() == before
     with pytest.raises(UserError, match="holds no run"):
-        Record.resume(tmp_path / "elsewhere", 3)
+        RunRecord.resume(tmp_path / "elsewhere", 3)
 
 
 def test_metrics_are_one_sorted_line_a_step_of_strict_json(tmp_path: Path) -> None:
-    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record = RunRecord.create(tmp_path, CONFIG, "rl", {})
     record.metrics(1, {"reward": np.float32(0.5), "kl": -math.inf, "entropy": 1e-7})  # type: ignore[dict-item]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step":1,"entropy":1e-07,"kl":null,"reward":0.5}\n'
     record.metrics(2, {"reward": 0.1 + 0.2})
@@ -164,18 +164,18 @@ def test_metrics_are_one_sorted_line_a_step_of_strict_json(tmp_path: Path) -> No
 
 
 def test_a_resumed_run_is_byte_identical_to_an_uninterrupted_one(tmp_path: Path) -> None:
-    straight = Record.create(tmp_path / "straight", CONFIG, "rl", {})
+    straight = RunRecord.create(tmp_path / "straight", CONFIG, "rl", {})
     play(straight, range(1, 8))
     straight.close({})
 
-    killed = Record.create(tmp_path / "killed", CONFIG, "rl", {})
+    killed = RunRecord.create(tmp_path / "killed", CONFIG, "rl", {})
     play(killed, range(1, 6))
     with (tmp_path / "killed" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":6,"rew')  # killed while it wrote
     (tmp_path / "killed" / "rollouts" / "step-000006.parquet.tmp").write_text("{")
     killed.flush()
 
-    resumed = Record.resume(tmp_path / "killed", 4)
+    resumed = RunRecord.resume(tmp_path / "killed", 4)
     assert rollout_steps(tmp_path / "killed") == [1, 2, 3, 4]
     assert not list((tmp_path / "killed").glob("*/*.tmp")), "what was not whole is of no use"
     play(resumed, range(5, 8))
@@ -186,15 +186,15 @@ def test_a_resumed_run_is_byte_identical_to_an_uninterrupted_one(tmp_path: Path)
 
 
 def test_a_half_written_last_line_is_cut_even_if_its_step_would_be_kept(tmp_path: Path) -> None:
-    Record.create(tmp_path, CONFIG, "rl", {}).close({})
+    RunRecord.create(tmp_path, CONFIG, "rl", {}).close({})
     (tmp_path / "metrics.jsonl").write_text('{"step":1,"reward":1.0}\n{"step":2,"rew')
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
-    Record.resume(tmp_path, 2).metrics(2, {"reward": 0.0})
+    RunRecord.resume(tmp_path, 2).metrics(2, {"reward": 0.0})
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_a_torn_file_of_rollouts_is_told_for_it_appears_as_a_whole(tmp_path: Path) -> None:
-    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record = RunRecord.create(tmp_path, CONFIG, "rl", {})
     assert not (tmp_path / "rollouts").exists(), "a run that samples nothing has none"
     record.rollouts(1, [Outcome(rollout(1))] * 2)
     record.flush()
@@ -207,23 +207,23 @@ def test_a_torn_file_of_rollouts_is_told_for_it_appears_as_a_whole(tmp_path: Pat
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
-    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record = RunRecord.create(tmp_path, CONFIG, "rl", {})
     record._metrics._file = Path("/dev/full").open("ab")  # noqa: SIM115
     with pytest.raises(UserError, match=r"cannot write to .*metrics\.jsonl: No space left"), writing(tmp_path):
         record.metrics(1, {"reward": 0.0})
 
 
 def test_resuming_reopens_a_finished_run(tmp_path: Path) -> None:
-    Record.create(tmp_path, CONFIG, "rl", {}).close({"reward": 1.0})
-    Record.resume(tmp_path, 0)
+    RunRecord.create(tmp_path, CONFIG, "rl", {}).close({"reward": 1.0})
+    RunRecord.resume(tmp_path, 0)
     assert not {"end", "final"} & read_run(tmp_path).keys()
 
 
 def test_tensorboard_shows_each_step_once_as_the_metrics_say(tmp_path: Path) -> None:
-    first = Record.create(tmp_path, CONFIG, "rl", {})
+    first = RunRecord.create(tmp_path, CONFIG, "rl", {})
     play(first, range(1, 6))
     first.close({})
-    second = Record.resume(tmp_path, 3)
+    second = RunRecord.resume(tmp_path, 3)
     second.metrics(4, {"reward": -1.0})
     second.close({})
     lines = read_metrics(tmp_path) + read_timing(tmp_path)
@@ -240,7 +240,7 @@ def test_tensorboard_shows_each_step_once_as_the_metrics_say(tmp_path: Path) -> 
 
 def test_rollouts_read_back_bit_for_bit(tmp_path: Path) -> None:
     played = [rollout(1), rollout(2, Invalid("verifier ran out of time"))]
-    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record = RunRecord.create(tmp_path, CONFIG, "rl", {})
     record.rollouts(12, [Outcome(played[0], -0.75), Outcome(played[1])])
     record.flush()
     assert (tmp_path / "rollouts" / "step-000012.parquet").exists()
@@ -258,7 +258,7 @@ def test_rollouts_read_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_spans_of_sampled_tokens_rebuild_the_mask(tmp_path: Path) -> None:
-    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record = RunRecord.create(tmp_path, CONFIG, "rl", {})
     generator = np.random.default_rng(0)
     for step in range(1, 30):
         written, own = Transcript(), (generator.random(10) < 0.5).tolist()
@@ -277,7 +277,7 @@ def test_spans_of_sampled_tokens_rebuild_the_mask(tmp_path: Path) -> None:
 
 def test_any_text_is_kept_and_half_a_pair_as_its_escape(tmp_path: Path) -> None:
     odd = 'quote " line\nreturn\r separator\u2028 null\0 lone \ud83d emoji 🙂'
-    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record = RunRecord.create(tmp_path, CONFIG, "rl", {})
     record.rollouts(1, [Outcome(Rollout({"answer": {"low": math.nan}}, "g", [], 0.0, text=odd))])
     record.flush()
     (row,) = read_rollouts(tmp_path, 1)
@@ -285,7 +285,7 @@ def test_any_text_is_kept_and_half_a_pair_as_its_escape(tmp_path: Path) -> None:
 
 
 def test_what_fails_while_a_table_is_written_is_raised_by_what_comes_next(tmp_path: Path) -> None:
-    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record = RunRecord.create(tmp_path, CONFIG, "rl", {})
     (tmp_path / "rollouts").write_text("in the way")
     record.rollouts(1, [Outcome(rollout(1))])
     with pytest.raises(UserError, match=r"cannot write to .*rollouts"), writing(tmp_path):
@@ -293,7 +293,7 @@ def test_what_fails_while_a_table_is_written_is_raised_by_what_comes_next(tmp_pa
 
 
 def test_missing_rollouts_are_answered_with_the_steps_there_are(tmp_path: Path) -> None:
-    record = Record.create(tmp_path, CONFIG, "rl", {})
+    record = RunRecord.create(tmp_path, CONFIG, "rl", {})
     play(record, range(2, 5))
     record.flush()
     with pytest.raises(UserError, match="2 to 4"):
@@ -302,21 +302,21 @@ def test_missing_rollouts_are_answered_with_the_steps_there_are(tmp_path: Path) 
 
 def test_curves_draw_the_metrics_that_exist_for_one_run_and_for_several(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        record = Record.create(tmp_path / name, CONFIG, "rl", {})
+        record = RunRecord.create(tmp_path / name, CONFIG, "rl", {})
         play(record, range(1, 40))
         record.close({})
     assert curves(tmp_path / "one") == tmp_path / "one" / "curves.png"
     out = curves({"seed 1": tmp_path / "one", "seed 2": tmp_path / "two"}, tmp_path / "both.png")
     for path in (tmp_path / "one" / "curves.png", out):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-    Record.create(tmp_path / "empty", CONFIG, "sft", {}).close({})
+    RunRecord.create(tmp_path / "empty", CONFIG, "sft", {}).close({})
     with pytest.raises(UserError, match="no metric"):
         curves(tmp_path / "empty")
 
 
 def test_importing_the_record_loads_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "matplotlib", "tensorboardX", "rich")
-    modules = "posttrain.runs.opening, posttrain.runs.checkpoint, posttrain.runs.display, posttrain.training.intervals"
+    modules = "posttrain.runs.run_folder, posttrain.runs.checkpoint, posttrain.runs.terminal.display, posttrain.training.intervals"
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

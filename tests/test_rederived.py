@@ -16,8 +16,8 @@ from pyarrow import parquet
 
 import posttrain
 from posttrain import Invalid
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 Row = dict[str, Any]
 BUDGET, CACHE, LOW, HIGH = 6, 3, 0.2, 0.28  # tokens; of DAPO's clip

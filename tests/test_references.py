@@ -23,19 +23,20 @@ from feeding import WORDS
 from test_resume import there, traces
 
 from posttrain.algorithms.preference_table import find_preference
-from posttrain.batch import Outputs, Packed
 from posttrain.cli.main import main
 from posttrain.config import Prefer
-from posttrain.data import store
-from posttrain.data.items import to_item
+from posttrain.core.batch import Outputs, Packed
+from posttrain.data import arrow_store
+from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, to_tasks
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.decoder import causal
-from posttrain.models.folder import save_model
-from posttrain.sources.items import Items
-from posttrain.sources.lengths import TooLong
-from posttrain.sources.references import Reference, mismatched, refer
-from posttrain.training import learning, preferring
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import causal
+from posttrain.training import open_learner
+from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.sources.preferences import PreferenceExamples
+from posttrain.training.sources.reference_cache import Reference, mismatched, refer
+from posttrain.training.verbs import prefer
 
 PAIRS = [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": "no" * (i % 3 + 1)} for i in range(12)]
 
@@ -44,7 +45,7 @@ PAIRS = [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": "no" * (i % 3
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, in which everything is kept however fast it was made."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(arrow_store, "SLOW_SECONDS", -1.0)
     return tmp_path / "cache"
 
 
@@ -60,9 +61,9 @@ class Asked:
         return self.learner.evaluate(batches)
 
 
-def items_of(rows: Sequence[dict[str, Any]], context: int = 64) -> Items:
+def items_of(rows: Sequence[dict[str, Any]], context: int = 64) -> PreferenceExamples:
     tasks = to_tasks(rows, convert=to_item)
-    return Items(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", context, print))
+    return PreferenceExamples(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", context, print))
 
 
 def found(asked: Asked, rows: Sequence[dict[str, Any]] = PAIRS, weights: str = "w", drift: bool = False) -> Reference:
@@ -224,7 +225,7 @@ def test_numbers_of_another_precision_have_another_name(place: Path) -> None:
     for precision in ("float32", "bfloat16"):
         config = Prefer(tasks="rows.jsonl", model="start", precision=precision)
         run: Any = SimpleNamespace(config=config, start=place / "start", checkpoint=None)
-        names.add(preferring._Reference(run, row, learner, torch.device("cpu"))._weights)
+        names.add(prefer._Reference(run, row, learner, torch.device("cpu"))._weights)
     assert len(names) == 2
 
 
@@ -235,7 +236,7 @@ def test_no_second_model_is_in_memory_after_the_start(
     assert not resume or main([*SHORTER, "--out", "run"]) == 0
     shutil.rmtree(cache, ignore_errors=True)
     made: list[weakref.ref[Any]] = []
-    load, trainer = learning.load_model, preferring.Trainer
+    load, trainer = open_learner.load_model, prefer.Trainer
 
     def noted(*given: Any, **options: Any) -> Any:
         model = load(*given, **options)
@@ -248,7 +249,7 @@ def test_no_second_model_is_in_memory_after_the_start(
         return trainer(*given)
 
     alive: list[int] = []
-    monkeypatch.setattr(learning, "load_model", noted)
-    monkeypatch.setattr(preferring, "Trainer", counted)
+    monkeypatch.setattr(open_learner, "load_model", noted)
+    monkeypatch.setattr(prefer, "Trainer", counted)
     assert main([*WORDS_OF_RUN, "--out", "run", *["--resume"][: int(resume)]]) == 0
     assert alive == [1] and len(made) == (3 if resume else 1), "on resume: once for the rows, once for those held out"

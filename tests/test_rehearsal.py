@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from posttrain.core.types import Invalid, Reply, Task, UserError
 from posttrain.data.tasks import to_tasks
-from posttrain.envs.pool import EnvPool
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.setup import mind_unknown, rehearse
-from posttrain.types import Invalid, Reply, Task, UserError
 
 TASKS: list[Task] = [{"id": str(i), "prompt": f"{i}+1=", "answer": answer} for i, answer in enumerate(["1", "", "3"])]
 

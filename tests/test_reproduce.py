@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.cli.main import main
-from posttrain.envs import arithmetic
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.reproduce import (
+from experiments import (
     EXPERIMENTS,
     code_rl,
     coder,
@@ -28,9 +25,9 @@ from posttrain.reproduce import (
     proxies,
     reader,
 )
-from posttrain.reproduce.baseline_variance import Halves, figures
-from posttrain.reproduce.decoupled_approval import CORRUPTED, decoupled, heard, plain
-from posttrain.reproduce.experiment import (
+from experiments.baseline_variance import Halves, figures
+from experiments.decoupled_approval import CORRUPTED, decoupled, heard, plain
+from experiments.experiment import (
     Comparison,
     Estimate,
     Experiment,
@@ -41,12 +38,15 @@ from posttrain.reproduce.experiment import (
     Verdict,
     over_seeds,
 )
-from posttrain.reproduce.figure import Panel, Series
-from posttrain.reproduce.gspo_variance import slope, spreads
-from posttrain.reproduce.length_bias import told
-from posttrain.reproduce.overlong import answered_and_ended
+from experiments.figure import Panel, Series
+from experiments.gspo_variance import slope, spreads
+from experiments.length_bias import told
+from experiments.overlong import answered_and_ended
+from posttrain.cli.main import main
+from posttrain.core.types import Ask, Reply, StopReason, Task, UserError
+from posttrain.envs.builtin import arithmetic
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.student import student_quantile
-from posttrain.types import Ask, Reply, StopReason, Task, UserError
 
 SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "lesson_steps": 2, "practice_steps": 2, "questions": 16, "held_out": 8,
              "demonstrations": 64, "samples": 1, "steps": 2, "prompts": 2, "group": 4}  # fmt: skip

@@ -20,9 +20,9 @@ from judged import decoder, eos_alone
 from processes import FORKS, commanded
 
 from posttrain.cli.main import main
-from posttrain.envs import arithmetic
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.envs.builtin import arithmetic
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import checkpoint
 
 pytestmark = pytest.mark.slow

@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from retrieved import ROWS, small_index, write_rows
 
 from posttrain.cli.main import main
-from posttrain.retrieval.bm25 import Vocabulary, _write_words
-from posttrain.retrieval.folder import MANIFEST
-from posttrain.retrieval.index import build, open_index
-from posttrain.retrieval.passages import Source, read_passages, taken
-from posttrain.retrieval.ranking import best
-from posttrain.retrieval.words import LONGEST_WORD, STOP_WORDS, asked_words, words_of
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.services.retrieval.bm25 import Vocabulary, _write_words
+from posttrain.services.retrieval.index_folder import MANIFEST
+from posttrain.services.retrieval.passage_index import build, open_index
+from posttrain.services.retrieval.passages import PassageSource, read_passages, taken
+from posttrain.services.retrieval.top_k import best
+from posttrain.services.retrieval.words import LONGEST_WORD, STOP_WORDS, asked_words, words_of
 
 ALPHABET = [f"w{i}" for i in range(12)]
 NASTY = ["", " ", "\x00", "a\x00b", "\ud800", "\U0001f642", "the the", "e\u0301" * 50, "(" * 500, "ﷺ" * 100, "x" * 100_000,
@@ -137,9 +137,9 @@ import sys
 def own():
     lines = open("/proc/self/smaps_rollup").read().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous")) / 1024
-import posttrain.envs.worker
+import posttrain.envs.play.env_worker
 before = own()
-from posttrain.retrieval.index import open_index
+from posttrain.services.retrieval.passage_index import open_index
 index = open_index(sys.argv[1])
 found = index.search([f"word{i} nothing" for i in range(0, 300_000, 9_973)], 3)
 assert all(found)
@@ -191,25 +191,25 @@ def test_not_utf8_is_told_with_file_and_row(tmp_path: Path) -> None:
 
 def test_rows_may_be_of_many_forms(tmp_path: Path) -> None:
     whole = {"id": 7, "contents": '"A "b" c"\nText\nof two lines.'}
-    named = Source(
+    named = PassageSource(
         [{"k": "a", "heading": " A\n b ", "body": "Text."}], fields={"id": "k", "title": "heading", "text": "body"}
     )
-    assert [tuple(p) for p in read_passages(Source([whole]))] == [("7", whole["contents"])]
+    assert [tuple(p) for p in read_passages(PassageSource([whole]))] == [("7", whole["contents"])]
     [passage] = read_passages(named)
     assert (passage.id, passage.title, passage.text) == ("a", "A b", "Text.")
-    [passage] = read_passages(Source([{"text": "Text."}]))
+    [passage] = read_passages(PassageSource([{"text": "Text."}]))
     assert (passage.id, passage.title, passage.contents) == ("0", "", '""\nText.')
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROWS[0]).encode()))
-    assert [p.id for p in read_passages(Source(tmp_path / "rows.jsonl.gz"))] == ["rome"]
+    assert [p.id for p in read_passages(PassageSource(tmp_path / "rows.jsonl.gz"))] == ["rome"]
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    assert [p.id for p in read_passages(Source(tmp_path / "rows.parquet"))] == [row["id"] for row in ROWS]
+    assert [p.id for p in read_passages(PassageSource(tmp_path / "rows.parquet"))] == [row["id"] for row in ROWS]
     file = tmp_path / "rows.csv"
     file.write_text("id,title,text\n1,A,one\n2,B,two\n3,C,three\n")
-    assert [p.id for p in read_passages(Source(str(file), limit=2))] == ["1", "2"]
+    assert [p.id for p in read_passages(PassageSource(str(file), limit=2))] == ["1", "2"]
     with pytest.raises(UserError, match=r"--fields.body: passages have id, title, text, contents"):
-        list(read_passages(Source([whole], fields={"body": "x"})))
+        list(read_passages(PassageSource([whole], fields={"body": "x"})))
     with pytest.raises(UserError, match=r"row 1: no column 'nix'"):
-        list(read_passages(Source([whole], fields={"text": "nix"})))
+        list(read_passages(PassageSource([whole], fields={"text": "nix"})))
 
 
 # -- on disk -----------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_an_index_is_that_of_its_rows_however_it_is_made(tmp_path: Path) -> None
 BUILD = """
 import os, signal, sys
 from pathlib import Path
-from posttrain.retrieval import folder, index, passages
+from posttrain.services.retrieval import folder, index, passages
 from retrieved import ROWS
 at, place = sys.argv[1:]
 def die(*args): os.kill(os.getpid(), signal.SIGKILL)
@@ -378,9 +378,9 @@ def test_files_that_no_checksum_guards_are_damaged_only_for_those_who_need_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a large index sizes alone are compared: what is wrong inside it shows when it is read."""
-    from posttrain.retrieval import folder
+    from posttrain.services.retrieval import index_folder
 
-    monkeypatch.setattr(folder, "CHECKED", 0)
+    monkeypatch.setattr(index_folder, "CHECKED", 0)
     place = small_index(tmp_path / "index")
     found = np.load(place / "bm25.passages.npy")
     np.save(place / "bm25.passages.npy", found + 1000)
@@ -470,7 +470,7 @@ def test_the_command_builds_and_says_what(tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_it_is_told_which_columns_are_read(row: dict[str, str], fields: dict[str, str], told: str) -> None:
-    source = Source([row], fields=fields)
+    source = PassageSource([row], fields=fields)
     assert taken(source) == told
     [passage] = read_passages(source)
     assert ("t" in passage.title) == ("title" in told.partition(";")[0])

@@ -25,26 +25,26 @@ import pytest
 from retrieved import ROWS, asked, served, small_index
 
 from posttrain.cli.main import main
-from posttrain.retrieval import protocol
-from posttrain.retrieval import server as servers
-from posttrain.retrieval.batching import MOST_WAITING, SHARE, TOGETHER, Batcher, Busy
-from posttrain.retrieval.index import Hit, Index, open_index
-from posttrain.retrieval.passages import Passage
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.services.retrieval import search_protocol
+from posttrain.services.retrieval import search_server as servers
+from posttrain.services.retrieval.batcher import MOST_WAITING, SHARE, TOGETHER, Batcher, Busy
+from posttrain.services.retrieval.passage_index import Hit, PassageIndex, open_index
+from posttrain.services.retrieval.passages import Passage
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+def index(tmp_path_factory: pytest.TempPathFactory) -> PassageIndex:
     return open_index(small_index(tmp_path_factory.mktemp("served") / "index"))
 
 
 @pytest.fixture(scope="module")
-def port(index: Index) -> Iterator[int]:
+def port(index: PassageIndex) -> Iterator[int]:
     with served(index) as port:
         yield port
 
 
-def test_answers_are_those_of_search_r1(port: int, index: Index) -> None:
+def test_answers_are_those_of_search_r1(port: int, index: PassageIndex) -> None:
     """As in search_r1/search/retrieval_server.py: `retrieve_endpoint`, and `load_docs` of a corpus of id and contents."""
     queries = ["capital of Italy", "novel", "zzz"]
     found = index.search(queries, 2)
@@ -126,7 +126,7 @@ def test_any_text_is_a_query(port: int, query: str) -> None:
     assert status == 200 and answer["result"][1][0]["id"] == "rome"
 
 
-def test_health_says_what_is_served(port: int, index: Index) -> None:
+def test_health_says_what_is_served(port: int, index: PassageIndex) -> None:
     told = {"status": "ok", "kind": "bm25", "passages": 5, "fingerprint": index.manifest.fingerprint, "waiting": 0}
     assert asked(port, None, "/health", "GET") == (200, told)
 
@@ -145,7 +145,7 @@ def test_an_answer_is_the_same_in_any_company(port: int) -> None:
 
 
 def test_a_damaged_index_and_a_mistake_of_ours_are_told_and_the_server_goes_on(
-    index: Index, capsys: pytest.CaptureFixture[str]
+    index: PassageIndex, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Failing:
         manifest = index.manifest
@@ -178,7 +178,7 @@ HEAD = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b'\r\n{"queries"'], ids=["nothing", "half a head", "half a body"])
-def test_a_client_that_hangs_is_hung_up_on(index: Index, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_hangs_is_hung_up_on(index: PassageIndex, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "ARRIVE_SECONDS", 0.3)
     monkeypatch.setattr(servers, "LINGER_SECONDS", 0.2)
     with served(index) as port:
@@ -192,7 +192,7 @@ def test_a_client_that_hangs_is_hung_up_on(index: Index, sent: bytes, monkeypatc
             connection.close()
 
 
-def test_a_client_that_takes_no_answer_is_hung_up_on(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_takes_no_answer_is_hung_up_on(index: PassageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "TAKE_SECONDS", 0.3)
 
     class Long:
@@ -214,7 +214,7 @@ def test_a_client_that_takes_no_answer_is_hung_up_on(index: Index, monkeypatch: 
         assert asked(port, None, "/health", "GET")[0] == 200
 
 
-def test_a_client_that_goes_away_is_forgotten(index: Index) -> None:
+def test_a_client_that_goes_away_is_forgotten(index: PassageIndex) -> None:
     begun, may_go = threading.Event(), threading.Event()
 
     class Slow:
@@ -297,7 +297,9 @@ def test_a_search_that_fails_is_told_to_those_who_were_in_it() -> None:
     asyncio.run(run())
 
 
-def test_too_many_queries_are_refused_with_the_time_to_come_back(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_queries_are_refused_with_the_time_to_come_back(
+    index: PassageIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
         batcher = Batcher(hits)  # which nobody runs
         waiting = [asyncio.create_task(batcher.search(["x"] * 4096, 3)) for _ in range(MOST_WAITING // 4096)]
@@ -327,10 +329,10 @@ def test_too_many_queries_are_refused_with_the_time_to_come_back(index: Index, m
 # -- the asker's side --------------------------------------------------------------------------------------------------
 
 
-def test_what_a_server_writes_is_what_an_asker_reads(index: Index) -> None:
+def test_what_a_server_writes_is_what_an_asker_reads(index: PassageIndex) -> None:
     found = index.search(["capital", "zzz"], 3)
     for scores in (True, False):
-        read = protocol.read_answer(json.loads(protocol.written_answer(found, scores)), 2, 3)
+        read = search_protocol.read_answer(json.loads(search_protocol.written_answer(found, scores)), 2, 3)
         assert read == [
             [{"id": h.passage.id, "contents": h.passage.contents, "score": h.score if scores else None} for h in own]
             for own in found
@@ -351,7 +353,7 @@ DOCUMENT = {"id": 3, "contents": "c"}
     ],
 )
 def test_servers_of_the_protocol_may_leave_things_out(message: Any, expected: dict[str, Any]) -> None:
-    assert protocol.read_answer(message, 1, 1) == [[expected]], "and say more than was asked for"
+    assert search_protocol.read_answer(message, 1, 1) == [[expected]], "and say more than was asked for"
 
 
 @pytest.mark.parametrize(
@@ -367,14 +369,14 @@ def test_servers_of_the_protocol_may_leave_things_out(message: Any, expected: di
     ],
 )  # fmt: skip
 def test_rubbish_is_no_answer(message: Any) -> None:
-    found = protocol.read_answer(message, 1, 3)
+    found = search_protocol.read_answer(message, 1, 3)
     assert not isinstance(found, list) and found.rubbish and found.reason.endswith("instead of an answer")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_serves_until_it_is_interrupted(index: Index) -> None:
+def test_the_command_serves_until_it_is_interrupted(index: PassageIndex) -> None:
     words = [sys.executable, "-m", "posttrain", "retriever", "serve", str(index.folder), "--port", "0", "--topk", "1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
@@ -401,7 +403,7 @@ def test_the_command_serves_until_it_is_interrupted(index: Index) -> None:
 
 
 def test_a_port_in_use_and_an_address_that_is_none_are_told(
-    index: Index, port: int, capsys: pytest.CaptureFixture[str]
+    index: PassageIndex, port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = str(index.folder)
     for words, told in (
@@ -419,6 +421,6 @@ def test_a_port_in_use_and_an_address_that_is_none_are_told(
         assert told in said and said.count("\n") == 1
 
 
-def test_passages_are_those_of_the_rows(index: Index) -> None:
+def test_passages_are_those_of_the_rows(index: PassageIndex) -> None:
     assert [passage.id for passage in index.passages] == [row["id"] for row in ROWS]
     assert Path(index.folder).is_dir()

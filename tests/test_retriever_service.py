@@ -18,16 +18,16 @@ from processes import descendants, gone
 from retrieved import ROWS, served, small_index, write_rows
 
 import posttrain
-from posttrain import endpoint as endpoints
 from posttrain.cli.main import main
-from posttrain.envs.journal import ANSWERS
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Service
-from posttrain.retrieval.index import open_index
+from posttrain.core.protocols import Service
+from posttrain.core.types import Invalid, InvalidKind, UserError
+from posttrain.envs.play.answer_journal import ANSWERS
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services import retriever as services
-from posttrain.services.retriever import Local, Remote, retriever
-from posttrain.types import Invalid, InvalidKind, UserError
+from posttrain.services.retrieval.passage_index import open_index
+from posttrain.services.retriever import LocalRetriever, RemoteRetriever, retriever
+from posttrain.system import endpoint as endpoints
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def remote(folder: Path) -> Iterator[Service]:
 @pytest.mark.parametrize("place", ["localhost:9", "127.0.0.1:9", "some.host:8000/retrieve", "localhost", "http://h:1"])
 def test_an_address_is_one_with_and_without_http(place: str) -> None:
     service = retriever(place)
-    assert isinstance(service, Remote)
+    assert isinstance(service, RemoteRetriever)
     assert service.endpoint.address == "http://" + place.removeprefix("http://").removesuffix("/retrieve")
     service.close()
 
@@ -79,7 +79,7 @@ def test_it_is_said_that_a_server_which_takes_its_time_is_waited_for(
     for after, told in ((0.0, ""), (0.4, "to answer, 30 s at most")):
         with behaving(lambda request, number, after=after: Said(raw=found, after=after)) as server:
             service = retriever(server.address)
-            assert isinstance(service, Remote) and service.problem() is None
+            assert isinstance(service, RemoteRetriever) and service.problem() is None
             service.close()
         assert (told in capsys.readouterr().err) if told else not capsys.readouterr().err
 
@@ -162,7 +162,7 @@ HTML = Said(raw=b"<html><body>Bad gateway</body></html>", headers={"Content-Type
 def test_what_may_help_is_tried_again(first: Said, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "SECONDS", 0.5)
     with behaving(lambda request, number: right(request) if number else first) as server:
-        service = Remote(server.address.removesuffix("/v1"), "retriever")
+        service = RemoteRetriever(server.address.removesuffix("/v1"), "retriever")
         assert answers(service, ["x"]) == [FOUND]
         assert server.asked == [{"queries": ["x"], "topk": 3, "return_scores": True}] * calls
         service.close()
@@ -188,7 +188,7 @@ def test_what_helps_nothing_is_invalid_and_never_an_empty_list(
 ) -> None:
     monkeypatch.setattr(services, "SECONDS", 0.2)
     with behaving(lambda request, number: said) as server:
-        service = Remote(server.address.removesuffix("/v1"), "books", retries=2)
+        service = RemoteRetriever(server.address.removesuffix("/v1"), "books", retries=2)
         [answer] = answers(service, ["x"])
         assert isinstance(answer, Invalid) and answer.kind is InvalidKind.UNANSWERED
         assert answer.reason.startswith("books: http://127.0.0.1") and reason in answer.reason
@@ -202,7 +202,7 @@ def test_what_helps_nothing_is_invalid_and_never_an_empty_list(
 def test_a_server_that_is_down_is_invalid() -> None:
     with behaving() as server:
         address = server.address.removesuffix("/v1")
-    service = Remote(address, "retriever", retries=2)
+    service = RemoteRetriever(address, "retriever", retries=2)
     [answer] = answers(service, ["x"])
     assert isinstance(answer, Invalid) and "ConnectError" in answer.reason
     assert service.counts()["retries"] == 2 and "is the server up" in (service.problem() or "")
@@ -213,7 +213,7 @@ def test_a_server_that_is_down_is_invalid() -> None:
 def test_an_address_may_be_given_with_its_path(path: str) -> None:
     with behaving(lambda request, number: right(request)) as server:
         service = retriever(server.address.removesuffix("/v1") + path)
-        assert answers(service, ["x"]) == [FOUND] and isinstance(service, Remote) and service.problem() is None
+        assert answers(service, ["x"]) == [FOUND] and isinstance(service, RemoteRetriever) and service.problem() is None
         service.close()
 
 
@@ -234,17 +234,17 @@ def test_passages_that_are_said_in_other_ways_are_found() -> None:
 def test_an_index_that_cannot_be_opened_is_told(folder: Path, tmp_path: Path) -> None:
     before = descendants(os.getpid())
     with pytest.raises(UserError, match=r"there is no index in .*nix: posttrain retriever build"):
-        Local(str(tmp_path / "nix"), "retriever")
+        LocalRetriever(str(tmp_path / "nix"), "retriever")
     place = small_index(tmp_path / "index")
     (place / "words.txt").write_bytes(b"")
     with pytest.raises(UserError, match="words.txt has 0 bytes"):
-        Local(str(place), "retriever")
+        LocalRetriever(str(place), "retriever")
     (tmp_path / "own.py").write_text("import numpy as np\ndef encode(texts, kind): return np.ones((len(texts), 2))\n")
     encoder = f"{tmp_path}/own.py:encode"
     place = small_index(tmp_path / "dense", encoder=encoder)
     (tmp_path / "own.py").write_text("raise SystemExit(3)")
     with pytest.raises(UserError, match=r"own.py does not import: SystemExit"):
-        Local(str(place), "retriever")
+        LocalRetriever(str(place), "retriever")
     gone(*set(descendants(os.getpid())) - set(before))
 
 
@@ -254,7 +254,7 @@ def test_a_question_that_an_encoder_cannot_read_costs_itself_alone(tmp_path: Pat
         "def encode(texts, kind):\n"
         "    return np.array([[len(text), 1 / (text != 'bad')] for text in texts])\n"
     )
-    service = Local(str(small_index(tmp_path / "index", encoder=f"{tmp_path}/own.py:encode")), "retriever")
+    service = LocalRetriever(str(small_index(tmp_path / "index", encoder=f"{tmp_path}/own.py:encode")), "retriever")
     good, bad, again = answers(service, ["good", "bad", "good"])
     assert good == again and len(good) == 3
     assert isinstance(bad, Invalid) and "ZeroDivisionError" in bad.reason
@@ -263,12 +263,12 @@ def test_a_question_that_an_encoder_cannot_read_costs_itself_alone(tmp_path: Pat
 
 def test_the_process_ends_with_the_service_and_its_death_is_told(folder: Path) -> None:
     before = set(descendants(os.getpid()))
-    service = Local(str(folder), "retriever")
+    service = LocalRetriever(str(folder), "retriever")
     made = set(descendants(os.getpid())) - before
     assert made and answers(service, ["Tiber"])[0][0]["id"] == "rome"
     service.close()
     gone(*made)
-    service = Local(str(folder), "retriever")
+    service = LocalRetriever(str(folder), "retriever")
     made = set(descendants(os.getpid())) - before
     os.kill(max(made), signal.SIGKILL)
     gone(max(made))

@@ -14,16 +14,16 @@ from judged import FAMILIES, TOKENIZERS, Spoken, decoder, own_pad, scores, spoke
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from posttrain.core.types import UserError
+from posttrain.models.checkpoint_folder import load_model, save_model
 from posttrain.models.critic import ValueModel, new_critic
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.reward import RewardModel, Shape, load_reward_model, new_reward_model, settle
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.tokenizer_training import PAD
-from posttrain.services.reward_model import RewardModel as Service
-from posttrain.sources.packing import pack
-from posttrain.types import UserError
+from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_training import PAD
+from posttrain.services.reward_model_service import RewardModelService as Service
+from posttrain.training.sources.packing import pack
 
-OURS = [Shape("mean", "linear"), Shape("last", "mlp"), Shape("mean", "mlp")]
+OURS = [ScoreShape("mean", "linear"), ScoreShape("last", "mlp"), ScoreShape("mean", "mlp")]
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def test_several_ends_are_all_kept_and_none_of_them_pads(tmp_path: Path, tokeniz
 
 
 @pytest.mark.parametrize("shape", OURS, ids=str)
-def test_what_transformers_has_no_form_for_it_refuses_and_we_read(tmp_path: Path, shape: Shape) -> None:
+def test_what_transformers_has_no_form_for_it_refuses_and_we_read(tmp_path: Path, shape: ScoreShape) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = own_pad()
     start = decoder(tokenizer, "qwen3", False)
@@ -124,7 +124,7 @@ def test_what_transformers_has_no_form_for_it_refuses_and_we_read(tmp_path: Path
 
 
 def test_mean_and_two_layers_are_what_their_names_say(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    model = trained(tmp_path, tokenizer, tiny(tokenizer), Shape("mean", "mlp"))
+    model = trained(tmp_path, tokenizer, tiny(tokenizer), ScoreShape("mean", "mlp"))
     prompt, response = spoken(tokenizer, 1)[3]
     hidden = model.backbone.hidden(
         pack([[transcript(prompt, response)]], [0], read="each").layout,
@@ -137,7 +137,7 @@ def test_mean_and_two_layers_are_what_their_names_say(tmp_path: Path, tokenizer:
 
 def test_a_service_gives_the_scores_of_training(tmp_path: Path, tokenizer: Tokenizer) -> None:
     said = {"prompt": "1+1=", "response": "3 or so"}
-    for shape in (Shape(), *OURS):
+    for shape in (ScoreShape(), *OURS):
         model = trained(tmp_path / str(shape), tokenizer, tiny(tokenizer), shape)
         service = Service(tmp_path / str(shape) / "reward")
         service.submit(0, said)
@@ -146,24 +146,24 @@ def test_a_service_gives_the_scores_of_training(tmp_path: Path, tokenizer: Token
 
 
 def test_a_head_is_taken_over_by_one_of_the_same_shape_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    for name, shape in (("linear", Shape()), ("two", Shape("last", "mlp"))):
+    for name, shape in (("linear", ScoreShape()), ("two", ScoreShape("last", "mlp"))):
         old = trained(tmp_path / name, tokenizer, tiny(tokenizer), shape)
-        for other in (Shape(), Shape("last", "mlp")):
+        for other in (ScoreShape(), ScoreShape("last", "mlp")):
             new = new_reward_model(tmp_path / name / "reward", other, seed=9)
             assert torch.equal(new.score, old.score) == (other == shape)
     new.save(tmp_path / "again")
-    linear = new_reward_model(tmp_path / "again", Shape(), seed=9)
+    linear = new_reward_model(tmp_path / "again", ScoreShape(), seed=9)
     linear.save(tmp_path / "plain")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert config["model_type"] == "llama" and not {"posttrain_head", "posttrain_pooling"} & config.keys()
-    assert load_reward_model(tmp_path / "plain").shape == Shape()
+    assert load_reward_model(tmp_path / "plain").shape == ScoreShape()
 
 
 def test_a_new_head_is_drawn_from_the_seed(tmp_path: Path, tokenizer: Tokenizer) -> None:
     save_model(tiny(tokenizer), tmp_path, tokenizer)
-    one, same, other = (new_reward_model(tmp_path, Shape("last", "mlp"), seed) for seed in (4, 4, 5))
+    one, same, other = (new_reward_model(tmp_path, ScoreShape("last", "mlp"), seed) for seed in (4, 4, 5))
     assert torch.equal(one.score, same.score) and not torch.equal(one.score, other.score)
-    drawn = torch.cat([new_reward_model(tmp_path, Shape(), seed).score[0] for seed in range(60)])
+    drawn = torch.cat([new_reward_model(tmp_path, ScoreShape(), seed).score[0] for seed in range(60)])
     assert drawn.std().item() == pytest.approx(33**-0.5, rel=0.05) and one.inner is not None
     assert one.inner.std().item() == pytest.approx(32**-0.5, rel=0.1)
 

@@ -11,13 +11,13 @@ import torch
 from conftest import CHATML, tiny
 from reward_models import write_reward_model
 
-from posttrain.kernels import build
-from posttrain.models.decoder import causal
-from posttrain.models.folder import save_model
-from posttrain.models.reward import Shape, new_reward_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.services.reward_model import RewardModel
-from posttrain.types import Invalid, UserError
+from posttrain.core.types import Invalid, UserError
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import causal
+from posttrain.models.native.kernels import build
+from posttrain.models.reward_model import ScoreShape, new_reward_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.services.reward_model_service import RewardModelService
 
 TEXTS = ["a", "the cat", "1 + 1 = 2", "x" * 40, "hello <b> world", "9", "12345678", "so it goes"] * 3
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     return write_reward_model(tmp_path / "reward", tiny(tokenizer, seed=5), tokenizer)
 
 
-def asked(service: RewardModel, contents: list[Any], at_once: bool = True) -> list[Any]:
+def asked(service: RewardModelService, contents: list[Any], at_once: bool = True) -> list[Any]:
     answers: dict[int, Any] = {}
     for id, content in enumerate(contents):
         service.submit(id, content)
@@ -46,7 +46,7 @@ def of_transformers(folder: Path, texts: list[list[int]]) -> list[float]:
 
 
 def test_scores_are_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> None:
-    ours = asked(RewardModel(folder), [*TEXTS, {"prompt": "1 + 1 =", "response": " 2"}])
+    ours = asked(RewardModelService(folder), [*TEXTS, {"prompt": "1 + 1 =", "response": " 2"}])
     tokens = [tokenizer.encode(text, start=True) for text in TEXTS]
     tokens.append([*tokenizer.encode("1 + 1 =", start=True), *tokenizer.encode(" 2"), tokenizer.eos_id])
     expected = of_transformers(folder, tokens)
@@ -58,7 +58,7 @@ def test_scores_are_those_of_transformers(folder: Path, tokenizer: Tokenizer) ->
 def test_no_bit_of_a_score_depends_on_what_else_is_asked_or_when(folder: Path, compiled: bool) -> None:
     build.use(compiled)
     try:
-        service = RewardModel(folder)
+        service = RewardModelService(folder)
         alone = asked(service, TEXTS, at_once=False)
         assert asked(service, TEXTS) == alone
         assert asked(service, TEXTS[::-1])[::-1] == alone
@@ -67,8 +67,10 @@ def test_no_bit_of_a_score_depends_on_what_else_is_asked_or_when(folder: Path, c
 
 
 def test_an_offset_is_added_and_said(tmp_path: Path, tokenizer: Tokenizer, folder: Path) -> None:
-    centred = RewardModel(write_reward_model(tmp_path / "centred", tiny(tokenizer, seed=5), tokenizer, offset=-2.5))
-    plain = RewardModel(folder)
+    centred = RewardModelService(
+        write_reward_model(tmp_path / "centred", tiny(tokenizer, seed=5), tokenizer, offset=-2.5)
+    )
+    plain = RewardModelService(folder)
     for ours, raw in zip(asked(centred, TEXTS), asked(plain, TEXTS), strict=True):
         assert ours == pytest.approx(raw - 2.5, abs=1e-12)
     assert "-2.5 to every score (posttrain_score_offset)" in centred.description
@@ -77,7 +79,7 @@ def test_an_offset_is_added_and_said(tmp_path: Path, tokenizer: Tokenizer, folde
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_response_that_was_cut_off_is_read_at_its_last_token(folder: Path, tokenizer: Tokenizer, cut: bool) -> None:
-    [score] = asked(RewardModel(folder), [{"prompt": "1 + 1 =", "response": " 2", "cut": cut}])
+    [score] = asked(RewardModelService(folder), [{"prompt": "1 + 1 =", "response": " 2", "cut": cut}])
     tokens = [*tokenizer.encode("1 + 1 =", start=True), *tokenizer.encode(" 2")]
     ended = of_transformers(folder, [tokens, [*tokens, tokenizer.eos_id or 0]])
     assert score == pytest.approx(ended[not cut], abs=1e-5) and abs(ended[0] - ended[1]) > 1e-3
@@ -86,7 +88,7 @@ def test_a_response_that_was_cut_off_is_read_at_its_last_token(folder: Path, tok
 def test_text_is_read_with_the_reward_models_own_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
     other = Tokenizer.train(["the cat sat on the mat and so it goes"] * 50, 280)
     assert other.encode("the cat") != tokenizer.encode("the cat")
-    service = RewardModel(write_reward_model(tmp_path / "other", tiny(other, seed=5), other))
+    service = RewardModelService(write_reward_model(tmp_path / "other", tiny(other, seed=5), other))
     [score] = asked(service, ["the cat"])
     assert score == pytest.approx(
         of_transformers(tmp_path / "other", [other.encode("the cat", start=True)])[0], abs=1e-5
@@ -98,11 +100,11 @@ def test_messages_are_rendered_by_the_reward_models_template(
     tmp_path: Path, tokenizer: Tokenizer, folder: Path
 ) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    [answer] = asked(RewardModel(folder), [{"messages": messages}])
+    [answer] = asked(RewardModelService(folder), [{"messages": messages}])
     assert isinstance(answer, Invalid) and "cannot read it" in answer.reason and "template" in answer.reason
     words = Tokenizer.train(["<|im_start|>user\nassistant\nab<|im_end|>"], 64, "characters")
     words.chat_template = CHATML
-    service = RewardModel(write_reward_model(tmp_path / "chat", tiny(words, context=128), words))
+    service = RewardModelService(write_reward_model(tmp_path / "chat", tiny(words, context=128), words))
     [score] = asked(service, [{"messages": messages}])
     shown = words.encode(words.render(messages[:1], generation=True), start=True)
     ended = [*shown, *words.encode("b<|im_end|>\n"), words.eos_id]  # no token of this template ends a reply
@@ -122,13 +124,13 @@ def test_messages_are_rendered_by_the_reward_models_template(
     ],
 )
 def test_what_cannot_be_scored_is_invalid_and_the_rest_is(folder: Path, content: Any, told: str) -> None:
-    invalid, score = asked(RewardModel(folder), [content, "fine"])
+    invalid, score = asked(RewardModelService(folder), [content, "fine"])
     assert isinstance(invalid, Invalid) and told in invalid.reason and isinstance(score, float)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_is_invalid(folder: Path, value: float) -> None:
-    service = RewardModel(folder)
+    service = RewardModelService(folder)
     with torch.no_grad():
         service.model.score[0, 0] = value
     [answer] = asked(service, ["abc"])
@@ -140,7 +142,7 @@ def test_folders_that_are_no_reward_model_are_refused_in_one_line(
 ) -> None:
     def refused(path: Path) -> str:
         with pytest.raises(UserError) as error:
-            RewardModel(path)
+            RewardModelService(path)
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -156,8 +158,8 @@ def test_folders_that_are_no_reward_model_are_refused_in_one_line(
     assert "nowhere" in refused(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("shape", [Shape("mean", "linear"), Shape("last", "mlp"), Shape("mean", "mlp")])
-def test_other_forms_of_head_are_read_as_in_training(tmp_path: Path, tokenizer: Tokenizer, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [ScoreShape("mean", "linear"), ScoreShape("last", "mlp"), ScoreShape("mean", "mlp")])
+def test_other_forms_of_head_are_read_as_in_training(tmp_path: Path, tokenizer: Tokenizer, shape: ScoreShape) -> None:
     model = new_model(tmp_path, tokenizer, shape)
     prompt, response = tokenizer.encode("1 + 1 =", start=True), [*tokenizer.encode(" two"), tokenizer.eos_id or 0]
     whole = torch.tensor([*prompt, *response])
@@ -167,13 +169,13 @@ def test_other_forms_of_head_are_read_as_in_training(tmp_path: Path, tokenizer: 
         inner = hidden if model.inner is None else torch.tanh(hidden @ model.inner.T)
         expected = (inner @ model.score[0]).mean().item()
     asks = [{"prompt": "1 + 1 =", "response": " two"}, *TEXTS]
-    service = RewardModel(tmp_path / "shaped")
+    service = RewardModelService(tmp_path / "shaped")
     scores = asked(service, asks)
     assert scores[0] == pytest.approx(expected, abs=1e-5)
     assert asked(service, asks[::-1], at_once=False)[::-1] == scores
 
 
-def new_model(tmp_path: Path, tokenizer: Tokenizer, shape: Shape) -> Any:
+def new_model(tmp_path: Path, tokenizer: Tokenizer, shape: ScoreShape) -> Any:
     save_model(tiny(tokenizer, seed=5), tmp_path / "backbone", tokenizer)
     model = new_reward_model(tmp_path / "backbone", shape, 3)
     model.save(tmp_path / "shaped")

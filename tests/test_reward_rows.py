@@ -18,22 +18,22 @@ from layouts import segments
 from processes import in_processes
 from torch import Tensor
 
-from posttrain.algorithms.compared import PerPrompt
+from posttrain.algorithms.comparison_weights import PerPrompt
 from posttrain.algorithms.links import Pairs
-from posttrain.algorithms.scoring import SCORINGS, ScorePenalty, Scoring, ScoringObjective
+from posttrain.algorithms.reward_model_table import SCORINGS, ScorePenalty, Scoring, ScoringObjective
 from posttrain.algorithms.settings import change
-from posttrain.batch import Preferences, Stats
-from posttrain.data.items import to_item
+from posttrain.core.batch import Preferences, Stats
+from posttrain.core.protocols import Alone, World
+from posttrain.core.types import Item
+from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import to_tasks
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.learners.world import Processes
-from posttrain.models.reward import RewardModel, Shape
-from posttrain.protocols import Alone, World
-from posttrain.sources.items import Items
-from posttrain.sources.lengths import TooLong
-from posttrain.sources.packing import Read
-from posttrain.sources.scored import Judgements
-from posttrain.types import Item
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.process_group import Processes
+from posttrain.models.reward_model import RewardModel, ScoreShape
+from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.sources.packing import Read
+from posttrain.training.sources.preferences import PreferenceExamples
+from posttrain.training.sources.reward_examples import RewardExamples
 
 Score = Callable[[str, Any], list[Tensor]]
 """Prompt and response (or its steps) -> a score for each reading of it."""
@@ -189,23 +189,23 @@ CASES: dict[str, tuple[Scoring, Rows, Callable[[Rows, Score], Tensor]]] = {
     "outcome": (SCORINGS["outcome"], LABELLED, lambda rows, score: pointwise(rows, score, entropy)),
     "regression": (SCORINGS["regression"], GRADED, lambda rows, score: pointwise(rows, score, lambda s, y: (s - y) ** 2)),
 }  # fmt: skip
-SHAPES = [Shape(), Shape("mean", "mlp")]
+SHAPES = [ScoreShape(), ScoreShape("mean", "mlp")]
 
 
-def new_model(shape: Shape, seed: int = 3) -> RewardModel:
+def new_model(shape: ScoreShape, seed: int = 3) -> RewardModel:
     model = RewardModel(tiny(WORDS, seed), shape, seed)
     return model.double()
 
 
-def source(row: Scoring, rows: Rows, shape: Shape, tokens: int = 10**6) -> Judgements:
+def source(row: Scoring, rows: Rows, shape: ScoreShape, tokens: int = 10**6) -> RewardExamples:
     tasks = to_tasks([dict(r, id=str(i)) for i, r in enumerate(rows)], convert=to_item)
     assert WORDS.eos_id is not None
-    items = Items(tasks, WORDS, (WORDS.eos_id,), WORDS.vocab_size, TooLong("refuse", 64, print))
+    items = PreferenceExamples(tasks, WORDS, (WORDS.eos_id,), WORDS.vocab_size, TooLong("refuse", 64, print))
     read: Read = "each" if shape.pooling == "mean" else "last"
-    return Judgements(items, row, 4, tokens, 0, torch.device("cpu"), read)
+    return RewardExamples(items, row, 4, tokens, 0, torch.device("cpu"), read)
 
 
-def all_items(made: Judgements) -> list[Item]:
+def all_items(made: RewardExamples) -> list[Item]:
     found = [item for item in made.items if item is not None]
     assert len(found) == len(made.items)
     return found
@@ -236,7 +236,7 @@ def alone(model: RewardModel) -> Score:
 def learned(
     row: Scoring,
     rows: Rows,
-    shape: Shape,
+    shape: ScoreShape,
     order: Sequence[int] | None = None,
     tokens: int = 10**6,
     world: World | None = None,
@@ -257,7 +257,7 @@ def learned(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_those_of_a_loop_written_from_the_paper(name: str, shape: Shape) -> None:
+def test_loss_and_gradient_are_those_of_a_loop_written_from_the_paper(name: str, shape: ScoreShape) -> None:
     row, rows, transcribed = CASES[name]
     if shape.pooling == "mean":
         rows = [r for r in rows if "steps" not in r]
@@ -273,13 +273,13 @@ def test_loss_and_gradient_are_those_of_a_loop_written_from_the_paper(name: str,
 @pytest.mark.parametrize("name", CASES)
 def test_any_cut_into_micro_batches_and_any_order_give_the_same_gradient(name: str) -> None:
     row, rows, _ = CASES[name]
-    loss, gradient = learned(row, rows, Shape())
+    loss, gradient = learned(row, rows, ScoreShape())
     drawn = random.Random(name)
     for tokens in (1, 5, 9):
         order = drawn.sample(range(len(rows)), len(rows))
-        made = source(row, rows, Shape(), tokens)
+        made = source(row, rows, ScoreShape(), tokens)
         assert tokens > 1 or len(made.batches(all_items(made))) == len(rows)
-        other, found = learned(row, rows, Shape(), order, tokens)
+        other, found = learned(row, rows, ScoreShape(), order, tokens)
         assert other == pytest.approx(loss, abs=1e-12)
         assert (found - gradient).abs().max() < 1e-12 * max(1, gradient.abs().max())
 
@@ -288,7 +288,9 @@ def one_of_two(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     try:
-        found = {name: learned(row, rows, Shape(), None, 17, Processes())[1] for name, (row, rows, _) in CASES.items()}
+        found = {
+            name: learned(row, rows, ScoreShape(), None, 17, Processes())[1] for name, (row, rows, _) in CASES.items()
+        }
         torch.save(found, Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -299,13 +301,13 @@ def test_two_processes_give_the_gradient_of_one(tmp_path: Path, monkeypatch: pyt
     in_processes(one_of_two, (str(tmp_path),), 2)
     both = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for name, (row, rows, _) in CASES.items():
-        _, gradient = learned(row, rows, Shape(), None, 17, Alone())
+        _, gradient = learned(row, rows, ScoreShape(), None, 17, Alone())
         for found in both:
             assert (found[name] - gradient).abs().max() < 1e-12 * max(1, gradient.abs().max()), name
 
 
 def test_a_prompt_that_responses_share_is_laid_once() -> None:
-    made = source(SCORINGS["k-wise"], SEVERAL, Shape())
+    made = source(SCORINGS["k-wise"], SEVERAL, ScoreShape())
     [(places, batch)] = made.batches(all_items(made))
     assert sorted(places) == list(range(len(SEVERAL)))
     prompts = {r["prompt"] for r in SEVERAL}
@@ -317,7 +319,7 @@ def test_a_prompt_that_responses_share_is_laid_once() -> None:
 def test_weights_of_prompts_do_not_depend_on_how_much_was_compared() -> None:
     """Of a ranking of four, one of two and a tie alone, the first two weigh the same; the last does not exist."""
     rows = [SEVERAL[0], SEVERAL[3]]
-    made = source(SCORINGS["k-wise"], rows, Shape())
+    made = source(SCORINGS["k-wise"], rows, ScoreShape())
     [(_, batch)] = made.batches(all_items(made))
     assert batch.preferences is not None
     weights = sorted(batch.preferences.weight.tolist())
@@ -328,11 +330,11 @@ def test_weights_of_prompts_do_not_depend_on_how_much_was_compared() -> None:
 
 def test_plackett_luce_of_a_ranking_is_the_likelihood_of_its_order() -> None:
     row = {"prompt": "a", "responses": ["b", "cc", "d d"], "ranks": [2, 3, 1]}
-    model = new_model(Shape())
+    model = new_model(ScoreShape())
     b, cc, dd = (alone(model)("a", text)[0].item() for text in row["responses"])
     first = math.exp(dd) / (math.exp(dd) + math.exp(b) + math.exp(cc))
     second = math.exp(b) / (math.exp(b) + math.exp(cc))
-    loss, _ = learned(SCORINGS["plackett-luce"], [row], Shape())
+    loss, _ = learned(SCORINGS["plackett-luce"], [row], ScoreShape())
     assert loss == pytest.approx(-(math.log(first) + math.log(second)) / 2, abs=1e-12)
 
 
@@ -348,7 +350,7 @@ def test_plackett_luce_bears_scores_of_any_size() -> None:
 
 def test_figures_of_a_step_are_those_of_its_scores() -> None:
     row, rows, _ = CASES["k-wise"]
-    model, made = new_model(Shape()), source(row, rows, Shape(), 17)
+    model, made = new_model(ScoreShape()), source(row, rows, ScoreShape(), 17)
     objective, stats = ScoringObjective(row), Stats()
     learner = LocalLearner(model, Optimization())
     for _, batch in made.batches(all_items(made)):
@@ -373,6 +375,6 @@ def test_equal_scores_are_half_right() -> None:
 
 def test_where_a_step_is_read_does_not_tell_whether_it_is_the_last() -> None:
     """A solution is cut behind its mistake: an end of its own would give the mistake away."""
-    made = source(SCORINGS["outcome"], [r for r in LABELLED if "steps" in r], Shape())
+    made = source(SCORINGS["outcome"], [r for r in LABELLED if "steps" in r], ScoreShape())
     [(_, batch)] = made.batches(all_items(made))
     assert batch.target.tolist() == WORDS.encode("\n") * 8

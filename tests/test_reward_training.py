@@ -18,19 +18,19 @@ from test_reward_rows import LABELLED, SEVERAL
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.data.items import to_item
+from posttrain.core.types import UserError
+from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, order, to_tasks
-from posttrain.models.decoder import DecoderConfig, new_decoder
-from posttrain.models.folder import save_model
-from posttrain.models.reward import load_reward_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_rollouts
-from posttrain.services.reward_model import RewardModel as Service
-from posttrain.training.baselines import Compared, Perceptron, longer_wins
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.reward_model import load_reward_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.services.reward_model_service import RewardModelService as Service
 from posttrain.training.intervals import ratio_interval
-from posttrain.training.scores import _area, _by_margin, _calibration_error
+from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longer_wins
+from posttrain.training.reward_model_evaluation import _area, _by_margin, _calibration_error
 from posttrain.training.trainer import Trainer
-from posttrain.types import UserError
 
 WORDS = ("one", "two", "so", "a", "because", "it", "is", "no", "yes", "half past nine", ".", "why")
 QUICK: dict[str, Any] = {"lr": 1e-2, "rows": 4, "threads": 1, "quiet": True}
@@ -110,7 +110,7 @@ def test_each_step_of_a_solution_has_its_score_at_its_end(tmp_path: Path, start:
 
 
 def test_the_offset_is_of_rows_from_all_over(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.training.scores.CENTRED_ON", 3)
+    monkeypatch.setattr("posttrain.training.reward_model_evaluation.CENTRED_ON", 3)
     rows = pairs(9)
     run = posttrain.reward_model(rows, start, out=str(tmp_path / "run"), steps=1, **QUICK)
     assert run.checkpoint is not None
@@ -131,7 +131,7 @@ def test_scores_that_labels_fix_are_not_moved(tmp_path: Path, start: Path) -> No
 def test_the_report_is_what_naive_code_finds_of_the_held_out_rows(
     tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.training.scores.AT_ONCE", 5)  # several portions, as of many rows
+    monkeypatch.setattr("posttrain.training.reward_model_evaluation.AT_ONCE", 5)  # several portions, as of many rows
     rows = [*pairs(40), *({**row, "prompt": f"x{i}"} for i, row in enumerate(SEVERAL))]
     run = posttrain.reward_model(rows, start, out=str(tmp_path / "run"), held_out=0.3, seed=5, **QUICK)
     report = json.loads((run.path / "report.json").read_text())
@@ -228,7 +228,7 @@ def test_calibration_area_and_parts_by_margin_are_those_of_loops() -> None:
 
 
 def test_the_longer_wins_counts_words_and_signs() -> None:
-    item = Compared(["one two", "one, two", "A b", "c"], [(1, 0), (0, 1), (0, 2), (3, 2)])
+    item = ComparedTexts(["one two", "one, two", "A b", "c"], [(1, 0), (0, 1), (0, 2), (3, 2)])
     assert longer_wins(item) == [1.0, 0.0, 0.5, 0.0]
 
 
@@ -236,7 +236,7 @@ def test_the_bag_of_words_is_an_averaged_perceptron() -> None:
     """Every weight vector that ever judged an example is stored, and their mean taken."""
     drawn = random.Random(3)
     items = [
-        Compared([said(drawn), said(drawn) + drawn.choice(["", " no"]), said(drawn)], [(0, 1), (2, 1)])
+        ComparedTexts([said(drawn), said(drawn) + drawn.choice(["", " no"]), said(drawn)], [(0, 1), (2, 1)])
         for _ in range(12)
     ]
     names = sorted({word for item in items for text in item.texts for word in text.split()})
@@ -255,7 +255,7 @@ def test_the_bag_of_words_is_an_averaged_perceptron() -> None:
     found = Perceptron.learned(items)
     assert np.abs(mean).max() > 0.5
     assert [found.weights.get(name, 0.0) for name in names] == pytest.approx(mean.tolist(), abs=1e-9)
-    test = Compared(["yes yes", "no", "no", "unheard"], [(0, 1), (1, 2), (3, 1)])
+    test = ComparedTexts(["yes yes", "no", "no", "unheard"], [(0, 1), (1, 2), (3, 1)])
     value = dict(zip(names, mean, strict=True))
     expected = [float(2 * value["yes"] > value["no"]), 0.5, float(value["no"] < 0)]
     assert found.wins(test) == expected

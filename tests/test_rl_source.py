@@ -14,35 +14,15 @@ from conftest import make_rollouts, tiny
 
 from posttrain.algorithms.aggregate import ConstantLength
 from posttrain.algorithms.credit import PassAtK
-from posttrain.algorithms.critic import SoftQ
+from posttrain.algorithms.critic_loss import SoftQ
 from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining, policy_objective
+from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.algorithms.shaping import SoftOverlong
-from posttrain.algorithms.table import TABLE, find
-from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import RL, Distill
-from posttrain.data.tasks import draw, order, to_tasks
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.play import Player
-from posttrain.envs.pool import EnvPool
-from posttrain.learners.local import REFERENCE, LocalLearner, Optimization, Teaching
-from posttrain.models.critic import ActionValueModel, Critic, ValueModel
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.options import filled
-from posttrain.part import Need
-from posttrain.sources.collecting import Collector, Size
-from posttrain.sources.crediting import Credited, credit
-from posttrain.sources.diversity import GROUPS, MEMBERS, diversity
-from posttrain.sources.ledger import Ledger
-from posttrain.sources.lengths import Prompts, TooLong
-from posttrain.sources.minibatches import Minibatches
-from posttrain.sources.recording import SAMPLE
-from posttrain.sources.rl import Experience
-from posttrain.sources.scores import describe, refuse_broken, scoreboard, usable
-from posttrain.sources.sft import demonstrate
-from posttrain.sources.teaching import TEACHER, Teachers
-from posttrain.training.adjust import adjust
-from posttrain.training.loop import train
-from posttrain.types import (
+from posttrain.config.resolve import filled
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.component import Need
+from posttrain.core.types import (
     Completion,
     Invalid,
     InvalidKind,
@@ -56,6 +36,26 @@ from posttrain.types import (
     Turn,
     UserError,
 )
+from posttrain.data.tasks import draw, order, to_tasks
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Player
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
+from posttrain.models.critic import ActionValueModel, Critic, ValueModel
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.adjust import adjust
+from posttrain.training.loop import train
+from posttrain.training.sources.collector import Collector, Size
+from posttrain.training.sources.credit_assignment import Credited, credit
+from posttrain.training.sources.diversity import GROUPS, MEMBERS, diversity
+from posttrain.training.sources.ledger import Ledger
+from posttrain.training.sources.length_filter import Prompts, TooLong
+from posttrain.training.sources.minibatches import Minibatches
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.scoreboard import describe, refuse_broken, scoreboard, usable
+from posttrain.training.sources.sft_source import demonstrate
+from posttrain.training.sources.teacher_targets import TEACHER, Teachers
+from posttrain.training.sources.token_recording import SAMPLE
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
 
@@ -76,7 +76,7 @@ def source(
     budget: int = 64,
     size: tuple[int, int] = (3, 4),
     **optimization: Any,
-) -> Experience:
+) -> RLSource:
     model = tiny(tokenizer)
     named = {REFERENCE: Need.REFERENCE in row.needs, TEACHER: row.teacher is not None}
     others = {name: tiny(tokenizer, seed=1) for name, there in named.items() if there}
@@ -88,7 +88,7 @@ def source(
     texts = [
         [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["answer"]}, tokenizer, [0])] for t in TASKS
     ]
-    return Experience(
+    return RLSource(
         tasks=TASKS,
         player=Player(EnvPool(env, 0), LocalEngine(model, tokenizer, slots=7), tokenizer, Sampling(max_tokens=8), 64),
         learner=LocalLearner(
@@ -124,7 +124,7 @@ def ledger_of(credited: Credited, algorithm: Algorithm = TABLE["grpo"]) -> Ledge
     return ledger
 
 
-def accounted(experience: Experience) -> list[Outcome]:
+def accounted(experience: RLSource) -> list[Outcome]:
     """What is known of the rollouts of a step that was made and not learned from yet."""
     assert experience._ledger is not None
     return experience._ledger.outcomes()
@@ -141,7 +141,7 @@ def learned_from(build: Any) -> Sequence[Rollout]:
     return credited.rollouts
 
 
-def run(experience: Experience, steps: int = 2, first: int = 1) -> tuple[torch.Tensor, list[dict[str, float]]]:
+def run(experience: RLSource, steps: int = 2, first: int = 1) -> tuple[torch.Tensor, list[dict[str, float]]]:
     seen: list[dict[str, float]] = []
     objective = policy_objective(experience.algorithm)
     train(experience.learner, experience, objective, [lambda t: seen.append(t.stats.means())], first=first, steps=steps)
@@ -442,7 +442,7 @@ def test_prompts_that_do_not_fit_are_told_before_they_are_played(
         for tried in (long.check, long.fitting):
             with pytest.raises(UserError, match="row 2: the prompt has 8 tokens; the model's context holds 8"):
                 tried()
-        monkeypatch.setattr("posttrain.sources.lengths.ENDLESS", 3)
+        monkeypatch.setattr("posttrain.training.sources.length_filter.ENDLESS", 3)
         long.check()  # of so many rows that nobody could wait for it
     else:
         long.check()

@@ -23,26 +23,26 @@ from torch import Tensor
 from trees import grown
 
 import posttrain
-from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import RL
-from posttrain.engines.backed_engine import BackedEngine
-from posttrain.engines.weights import own_copy
-from posttrain.learners.dealing import DealingLearner
-from posttrain.learners.local import Optimization
-from posttrain.learners.routing import RouterLosses, measured
-from posttrain.models.backed import Backed
-from posttrain.models.decoder import Decoder
-from posttrain.models.folder import save_model
-from posttrain.models.likelihood import token_logp
-from posttrain.models.linear import compute_apart
-from posttrain.models.routing import find_routers, watching
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.transformers_folder import replay_routing
-from posttrain.protocols import Alone, World
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.protocols import Alone, World
+from posttrain.core.types import Completion, Sampling, StopReason, Transcript, UserError
+from posttrain.engines.local.backed_engine import BackedEngine
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.learners.data_parallel import DataParallelLearner
+from posttrain.learners.local_learner import Optimization
+from posttrain.learners.router_losses import RouterLosses, measured
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.experts import find_routers, watching
+from posttrain.models.hf.transformers_folder import replay_routing
+from posttrain.models.losses.likelihood import token_logp
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.linear import compute_apart
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.health import Health
-from posttrain.sources.packing import collate, split_microbatches
-from posttrain.training.learning import policy, reference, replay_experts
-from posttrain.types import Completion, Sampling, StopReason, Transcript, UserError
+from posttrain.training.open_learner import policy, reference, replay_experts
+from posttrain.training.sources.packing import collate, split_microbatches
 
 pytest.importorskip("transformers")
 
@@ -177,7 +177,7 @@ def rolled_out(model: Backed) -> list[Transcript]:
 def test_experts_that_sampled_are_recorded_and_taken_when_the_router_has_moved(
     kind: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.engines.backed_engine.PREFILL", 12)
+    monkeypatch.setattr("posttrain.engines.local.backed_engine.PREFILL", 12)
     model = opened(folders(kind))
     assert all(s.experts is None for t in rolled_out(model) for s in t.spans), "nobody asked for them"
     replay_routing(model)
@@ -250,7 +250,7 @@ def test_what_does_not_follow_is_refused_in_one_line(
 
 
 class Threads:
-    """See `posttrain.protocols.World`: each process is a thread of this one."""
+    """See `posttrain.core.protocols.World`: each process is a thread of this one."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank, self.said = size, 0, [None] * size
@@ -294,7 +294,7 @@ class Likelihood(Nothing):
         return -outputs.logp.sum()
 
 
-class Gradients(DealingLearner):
+class Gradients(DataParallelLearner):
     """Keeps the gradients of an update, and makes none."""
 
     found: list[Tensor]

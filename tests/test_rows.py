@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from row_files import ROWS, refused, write_jsonl, write_parquet, write_table
 
+from posttrain.data import arrow_store
 from posttrain.data import rows as rows_module
-from posttrain.data import store
 from posttrain.data import tasks as tasks_module
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
@@ -36,7 +36,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, all_large: bool = Tru
         monkeypatch.setattr(rows_module, "SMALL", -1)
         monkeypatch.setattr(rows_module, "FEW", 0)
         monkeypatch.setattr(rows_module, "BLOCK", 2)
-        monkeypatch.setattr(store, "SLOW_SECONDS", -1.0)
+        monkeypatch.setattr(arrow_store, "SLOW_SECONDS", -1.0)
     return tmp_path / "cache" / "posttrain" / "rows"
 
 
@@ -368,7 +368,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     folder = cache(monkeypatch, tmp_path)
-    monkeypatch.setattr(store.os, "replace", full)
+    monkeypatch.setattr(arrow_store.os, "replace", full)
     refused(lambda: load_rows(numbered(tmp_path / "a.jsonl")), "No space left", "XDG_CACHE_HOME")
     assert not list(folder.iterdir())
 

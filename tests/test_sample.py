@@ -20,10 +20,10 @@ from rapidfuzz.distance import Indel
 from row_files import refused
 
 import posttrain
-from posttrain.batch import Layout
 from posttrain.cli.main import main
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.core.batch import Layout
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -153,10 +153,10 @@ def test_an_environment_scores_with_its_parts_and_invalid_is_null(place: Path) -
 
 
 def test_a_reward_model_scores_while_sampling(place: Path) -> None:
-    from posttrain.services.reward_model import RewardModel
+    from posttrain.services.reward_model_service import RewardModelService
 
     [row, *_] = sample("a.jsonl", reward_model=("reward",))
-    service = RewardModel("reward")
+    service = RewardModelService("reward")
     for id, (text, how) in enumerate(zip(row["responses"], row["samples"], strict=True)):
         service.submit(id, {"prompt": row["prompt"], "response": text, "cut": how["stop"] == "length"})
     assert row["scores"] == [answer for _, answer in sorted(service.poll())]
@@ -259,7 +259,7 @@ def test_greedy_sampling_replies_once(place: Path) -> None:
 
 def test_the_file_is_one_that_other_verbs_read(place: Path) -> None:
     sample("a.jsonl", env="my.py:reward")
-    from posttrain.data.items import to_item
+    from posttrain.data.preference_examples import to_item
 
     for row in read("a.jsonl"):
         texts = zip(row["responses"], row["scores"], strict=True)

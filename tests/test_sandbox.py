@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import sandboxes
 
-from posttrain.sandbox import ground, kernel, landlock, seccomp
+from posttrain.core.types import UserError
+from posttrain.sandbox import capabilities, landlock, seccomp, syscalls
 from posttrain.sandbox.host import Sandbox
-from posttrain.sandbox.limits import Limits, Protections
-from posttrain.types import UserError
+from posttrain.sandbox.limits import ProgramLimits, Protections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 EPERM, ENOSYS = seccomp.ERROR | errno.EPERM, seccomp.ERROR | errno.ENOSYS
@@ -28,7 +28,7 @@ HEADERS = {
 
 
 def value(sandbox: Sandbox, source: str, code: str = "", **limits: Any) -> Any:
-    with sandbox.start(Limits(**{"life": 30.0, **limits})) as program:
+    with sandbox.start(ProgramLimits(**{"life": 30.0, **limits})) as program:
         assert program.run(code) is None
         return program.ask({"do": "value", "source": source})
 
@@ -54,9 +54,9 @@ def decide(code: list[seccomp.Instruction], machine: int, number: int, *args: in
             at += yes if holds else no
 
 
-@pytest.mark.parametrize("machine", kernel.ARCHITECTURES)
+@pytest.mark.parametrize("machine", syscalls.ARCHITECTURES)
 def test_filter_decides_by_name_argument_and_machine_on_both_architectures(machine: str) -> None:
-    numbers, own = kernel.numbers(machine), kernel.ARCHITECTURES[machine]
+    numbers, own = syscalls.numbers(machine), syscalls.ARCHITECTURES[machine]
     for processes in (False, True):
         code = seccomp.instructions(processes, machine=machine)
 
@@ -72,7 +72,7 @@ def test_filter_decides_by_name_argument_and_machine_on_both_architectures(machi
         allowed = seccomp.ALLOW if processes else EPERM
         assert {ask(name) for name in seccomp.OF_PROCESSES if name in numbers} == {allowed}
         assert ask("clone", signal.SIGCHLD) == ask("clone", 0x3D0F00) == allowed  # fork; a thread of glibc's
-        for flag in kernel.NAMESPACES.values():
+        for flag in syscalls.NAMESPACES.values():
             assert ask("clone", flag | signal.SIGCHLD) == EPERM
         assert ask("clone3") == ask("openat2") == ENOSYS
         assert ask("fcntl", 3, 1) == seccomp.ALLOW and ask("fcntl", 3, 8) == ask("fcntl", 3, 10) == EPERM
@@ -83,7 +83,7 @@ def test_filter_decides_by_name_argument_and_machine_on_both_architectures(machi
         assert ask("getsockopt", 3, 1, 3) == seccomp.ALLOW and ask("getsockopt", 3, 1, 77) == EPERM
         assert ask("socketpair", 1, 1 | 0o2004000) == seccomp.ALLOW
         assert ask("socketpair", 1, 2) == ask("socketpair", 2, 1) == ask("socketpair", 1, 5) == EPERM
-        for other in (*kernel.ARCHITECTURES.values(), 0x40000003):
+        for other in (*syscalls.ARCHITECTURES.values(), 0x40000003):
             if other != own:
                 assert decide(code, other, numbers["read"]) == seccomp.KILL
         assert decide(code, own, numbers["read"] | 0x40000000) == seccomp.KILL
@@ -91,19 +91,19 @@ def test_filter_decides_by_name_argument_and_machine_on_both_architectures(machi
 
 def test_filter_for_other_programs_allows_what_these_need_and_no_namespaces() -> None:
     code = seccomp.instructions(True, commands=True, machine="x86_64")
-    numbers, own = kernel.numbers("x86_64"), kernel.ARCHITECTURES["x86_64"]
+    numbers, own = syscalls.numbers("x86_64"), syscalls.ARCHITECTURES["x86_64"]
     assert decide(code, own, numbers["execve"]) == decide(code, own, numbers["chmod"]) == seccomp.ALLOW
     assert decide(code, own, numbers["unshare"]) == decide(code, own, numbers["mount"]) == EPERM
     assert decide(code, own, 41) == EPERM  # socket
 
 
-@pytest.mark.parametrize("machine", kernel.ARCHITECTURES)
+@pytest.mark.parametrize("machine", syscalls.ARCHITECTURES)
 def test_numbers_of_system_calls_are_those_of_the_headers(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip(f"needs {HEADERS[machine]}")
     found = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text()))
     found.setdefault("newfstatat", found.get("fstatat"))
-    numbers = kernel.numbers(machine)
+    numbers = syscalls.numbers(machine)
     assert {name: str(number) for name, number in numbers.items()} == {name: found[name] for name in numbers}
     wanted = {*seccomp.ALLOWED, *seccomp.OF_PROCESSES, *seccomp.OF_COMMANDS, *seccomp.UNKNOWN}
     assert {name for name in wanted if name in found} <= numbers.keys()
@@ -120,7 +120,7 @@ def test_landlock_is_asked_for_what_its_version_knows(version: int, monkeypatch:
         asked.append((name, *(bytes(a) if not isinstance(a, int | None) else a for a in args)))
         return os.open(os.devnull, os.O_RDONLY) if name == "landlock_create_ruleset" else 0
 
-    monkeypatch.setattr(kernel, "call", call)
+    monkeypatch.setattr(syscalls, "call", call)
     landlock.restrict(version, [(7, landlock.OWNING), (8, landlock.READING)])
     (_, head, size, flags), *rules, (last, _, quiet) = asked
     known = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)  # Documentation/userspace-api/landlock.rst
@@ -148,12 +148,12 @@ def test_rights_of_a_file_are_those_that_a_file_can_have(tmp_path: Path) -> None
 
 def test_choices_go_from_all_protections_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landlock, "abi", lambda: 4)
-    monkeypatch.setattr(kernel, "numbers", lambda: {"read": 0})
-    monkeypatch.setattr(ground, "_single", lambda kinds, root: ("user", "mount", "pid"))
-    kinds = list(kernel.NAMESPACES)
+    monkeypatch.setattr(syscalls, "numbers", lambda: {"read": 0})
+    monkeypatch.setattr(capabilities, "_single", lambda kinds, root: ("user", "mount", "pid"))
+    kinds = list(syscalls.NAMESPACES)
     for root in (False, True):
         monkeypatch.setattr(os, "geteuid", lambda root=root: 0 if root else 1000)
-        found = list(ground.choices(kinds))
+        found = list(capabilities.choices(kinds))
         assert found[0] == Protections(tuple(kinds), 4, True, other_user=root)
         assert found[1] == Protections(("user", "mount", "pid"), 4, True, other_user=root)
         assert (Protections(tuple(kinds[1:]), 4, True, other_user=True) in found) == root
@@ -163,7 +163,7 @@ def test_choices_go_from_all_protections_to_none(monkeypatch: pytest.MonkeyPatch
 
 
 def test_more_than_one_way_is_missing_only_where_files_or_system_calls_are_open() -> None:
-    every = tuple(kernel.NAMESPACES)
+    every = tuple(syscalls.NAMESPACES)
     assert not Protections(every, 0, True).missing and not Protections((), 1, True).missing
     assert Protections(every, 7, False).missing and Protections((), 0, True).missing
     assert not Protections((), 7, True).processes, "nothing would end them"
@@ -172,7 +172,7 @@ def test_more_than_one_way_is_missing_only_where_files_or_system_calls_are_open(
 
 def test_a_kind_of_namespace_that_is_denied_is_done_without() -> None:
     def start() -> Sandbox:
-        sandboxes.deny((), flags=kernel.NEW_NET)
+        sandboxes.deny((), flags=syscalls.NEW_NET)
         return Sandbox()
 
     with sandboxes.apart(start) as sandbox:
@@ -185,7 +185,7 @@ def test_a_kind_of_namespace_that_is_denied_is_done_without() -> None:
 def test_without_protections_it_refuses_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def start() -> Sandbox:
         sandboxes.deny_namespaces()
-        sandboxes.deny(("seccomp", *(name for name in kernel.numbers() if name.startswith("landlock"))), errno.ENOSYS)
+        sandboxes.deny(("seccomp", *(name for name in syscalls.numbers() if name.startswith("landlock"))), errno.ENOSYS)
         return Sandbox()
 
     with pytest.raises(UserError, match=r"no seccomp.* and no Landlock.*POSTTRAIN_SANDBOX=unprotected"):
@@ -198,7 +198,7 @@ def test_without_protections_it_refuses_unless_it_is_told(monkeypatch: pytest.Mo
 
 def test_landlock_alone_missing_leaves_the_namespaces_and_the_other_way_round() -> None:
     def start() -> Sandbox:
-        sandboxes.deny([name for name in kernel.numbers() if name.startswith("landlock")], errno.ENOSYS)
+        sandboxes.deny([name for name in syscalls.numbers() if name.startswith("landlock")], errno.ENOSYS)
         return Sandbox()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -218,6 +218,6 @@ def test_a_variable_turns_namespaces_off_and_says_what_it_may_be(monkeypatch: py
 
 
 def test_another_system_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "LINUX", False)
+    monkeypatch.setattr(syscalls, "LINUX", False)
     with pytest.raises(UserError, match="needs Linux"):
         Sandbox()

@@ -24,10 +24,10 @@ import sandboxes
 from processes import descendants
 
 from posttrain.sandbox.host import Sandbox
-from posttrain.sandbox.limits import Limits
+from posttrain.sandbox.limits import ProgramLimits
 from posttrain.sandbox.program import Ended
-from posttrain.verify import code as code_module
-from posttrain.verify.code import Grade, graded
+from posttrain.verify import unit_tests as code_module
+from posttrain.verify.unit_tests import Grade, graded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 USERS = ("own", "other") if hasattr(os, "geteuid") and os.geteuid() == 0 else ("own",)
@@ -134,7 +134,7 @@ def test_no_program_reaches_what_is_outside(sandbox: Sandbox, watch: Watch, monk
     before = watch.state()
 
     def played(name: str) -> str:
-        with sandbox.start(Limits(life=60.0)) as program:
+        with sandbox.start(ProgramLimits(life=60.0)) as program:
             try:
                 raised = program.run(watch.filled(hostile_programs.ESCAPES[name]))
                 loot = program.ask({"do": "value", "source": "loot"})
@@ -154,7 +154,7 @@ def test_programs_without_end_are_ended_and_leave_nothing(sandbox: Sandbox, watc
     running = set(descendants(os.getpid()))
 
     def played(name: str) -> str:
-        with sandbox.start(Limits(life=0.5, cpu=1), output=True) as program:
+        with sandbox.start(ProgramLimits(life=0.5, cpu=1), output=True) as program:
             try:
                 program.run(watch.filled(hostile_programs.ENDLESS[name]))
                 loot = program.ask({"do": "value", "source": "loot"})
@@ -206,7 +206,7 @@ def test_no_program_passes_a_test_whose_answer_it_does_not_know(
             return ""  # it takes all of its time, which is long: once for each mode
         expected = 10**6 + secrets.randbelow(10**9)
         tests = cases_of(expected)[kind == "played"]
-        limits = Limits(life=0.4, cpu=1) if busy else Limits(life=60.0)
+        limits = ProgramLimits(life=0.4, cpu=1) if busy else ProgramLimits(life=60.0)
         grade = graded(hostile_programs.CHEATS[name], tests, limits=limits)
         if not isinstance(grade, Grade):
             return f"{name}: {grade}"

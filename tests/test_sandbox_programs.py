@@ -18,12 +18,12 @@ import pytest
 import sandboxes
 from processes import descendants, gone
 
-from posttrain.sandbox import bubblewrap, files, ground, shared
+from posttrain.core.types import UserError
+from posttrain.sandbox import bubblewrap, capabilities, filesystem, shared_sandbox
 from posttrain.sandbox.host import Sandbox
-from posttrain.sandbox.limits import Limits, Protections
-from posttrain.sandbox.program import Broken, Ended
-from posttrain.sandbox.session import Session, cut
-from posttrain.types import UserError
+from posttrain.sandbox.limits import ProgramLimits, Protections
+from posttrain.sandbox.program import Ended, SandboxError
+from posttrain.sandbox.session import InterpreterSession, cut
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 
@@ -37,7 +37,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 
 def value(sandbox: Sandbox, source: str, code: str = "", **limits: Any) -> Any:
-    with sandbox.start(Limits(**{"life": 30.0, **limits})) as program:
+    with sandbox.start(ProgramLimits(**{"life": 30.0, **limits})) as program:
         assert program.run(code) is None
         return program.ask({"do": "value", "source": source})
 
@@ -97,7 +97,7 @@ ENDS = {
 
 
 def test_a_program_leaves_no_core_and_cannot_be_traced(sandbox: Sandbox) -> None:
-    with sandbox.start(Limits(life=30.0)) as program:
+    with sandbox.start(ProgramLimits(life=30.0)) as program:
         assert program.run("import resource, time") is None
         found = program.ask({"do": "value", "source": "resource.getrlimit(resource.RLIMIT_CORE)"})
         assert found == {"value": {"tuple": [0, 0]}}
@@ -107,7 +107,7 @@ def test_a_program_leaves_no_core_and_cannot_be_traced(sandbox: Sandbox) -> None
 
 def test_what_ends_a_program_is_told_each_time_again(sandbox: Sandbox) -> None:
     def end(code: str) -> str:
-        with sandbox.start(Limits(cpu=1, life=ENDS[code][0])) as program, pytest.raises(Ended) as error:
+        with sandbox.start(ProgramLimits(cpu=1, life=ENDS[code][0])) as program, pytest.raises(Ended) as error:
             program.run(code)
         with pytest.raises(Ended, match=re.escape(str(error.value))):
             program.ask({"do": "value", "source": "1"})
@@ -150,7 +150,7 @@ def test_nothing_is_left_of_programs_nor_of_a_sandbox_that_is_closed(mode: str, 
                 if number % 3:
                     program.run("import os\nopen('a', 'w').write('x')\nos.mkdir('b')")
                 program.finish()
-        with sandbox.start(Limits(files=100)) as program:  # more than is deleted at once
+        with sandbox.start(ProgramLimits(files=100)) as program:  # more than is deleted at once
             with suppress(Ended):
                 program.run("import os\nfor i in range(20000): os.close(os.open(str(i), os.O_CREAT | os.O_WRONLY))")
             program.finish()
@@ -161,7 +161,7 @@ def test_nothing_is_left_of_programs_nor_of_a_sandbox_that_is_closed(mode: str, 
         if not sandbox.protections.namespaces:
             [own] = place.iterdir()
             assert not list(own.iterdir())
-        idle = sandbox.start(Limits(life=100.0))
+        idle = sandbox.start(ProgramLimits(life=100.0))
         idle.run("x = 1")
     assert set(descendants(os.getpid())) <= before and not list(place.iterdir())
     idle.close()
@@ -171,12 +171,12 @@ def test_nothing_is_left_of_programs_nor_of_a_sandbox_that_is_closed(mode: str, 
 def test_a_killed_warm_interpreter_takes_its_programs_along_and_is_started_again(mode: str, place: Path) -> None:
     before = set(descendants(os.getpid()))
     with sandboxes.opened("own", mode) as sandbox:
-        program = sandbox.start(Limits(life=100.0))
+        program = sandbox.start(ProgramLimits(life=100.0))
         assert program.run("x = 1") is None
         found = set(descendants(os.getpid())) - before
         os.kill(sandbox._process.pid, signal.SIGKILL)
         gone(*found)
-        with pytest.raises(Broken):
+        with pytest.raises(SandboxError):
             program.ask({"do": "value", "source": "x"})
         program.close()
         assert value(sandbox, "2") == {"value": 2}
@@ -203,17 +203,17 @@ def test_nothing_outlives_a_host_that_is_killed() -> None:
 
 def test_a_forked_process_has_a_sandbox_of_its_own() -> None:
     try:
-        ours = shared.shared()
+        ours = shared_sandbox.shared()
         child = os.fork()
         if child == 0:
-            own = shared.shared()
+            own = shared_sandbox.shared()
             good = own is not ours and value(own, "3") == {"value": 3}
             own.close()
             os._exit(0 if good else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert value(ours, "4") == {"value": 4}
     finally:
-        shared.close()
+        shared_sandbox.close()
 
 
 def test_a_folder_of_any_depth_and_mode_is_deleted(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_folder_of_any_depth_and_mode_is_deleted(tmp_path: Path) -> None:
     top.mkdir()
     here = os.getcwd()
     os.chdir(top)
-    for _ in range(files.DEEPEST + 10):
+    for _ in range(filesystem.DEEPEST + 10):
         os.mkdir("d" * 50)
         os.chdir("d" * 50)
     Path("file").write_text("x")
@@ -232,41 +232,41 @@ def test_a_folder_of_any_depth_and_mode_is_deleted(tmp_path: Path) -> None:
     (top / "open").mkdir()
     (top / "open" / "closed").mkdir(mode=0)
     (top / "link").symlink_to("/etc")
-    assert not files.usage(str(top), 1 << 30, 1000), "what is too deep to be looked at is too much"
-    files.remove(str(top))
+    assert not filesystem.usage(str(top), 1 << 30, 1000), "what is too deep to be looked at is too much"
+    filesystem.remove(str(top))
     assert not top.exists() and Path("/etc").is_dir()
 
 
 def test_usage_counts_bytes_and_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_bytes(bytes(100_000))
-    assert files.usage(str(tmp_path), 200_000, 2)
-    assert not files.usage(str(tmp_path), 50_000, 2) and not files.usage(str(tmp_path), 200_000, 1)
+    assert filesystem.usage(str(tmp_path), 200_000, 2)
+    assert not filesystem.usage(str(tmp_path), 50_000, 2) and not filesystem.usage(str(tmp_path), 200_000, 1)
 
 
 def test_folders_of_killed_sandboxes_are_deleted_and_those_of_living_ones_kept(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(ground.tempfile, "gettempdir", lambda: str(tmp_path))
-    left = tmp_path / f"{ground.PREFIX}{os.geteuid()}-left"
+    monkeypatch.setattr(capabilities.tempfile, "gettempdir", lambda: str(tmp_path))
+    left = tmp_path / f"{capabilities.PREFIX}{os.geteuid()}-left"
     (left / "1").mkdir(parents=True)
-    living = ground._base(Protections())
-    ground._sweep()
-    assert not left.exists() and Path(living).exists() and ground._base(Protections()) != living
+    living = capabilities._base(Protections())
+    capabilities._sweep()
+    assert not left.exists() and Path(living).exists() and capabilities._base(Protections()) != living
 
 
 # -- an interpreter as a tool ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def session(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+def session(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[InterpreterSession]:
     monkeypatch.setattr("posttrain.sandbox.session.shared", lambda: sandbox)
-    session = Session(seconds=1.0)
+    session = InterpreterSession(seconds=1.0)
     yield session
     session.close()
 
 
-def test_a_session_shows_what_a_prompt_would_and_remembers(session: Session) -> None:
+def test_a_session_shows_what_a_prompt_would_and_remembers(session: InterpreterSession) -> None:
     assert session.run("import math\nx = 6\nprint('so')\nx * 7") == "so\n42\n"
     assert session.run("x += 1") == ""
     assert session.run("x, math.floor(2.5)") == "(7, 2)\n"
@@ -280,7 +280,7 @@ def test_a_session_shows_what_a_prompt_would_and_remembers(session: Session) -> 
     assert session.run("input()").endswith("EOFError: EOF when reading a line\n")
 
 
-def test_a_session_that_is_ended_says_so_and_begins_anew(session: Session) -> None:
+def test_a_session_that_is_ended_says_so_and_begins_anew(session: InterpreterSession) -> None:
     assert session.run("x = 1\nprint('before', flush=True)\nwhile True: pass") == (
         "before\nThe interpreter took too long. What it knew is lost.\n"
     )
@@ -290,7 +290,7 @@ def test_a_session_that_is_ended_says_so_and_begins_anew(session: Session) -> No
     assert session.run("2") == "2\n"
 
 
-def test_long_output_is_cut_in_its_middle(session: Session) -> None:
+def test_long_output_is_cut_in_its_middle(session: InterpreterSession) -> None:
     shown = session.run("print('a' * 5000 + 'b' * 5000)")
     assert len(shown) < 2100 and shown.startswith("aaa") and shown.endswith("bbb\n") and "8,001 characters" in shown
     assert cut("abc", 3) == "abc"
@@ -320,10 +320,10 @@ def test_a_command_runs_in_bubblewrap() -> None:
     found = bubblewrap.run_command(shell)
     assert found.exit == 137 and b"root:" not in found.output and b"\ny\n" not in found.output.split(b"env")[0][:0]
     assert b"No such file" in found.output and b"Read-only" in found.output
-    endless = bubblewrap.run_command(["yes"], limits=Limits(life=5.0, output=1000))
+    endless = bubblewrap.run_command(["yes"], limits=ProgramLimits(life=5.0, output=1000))
     assert endless.over == "output" and len(endless.output) == 1000
     began = time.monotonic()
-    assert bubblewrap.run_command(["sleep", "60"], limits=Limits(life=0.3)).over == "life"
+    assert bubblewrap.run_command(["sleep", "60"], limits=ProgramLimits(life=0.3)).over == "life"
     assert time.monotonic() - began < 10
 
 
@@ -342,6 +342,6 @@ def test_usage_never_follows_a_link_that_has_taken_the_place_of_a_folder(
             (own / "inner").symlink_to(outside)
         return opened(path, *how, **named)
 
-    monkeypatch.setattr(files.os, "open", late)
-    assert files.usage(str(own), 100_000, 10)
+    monkeypatch.setattr(filesystem.os, "open", late)
+    assert filesystem.usage(str(own), 100_000, 10)
     assert (own / "inner").is_symlink()

@@ -14,13 +14,13 @@ from retrieved import ROWS, small_index, write_rows
 from said_by_script import Scripted
 
 from posttrain.cli.main import main
+from posttrain.core.types import Ask, Invalid, Reply, Sampling, SpanKind, StopReason, Task, Turn, UserError
+from posttrain.envs.builtin.search_qa import LONGEST_QUERY, row_to_task, search_qa
 from posttrain.envs.load import load_env, success_of
-from posttrain.envs.play import Bounds, Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.search_qa import LONGEST_QUERY, row_to_task, search_qa
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.retrieval.index import open_index
-from posttrain.types import Ask, Invalid, Reply, Sampling, SpanKind, StopReason, Task, Turn, UserError
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, EpisodeLimits, Player
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.services.retrieval.passage_index import open_index
 
 FOUND = [
     {"id": "a", "contents": '"Paris"\nParis is the capital of France.', "score": 2.0},
@@ -414,7 +414,7 @@ def test_rows_that_are_none_are_refused(row: dict[str, Any]) -> None:
 
 
 def test_an_episode_over_an_index_learns_what_was_sampled_and_nothing_else(tmp_path: Path) -> None:
-    from posttrain.envs.asking import Services
+    from posttrain.envs.play.service_client import Services
     from posttrain.services.retriever import retriever
 
     tokenizer = Tokenizer.train(["".join(map(chr, range(9, 127)))], 200, "characters")
@@ -427,7 +427,7 @@ def test_an_episode_over_an_index_learns_what_was_sampled_and_nothing_else(tmp_p
     with EnvPool("search-qa,topk=2,shown=30,per_search=0.1", workers=1) as pool, Services() as asking:
         asking.named["retriever"] = retriever(str(place))
         engine = Scripted(tokenizer, replies)
-        player = Player(pool, engine, tokenizer, Sampling(), 4096, bounds=Bounds(), services=asking)
+        player = Player(pool, engine, tokenizer, Sampling(), 4096, bounds=EpisodeLimits(), services=asking)
         [rollout] = player.play([Episode(of, "t", 0)])
     assert rollout.reward == pytest.approx(1.1) and rollout.rewards["own information"] == 1
     assert [turn.kind for turn in rollout.turns] == [SpanKind.PROMPT, SpanKind.SAMPLED, SpanKind.TOOL, SpanKind.SAMPLED]

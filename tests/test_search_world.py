@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from posttrain.reproduce import reader, retrieved_token_masking, search, search_r1, world
-from posttrain.reproduce.behaviours import behaviour, facts_of, means
-from posttrain.reproduce.search import AGAIN, answer_of, played, query_of, retrieved, searching
-from posttrain.reproduce.world import ENTITIES, RELATIONS, Fact, Question, World, information
-from posttrain.types import (
+from experiments import reader, retrieved_token_masking, search, search_r1, world
+from experiments.behaviours import behaviour, facts_of, means
+from experiments.search import AGAIN, answer_of, played, query_of, retrieved, searching
+from experiments.world import ENTITIES, RELATIONS, Fact, Question, World, information
+from posttrain.core.types import (
     Completion,
     Rollout,
     SpanKind,

@@ -11,13 +11,13 @@ from recurrent import Recurrent, Sizes
 from sampled import complete, ragged
 
 import posttrain
-from posttrain.batch import Layout
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.uncached import UncachedEngine
-from posttrain.models.decoder import Decoder
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.runs.reading import read_metrics
-from posttrain.types import Task
+from posttrain.core.batch import Layout
+from posttrain.core.types import Task
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_reading import read_metrics
 
 TASKS = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
 

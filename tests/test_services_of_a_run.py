@@ -19,12 +19,12 @@ from endpoints import Said, by_length, replied, serving, write_recipe
 from reward_models import write_reward_model
 
 import posttrain
-from posttrain import endpoint as endpoints
 from posttrain.cli.main import main
-from posttrain.envs.journal import ANSWERS
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_rollouts
+from posttrain.envs.play.answer_journal import ANSWERS
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.system import endpoint as endpoints
 
 BOTH = """
 from posttrain import Ask, Invalid
@@ -77,9 +77,9 @@ def test_a_reward_model_alone_is_enough(place: Path, capsys: pytest.CaptureFixtu
     assert "+0.5 to every score (posttrain_score_offset)" in told
     assert len(run.metrics) == 4 and all(m["invalid"] == 0 for m in run.metrics)
     rows = read_rollouts(run.path, 1)
-    from posttrain.services.reward_model import RewardModel
+    from posttrain.services.reward_model_service import RewardModelService
 
-    service = RewardModel("reward")
+    service = RewardModelService("reward")
     assert {row["stop"] for row in rows} >= {"length"}  # some are cut off, and read so
     for id, row in enumerate(rows):
         service.submit(id, {"prompt": row["prompt"], "response": row["text"], "cut": row["stop"] == "length"})

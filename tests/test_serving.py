@@ -20,14 +20,14 @@ from openai import BadRequestError, OpenAI
 from served import TOOLS, Scripted, Served, served
 
 from posttrain.cli.main import main
-from posttrain.cli.serving import serve_policy
+from posttrain.cli.serve_command import serve_policy
 from posttrain.config import ServePolicy
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.uncached import UncachedEngine
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.seeds import seed_of
-from posttrain.serving.server import Limits
-from posttrain.types import Completion, Sampling, UserError
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.engines.serving.policy_server import ServerLimits
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 CONTEXT = 128
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
@@ -306,7 +306,7 @@ def test_no_more_is_served_at_once_than_the_limits_say(words: Tokenizer) -> None
     model = tiny(words, context=CONTEXT)
     model.eos_ids = (1 << 20,)  # no reply ends by itself
     engine = LocalEngine(model, words, slots=8)
-    with served(engine, words, CONTEXT, Limits(requests=2, body=4096), max_tokens=9) as server:
+    with served(engine, words, CONTEXT, ServerLimits(requests=2, body=4096), max_tokens=9) as server:
         asked = {"prompt": "the", "max_tokens": 100, "n": 3}
         status, answer = server.ask("/v1/completions", asked)
         assert status == 429 and answer["error"]["type"] == "rate_limit_error"

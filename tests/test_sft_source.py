@@ -11,13 +11,13 @@ import torch
 from conftest import CHATML
 from row_files import refused, write_jsonl
 
-from posttrain.data.convert import Conversion
+from posttrain.core.types import Transcript, UserError
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, order, to_tasks
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.lengths import TooLong
-from posttrain.sources.sft import Demonstrations, Transcripts, demonstrate
-from posttrain.types import Transcript, UserError
+from posttrain.data.tasks_from_rows import Conversion
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.sources.sft_source import Demonstrations, Transcripts, demonstrate
 
 CPU = torch.device("cpu")
 NEED = ("prompt", "response")
@@ -170,7 +170,7 @@ def test_long_rows_can_be_refused_before_the_first_step(tokenizer: Tokenizer) ->
 
 
 def test_transcripts_are_made_once_while_there_is_room(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.sources.made.REMEMBERED", 20)
+    monkeypatch.setattr("posttrain.training.sources.example_stream.REMEMBERED", 20)
     made = transcripts(tokenizer, rows(10))
     firsts = [made[place] for place in range(10)]
     again = [made[place] for place in range(10)]

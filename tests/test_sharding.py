@@ -20,25 +20,25 @@ from test_processes import PAIRS, SMALL, SUMS, free_port, joined, nearness
 from torch import Tensor
 
 import posttrain
-from posttrain.batch import Batch, Outputs, Stats
 from posttrain.config import SFT
-from posttrain.engines.canary import LIMIT, Canary
-from posttrain.engines.weights import own_copy
-from posttrain.learners import sharding, world
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.learners.sharding import ShardingLearner
-from posttrain.learners.world import Processes
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.protocols import Alone, Objective
+from posttrain.core.token_probe import Found, TokenSink
+from posttrain.core.types import Transcript, UserError
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.engines.pool.weight_probe import LIMIT, WeightProbe
+from posttrain.learners import fsdp, process_group
+from posttrain.learners.fsdp import FSDPLearner
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.process_group import Processes
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
-from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
-from posttrain.models.folder import load_model
-from posttrain.models.rows import is_sharded, whole
-from posttrain.protocols import Alone, Objective
-from posttrain.record.reading import read_rollouts
-from posttrain.runs.reading import read_metrics
-from posttrain.sink import Found, Sink
-from posttrain.sources.sft import Demonstrations, Likelihood
-from posttrain.training.learning import new_learner
-from posttrain.types import Transcript, UserError
+from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.row_shards import is_sharded, whole
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import read_metrics
+from posttrain.training.open_learner import new_learner
+from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective
 
 pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
 
@@ -89,7 +89,7 @@ def all_kinds(out: Path, start: Path, **options: Any) -> None:
 def ranks(rank: int, port: int, size: int, out: Path) -> None:
     """All that so many processes do together in these tests."""
     joined(rank, port, size)
-    together = world.joined("cpu", SFT().patience)
+    together = process_group.joined("cpu", SFT().patience)
     for part in PARTS[size]:
         part(out, rank, together)
 
@@ -113,15 +113,15 @@ def runs_of_three(out: Path, rank: int, together: Processes) -> None:
 
 def fails_within(out: Path, rank: int, together: Processes) -> None:
     """The second process fails in the middle of an update; what each of them says of it is written down."""
-    outputs, seen = ShardingLearner._outputs, []
+    outputs, seen = FSDPLearner._outputs, []
 
-    def failing(self: ShardingLearner, *arguments: Any, **named: Any) -> Outputs:
+    def failing(self: FSDPLearner, *arguments: Any, **named: Any) -> Outputs:
         seen.append(1)
         if rank == 1 and len(seen) == 3:
             raise UserError("the disk is full")
         return outputs(self, *arguments, **named)
 
-    ShardingLearner._outputs = failing  # type: ignore[method-assign]
+    FSDPLearner._outputs = failing  # type: ignore[method-assign]
     try:
         posttrain.sft(SUMS, out=str(out / "failed"), steps=4, rows=8, save_every=9, **SMALL, **QUICK, **SHARDED)
     except UserError as error:
@@ -273,7 +273,7 @@ CASES: dict[str, tuple[Callable[[], Objective], int]] = {
     "only the critic": (lambda: Both(policy=lambda batch: False), 5),
     "the policy in some micro-batches": (lambda: Both(policy=long, critic=lambda batch: True), 6),
     "either of them": (lambda: Both(policy=long, critic=lambda batch: not long(batch)), 6),
-    "without a critic's say": (Likelihood, 5),
+    "without a critic's say": (LikelihoodObjective, 5),
 }
 
 
@@ -312,9 +312,9 @@ def equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], within: float) -> 
         )  # type: ignore[misc]
 
 
-def tapped(batches: list[Batch]) -> tuple[Sink, list[Batch]]:
+def tapped(batches: list[Batch]) -> tuple[TokenSink, list[Batch]]:
     """These micro-batches, with a tap at every second rollout."""
-    sink, found = Sink(frozenset(range(0, 100, 2))), []
+    sink, found = TokenSink(frozenset(range(0, 100, 2))), []
     for batch in batches:
         index, sizes = batch.rollout.unique_consecutive(return_counts=True)
         found.append(replace(batch, tap=sink.tap(index.tolist(), sizes.tolist())))
@@ -332,7 +332,7 @@ def same_numbers(mine: Found, theirs: Found) -> None:
 
 def learners(out: Path, rank: int, together: Processes) -> None:
     for tied in (True, False):
-        one, sharded = learner(LocalLearner, tied, Alone()), learner(ShardingLearner, tied, together)
+        one, sharded = learner(LocalLearner, tied, Alone()), learner(FSDPLearner, tied, together)
         grads, summed = gradients(one), gradients(sharded)
         copied = own_copy(sharded.weights())
         before = weights(sharded)
@@ -362,7 +362,7 @@ def learners(out: Path, rank: int, together: Processes) -> None:
         sharded.evaluate(micro_batches(4))
         for found in sharded._decoders:  # type: ignore[attr-defined]
             assert all(is_sharded(parameter) for parameter in found.parameters()), "nothing stays gathered"
-            assert not sharding._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
+            assert not fsdp._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
     (out / f"learners.{together.size}").write_text("equal")
 
 
@@ -378,7 +378,7 @@ def test_gradients_and_weights_of_three_are_those_of_one_process(runs: Path) -> 
 
 def saves(out: Path, rank: int, together: Processes) -> None:
     folder = out / "saved"
-    gather, alive, most = sharding._gathered, list[weakref.ref[Tensor]](), list[int]()
+    gather, alive, most = fsdp._gathered, list[weakref.ref[Tensor]](), list[int]()
 
     def watched(parameter: Tensor, of: Any) -> Tensor:
         found = gather(parameter, of)
@@ -386,15 +386,15 @@ def saves(out: Path, rank: int, together: Processes) -> None:
         most.append(sum(ref() is not None for ref in alive))
         return found
 
-    sharding._gathered = watched
-    sharded = learner(ShardingLearner, False, together)
+    fsdp._gathered = watched
+    sharded = learner(FSDPLearner, False, together)
     sharded.update(micro_batches(5), Both())
     sharded.save(folder if rank == 0 else None)
-    sharding._gathered = gather
+    fsdp._gathered = gather
     together.gather(None)
     assert len(most) > 60 and max(most) == 1, "one parameter at a time"
-    shard = partial(sharding.shard, size=2, device=torch.device("cpu"))
-    again = ShardingLearner(
+    shard = partial(fsdp.shard, size=2, device=torch.device("cpu"))
+    again = FSDPLearner(
         load_model(folder, torch.float64, shard=shard, shares=2), Optimization(), world=together,
         critic=ValueModel(14, decoder(True, 6, 1), 0).double(),
     )  # fmt: skip
@@ -429,12 +429,12 @@ PARTS: dict[int, list[Callable[[Path, int, Processes], None]]] = {
 
 def one_is_lost(rank: int, port: int, out: Path) -> None:
     joined(rank, port)
-    sharded = learner(ShardingLearner, True, world.joined("cpu", 20.0))
+    sharded = learner(FSDPLearner, True, process_group.joined("cpu", 20.0))
     if rank:
         with sharded.world.meeting():
             os._exit(0)
     with pytest.raises(UserError) as caught:
-        Canary(sharded.model, LIMIT).look(sharded.weights())
+        WeightProbe(sharded.model, LIMIT).look(sharded.weights())
     (out / "said").write_text(f"{caught.value.code} {caught.value}")
 
 
@@ -449,7 +449,7 @@ def test_a_process_that_is_lost_while_the_canary_is_told_what_to_hear_is_told_in
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--shard deals the weights out to several processes: give --processes too"):
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
-    from posttrain.algorithms.table import find
+    from posttrain.algorithms.policy_table import find
     from posttrain.config import RL
     from posttrain.training.adjust import adjust
 

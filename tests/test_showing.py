@@ -12,19 +12,19 @@ from test_processes import PAIRS, QUICK, SMALL, SUMS, nearness
 from tiny_models import make
 
 import posttrain
-from posttrain.batch import Layout, Stats, Step
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.models.tokenizer_training import EOS
-from posttrain.protocols import Learner, Model
-from posttrain.record.reading import EVERY, read_rollouts
-from posttrain.record.writing import half, table_of, write_table
-from posttrain.runs.reading import rollout_steps
-from posttrain.sink import SHARE, Sink
-from posttrain.sources.recording import GROUPS, Recording
-from posttrain.sources.showing import Showing
-from posttrain.types import Outcome, Rollout
-from posttrain.view.source import File, Part, rows
+from posttrain.apps.view.rollout_files import File, RolloutPart, rows
+from posttrain.core.batch import Layout, Stats, TrainingStep
+from posttrain.core.protocols import Learner, Model
+from posttrain.core.token_probe import SHARE, TokenSink
+from posttrain.core.types import Outcome, Rollout
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_training import EOS
+from posttrain.runs.record.rollout_reading import EVERY, read_rollouts
+from posttrain.runs.record.table_writer import half, table_of, write_table
+from posttrain.runs.run_reading import rollout_steps
+from posttrain.training.sources.example_recording import ExampleRecording
+from posttrain.training.sources.token_recording import GROUPS, TokenRecording
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +83,16 @@ def test_a_sample_of_given_rows_leaves_the_same_numbers_and_changes_no_bit(
 def test_a_given_row_whose_update_was_skipped_has_weighed_nothing() -> None:
     outcome = Outcome(Rollout({}, "", [], 0.0), numbers={"weight": np.ones(2), "learner": np.zeros(2)})
     for skipped in (False, True):
-        showing = Showing(Recording("full"), cast(Learner, None), 100)
+        showing = ExampleRecording(TokenRecording("full"), cast(Learner, None), 100)
         sink = showing.sink([])
         assert sink is not None
         sink.skipped = skipped
-        showing.settle(Step(1, [], Stats({}), outcomes=[outcome]))
+        showing.settle(TrainingStep(1, [], Stats({}), outcomes=[outcome]))
         assert set(outcome.numbers) == {"learner", *([] if skipped else ["weight"])}
 
 
 def test_a_token_weighs_what_its_log_probability_does_and_a_share_only_without_one() -> None:
-    sink = Sink(frozenset({0, 1}))
+    sink = TokenSink(frozenset({0, 1}))
     first, second = sink.tap([0], [2]), sink.tap([1], [1])
     sink.take(first, {"weight": torch.tensor([1.0, 2.0])})
     sink.take(first, {SHARE: torch.tensor([7.0, 8.0])})
@@ -192,6 +192,6 @@ def test_before_the_first_update_is_at_that_update(tmp_path: Path) -> None:
     ]
     write_table(tmp_path / "step-000001.parquet", table_of([{**told, **kind} for kind in kinds]))
     file = File(tmp_path / "step-000001.parquet", (0, 0))
-    found = rows(Part(1, False), file, names=("index", "before"))
+    found = rows(RolloutPart(1, False), file, names=("index", "before"))
     assert found.column_names == ["index", "before"]
     assert found["before"].to_pylist() == [[-1.0, -2.0], None, [-4.0, -3.0], None, [-1.0, -2.0], None]

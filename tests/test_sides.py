@@ -16,19 +16,19 @@ from episodes import episodes, played, said
 from scripted import scripted
 
 import posttrain
-from posttrain.engines.local import LocalEngine
+from posttrain.core.types import Graded, Invalid, Reply, Rollout, Sampling, Sides, SpanReward, StopReason, Task, Turn
+from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.scripted import ScriptedEngine
-from posttrain.envs import nim
+from posttrain.envs.builtin import nim
 from posttrain.envs.check import check
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.reading import Done, read_turn, read_verdict
-from posttrain.envs.wire import Garbled, read_answer, write_answer
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.reading import read_rollouts
-from posttrain.sources.scores import describe, scoreboard, usable
-from posttrain.types import Graded, Invalid, Reply, Rollout, Sampling, Sides, SpanReward, StopReason, Task, Turn
+from posttrain.envs.play.env_outputs import Done, read_turn, read_verdict
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.training.sources.scoreboard import describe, scoreboard, usable
 
 Game = Generator[Turn, Reply, Any]
 
@@ -249,7 +249,7 @@ def test_an_evaluation_tells_the_sides_apart(tokenizer: Tokenizer, tmp_path: Pat
 
 
 def test_demonstrations_of_sides_are_those_of_the_winner_where_a_least_reward_is_asked(tokenizer: Tokenizer) -> None:
-    from posttrain.sources.enacting import enacting
+    from posttrain.training.sources.demonstrations import enacting
 
     task = nim.tasks(1, 0, stones=9)[0]
     with EnvPool(nim.nim, workers=0) as pool:
@@ -335,7 +335,7 @@ def test_check_tells_winners_from_losers() -> None:
 
 
 def test_rollouts_name_the_side(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
-    from posttrain.runs.printing import sample
+    from posttrain.runs.terminal.printing import sample
 
     sample(enacted(talk, tokenizer, ["1.", "2.", "3.", "4."]), 2)
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("── ")]

@@ -15,16 +15,7 @@ from old_runs import line_of, write_lines
 from pyarrow import parquet
 
 from posttrain.cli.main import main
-from posttrain.record import index
-from posttrain.record.asking import Questions
-from posttrain.record.making import rollouts_table, seconds_table
-from posttrain.record.reading import EVERY, read_file, read_rollouts, read_table, rows_of, timed_rollouts
-from posttrain.record.rows import transcripts_of
-from posttrain.record.schema import COMPARED, KEY, NUMBERS, PIECE, ROLLOUTS, VERSION
-from posttrain.record.writing import half, write_table
-from posttrain.runs.printing import sample
-from posttrain.runs.record import Record
-from posttrain.types import (
+from posttrain.core.types import (
     Branch,
     Completion,
     Fate,
@@ -40,6 +31,15 @@ from posttrain.types import (
     Transcript,
     UserError,
 )
+from posttrain.runs.record import rollout_index
+from posttrain.runs.record.rollout_reading import EVERY, read_file, read_rollouts, read_table, rows_of, timed_rollouts
+from posttrain.runs.record.rollout_rows import transcripts_of
+from posttrain.runs.record.rollout_tables import rollouts_table, seconds_table
+from posttrain.runs.record.schema import COMPARED, KEY, NUMBERS, PIECE, ROLLOUTS, VERSION
+from posttrain.runs.record.sql_query import Questions
+from posttrain.runs.record.table_writer import half, write_table
+from posttrain.runs.run_record import RunRecord
+from posttrain.runs.terminal.printing import sample
 
 
 def said(seed: int, length: int = 4, version: int = 3) -> Transcript:
@@ -93,7 +93,7 @@ def outcomes() -> list[Outcome]:
 
 
 def recorded(folder: Path, steps: int = 2) -> Path:
-    record = Record.create(folder, {"seed": 0}, "rl", {})
+    record = RunRecord.create(folder, {"seed": 0}, "rl", {})
     for step in range(1, steps + 1):
         record.rollouts(step, outcomes())
         record.metrics(step, {"reward": step / 4, "rollouts": 3})
@@ -263,7 +263,7 @@ def test_datasets_opens_the_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_run_in_lines_of_json_reads_as_the_same_rows(tmp_path: Path) -> None:
     recorded(tmp_path / "new", 1)
-    Record.create(tmp_path / "old", {"seed": 0}, "rl", {}).close({})
+    RunRecord.create(tmp_path / "old", {"seed": 0}, "rl", {}).close({})
     write_lines(tmp_path / "old" / "rollouts" / "step-000001.jsonl", 1, outcomes())
     times = [{"turns": [0.25, 1.5, 0, 0], "reward": 0.125}, {"turns": []}, {"turns": []}]
     (tmp_path / "old" / "seconds").mkdir()
@@ -288,7 +288,7 @@ def test_a_run_in_lines_of_json_reads_as_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_posttrain_prints_what_older_runs_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Record.create(tmp_path, {"seed": 0}, "rl", {}).close({})
+    RunRecord.create(tmp_path, {"seed": 0}, "rl", {}).close({})
     write_lines(tmp_path / "rollouts" / "step-000001.jsonl", 1, outcomes())
     assert main(["rollouts", str(tmp_path)]) == 0
     assert "it is 42" in capsys.readouterr().out
@@ -346,15 +346,15 @@ def test_the_index_of_a_run_is_whole_when_it_ends_and_made_again_when_it_is_not(
     left = sorted((folder / "index").iterdir())
     assert [path.name for path in left] == ["000000-000049.parquet", "000050-000099.parquet"]
     before = {path: path.read_bytes() for path in left}
-    assert index.open_index(folder) == left and {path: path.read_bytes() for path in left} == before
+    assert rollout_index.open_index(folder) == left and {path: path.read_bytes() for path in left} == before
     first = parquet.read_table(left[0])
     assert first.num_rows == 3 * (PIECE - 1) + PIECE // 2 - 1
     assert first["text_start"][0].as_py() == "lookit is 42" and "tokens" not in first.column_names
     left[0].unlink()
     left[1].write_bytes(b"damaged")
-    assert index.open_index(folder) == left and {path: path.read_bytes() for path in left} == before
+    assert rollout_index.open_index(folder) == left and {path: path.read_bytes() for path in left} == before
     (folder / "rollouts" / "step-000003.parquet").unlink()
-    index.open_index(folder)
+    rollout_index.open_index(folder)
     assert parquet.read_table(left[0]).num_rows == first.num_rows - 3
 
 
@@ -363,7 +363,7 @@ def test_a_run_that_cannot_be_written_is_indexed_elsewhere(tmp_path: Path) -> No
     for folder in (one, two):
         shutil.rmtree(folder / "index")
         (folder / "index").write_text("in the way")
-    found = [index.open_index(folder) for folder in (one, two)]
+    found = [rollout_index.open_index(folder) for folder in (one, two)]
     rows = [sum(parquet.read_table(path).num_rows for path in paths) for paths in found]
     assert rows == [3, 7] and not any(tmp_path in path.parents for paths in found for path in paths)
     assert (one / "index").read_text() == "in the way"
@@ -371,16 +371,16 @@ def test_a_run_that_cannot_be_written_is_indexed_elsewhere(tmp_path: Path) -> No
 
 def test_a_resumed_run_forgets_the_index_of_what_it_plays_again(tmp_path: Path) -> None:
     folder = recorded(tmp_path, PIECE + 2)
-    Record.resume(folder, PIECE + 1).close({})
+    RunRecord.resume(folder, PIECE + 1).close({})
     assert [path.name for path in (folder / "index").iterdir()] == ["000000-000049.parquet"]
-    made = index.open_index(folder)
+    made = rollout_index.open_index(folder)
     assert parquet.read_table(made[1])["step"].to_pylist()[-1] <= PIECE + 1
 
 
 def test_a_damaged_file_costs_the_index_its_own_rows_alone(tmp_path: Path) -> None:
     folder = recorded(tmp_path, 3)
     (folder / "rollouts" / "step-000002.parquet").write_bytes(b"PAR1")
-    (made,) = index.open_index(folder)
+    (made,) = rollout_index.open_index(folder)
     assert sorted(set(parquet.read_table(made)["step"].to_pylist())) == [1, 2, 3], "2 is that of the evaluation"
 
 
@@ -577,7 +577,7 @@ def test_evaluated_rollouts_are_printed_too(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_given_rows_are_printed_with_what_was_said_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = Record.create(tmp_path, {"seed": 0}, "prefer", {})
+    record = RunRecord.create(tmp_path, {"seed": 0}, "prefer", {})
     given = [Rollout({"id": "a"}, "a#0", [said(n)], 0.0, text=f"reply {n}") for n in (0, 1)]
     label = {"comparisons": [[0, 1, 1.0, 0.0]], "labels": [0.5]}
     record.rollouts(1, [Outcome(r, None, member=n, label=label) for n, r in enumerate(given)], "prefer")

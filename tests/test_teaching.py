@@ -17,24 +17,24 @@ from feeding import OTHER, WORDS, chosen_row, new_learner, new_player
 from torch import Tensor
 
 import posttrain
-from posttrain import endpoint as endpoints
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.table import TABLE, find
-from posttrain.batch import Stats
+from posttrain.algorithms.policy_table import TABLE, find
 from posttrain.cli.main import main
-from posttrain.learners.local import LocalLearner, Optimization, Teaching
-from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.core.batch import Stats
+from posttrain.core.types import Rollout, SpanKind, Transcript, UserError
+from posttrain.learners.local_learner import LocalLearner, Optimization, Teaching
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.health import Health
-from posttrain.sources.collecting import Size
-from posttrain.sources.packing import Taught, pack
-from posttrain.sources.remote import RemoteTeacher
-from posttrain.sources.rl import Experience
-from posttrain.sources.teaching import TEACHER, Teachers
-from posttrain.sources.views import view
+from posttrain.system import endpoint as endpoints
 from posttrain.training.loop import train
-from posttrain.types import Rollout, SpanKind, Transcript, UserError
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.packing import Taught, pack
+from posttrain.training.sources.remote_teacher import RemoteTeacher
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.teacher_targets import TEACHER, Teachers
 
 DISTILLING = [name for name, row in TABLE.items() if row.teacher is not None]
 DISTANCES = ("reverse_kl", "forward_kl", "jensen_shannon")
@@ -212,7 +212,7 @@ def test_every_row_halves_the_divergence_from_its_teacher(name: str) -> None:
             parameter.mul_(3 if parameter.ndim == 2 else 1)
     model = tiny(WORDS)
     learner = LocalLearner(model, Optimization(lr=1e-2), others={TEACHER: teacher}, teaching=Teaching(1.0, 0.5))
-    source = Experience(
+    source = RLSource(
         tasks=[{"id": str(i), "prompt": f"{i}+1="} for i in range(4)],
         player=new_player(lambda task, reply: 0.0, model, 12),
         learner=learner, algorithm=row, size=Size(4, 8, 200), seed=0, teachers=Teachers(WORDS, {TEACHER: 96}),

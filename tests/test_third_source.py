@@ -9,10 +9,10 @@ from conftest import tiny
 from labelled import train_on_labels
 
 from posttrain.config import SFT
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.options import filled
-from posttrain.runs.reading import read_metrics
+from posttrain.config.resolve import filled
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_reading import read_metrics
 
 TASKS = [
     {"id": f"{i}{word}", "prompt": f"{i}:", "response": word, "good": word == "yes"}

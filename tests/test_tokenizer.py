@@ -12,10 +12,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.decoder import DecoderConfig, new_decoder
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "models"
 CHECKPOINTS = ("stories260K", "gsm8k-5m")
@@ -274,8 +274,6 @@ def test_a_tokenizer_can_be_sent_to_another_process() -> None:
 
 
 def test_importing_the_module_imports_no_heavy_library() -> None:
-    code = (
-        "import sys, posttrain.models.tokenizer; print(sorted({'torch', 'transformers', 'jinja2'} & set(sys.modules)))"
-    )
+    code = "import sys, posttrain.models.tokenizer.tokenizer; print(sorted({'torch', 'transformers', 'jinja2'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

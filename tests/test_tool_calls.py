@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from posttrain.models.tool_format import format_of
-from posttrain.models.tool_reading import HERMES, LONGEST_CODE, MOST_CALLS, ToolFormat
-from posttrain.types import Reply, ToolCall, UserError
+from posttrain.core.types import Reply, ToolCall, UserError
+from posttrain.models.tokenizer.tool_format import format_of
+from posttrain.models.tokenizer.tool_parser import HERMES, LONGEST_CODE, MOST_CALLS, ToolFormat
 
 Write = Callable[[Sequence[Mapping[str, Any]]], str]
 

@@ -15,17 +15,8 @@ from environments import one_of_many, one_of_many_waiting
 from episodes import played
 
 from posttrain import Tools, recorded
-from posttrain.envs.chat import Conversation
-from posttrain.envs.load import is_async
-from posttrain.envs.pool import Done, EnvPool, Event
-from posttrain.envs.reading import read_turn
-from posttrain.envs.recording import CURRENT, MOST_RECORDS, Journal
-from posttrain.envs.schemas import schema_of
-from posttrain.envs.stage import AsyncStage, Stage
-from posttrain.envs.tools import LONGEST_RESULT, ToolFailed
-from posttrain.envs.wire import Garbled, Record, read_answer, write_record
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import (
+from posttrain.core.conversation import Conversation
+from posttrain.core.types import (
     Completion,
     Graded,
     Invalid,
@@ -37,6 +28,15 @@ from posttrain.types import (
     Turn,
     UserError,
 )
+from posttrain.envs.load import is_async
+from posttrain.envs.play.call_recording import CURRENT, MOST_RECORDS, CallJournal
+from posttrain.envs.play.env_outputs import read_turn
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner
+from posttrain.envs.play.worker_protocol import CallRecord, Garbled, read_answer, write_record
+from posttrain.envs.tool_schemas import schema_of
+from posttrain.envs.tools import LONGEST_RESULT, ToolFailed
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 class Unit(enum.Enum):
@@ -276,8 +276,8 @@ def speaker() -> Tokenizer:
 def test_a_policy_is_told_of_tools_and_its_calls_are_answered_and_paid(
     speaker: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posttrain.engines.local import LocalEngine
-    from posttrain.types import Completion
+    from posttrain.core.types import Completion
+    from posttrain.engines.local.local_engine import LocalEngine
 
     right = '<call>{"name": "weather", "arguments": {"city": "R"}}</call>'
     script = [right, "<call>{}</call>" + right, "done"]
@@ -425,7 +425,7 @@ def replayed(env: Any) -> tuple[str, str]:
     kept: dict[int, Any] = {}
 
     async def beside() -> list[Event]:
-        stage = AsyncStage(env, records=lambda id, which, result: kept.__setitem__(which, result))
+        stage = AsyncEnvRunner(env, records=lambda id, which, result: kept.__setitem__(which, result))
         first = await stage.start(0, {})
         await stage.start(1, {}, dict(kept))
         return [first, await stage.send(1, Reply("on"))]
@@ -433,7 +433,7 @@ def replayed(env: Any) -> tuple[str, str]:
     if is_async(env):
         shown = asyncio.run(beside())
     else:
-        stage = Stage(env, records=lambda id, which, result: kept.__setitem__(which, result))
+        stage = EnvRunner(env, records=lambda id, which, result: kept.__setitem__(which, result))
         shown = [stage.start(0, {})]
         stage.start(1, {}, dict(kept))
         shown.append(stage.send(1, Reply("on")))
@@ -469,7 +469,7 @@ def test_results_come_back_to_the_calls_they_are_of_whichever_task_was_first(los
     kept: dict[int, Any] = {}
 
     async def shown(known: dict[int, Any]) -> list[str]:
-        stage = AsyncStage(chained, seconds=20, records=lambda id, which, result: kept.__setitem__(which, result))
+        stage = AsyncEnvRunner(chained, seconds=20, records=lambda id, which, result: kept.__setitem__(which, result))
         event = await stage.start(0, {}, known)
         stage.drop(0)
         assert isinstance(event, Turn)
@@ -484,7 +484,7 @@ def test_results_come_back_to_the_calls_they_are_of_whichever_task_was_first(los
 
 def test_a_known_result_that_is_given_up_keeps_no_other_waiting() -> None:
     async def given_up() -> str:
-        CURRENT.set(Journal(None, {1: "first", 2: "second"}))
+        CURRENT.set(CallJournal(None, {1: "first", 2: "second"}))
         recorded(int)
         gone, stays = asyncio.create_task(recorded(slow, "a")), asyncio.create_task(recorded(slow, "b"))
         await asyncio.sleep(0)
@@ -510,14 +510,14 @@ def test_a_result_is_recorded_in_the_thread_of_its_episode() -> None:
 
 def test_an_episode_records_a_bounded_number_of_plain_results() -> None:
     kept: dict[int, Any] = {}
-    journal = Journal(kept.__setitem__, {0: "known", 2: "later"})
+    journal = CallJournal(kept.__setitem__, {0: "known", 2: "later"})
     token = CURRENT.set(journal)
     try:
         given = (1, 2)
         assert recorded(lambda: "new") == "known"
         assert recorded(lambda: given) == [1, 2] and kept == {1: [1, 2]}
         with pytest.raises(ZeroDivisionError):
-            CURRENT.set(Journal(kept.__setitem__, {1: "known"}))
+            CURRENT.set(CallJournal(kept.__setitem__, {1: "known"}))
             recorded(lambda: 1 / 0)
         assert recorded(lambda: "new") == "known" and 0 not in kept  # what raised is none, and has its number
         CURRENT.set(journal)
@@ -530,7 +530,7 @@ def test_an_episode_records_a_bounded_number_of_plain_results() -> None:
         CURRENT.reset(token)
     with pytest.raises(Garbled, match="beyond"):
         read_answer(write_record(1, MOST_RECORDS, 0)[8:])
-    assert read_answer(write_record(1, MOST_RECORDS - 1, 0)[8:]) == Record(1, MOST_RECORDS - 1, 0)
+    assert read_answer(write_record(1, MOST_RECORDS - 1, 0)[8:]) == CallRecord(1, MOST_RECORDS - 1, 0)
 
 
 # -- what tools return, and what is asked of them ----------------------------------------------------------------------

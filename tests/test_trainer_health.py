@@ -9,10 +9,10 @@ import pytest
 from conftest import tiny
 
 import posttrain
-from posttrain.envs import arithmetic
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.runs.reading import read_health
+from posttrain.envs.builtin import arithmetic
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_reading import read_health
 from posttrain.training.trainer import Run
 
 

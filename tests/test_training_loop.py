@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.batch import Stats, Step
+from posttrain.core.batch import Stats, TrainingStep
 from posttrain.training import loop
-from posttrain.training.loop import Trained, interruptible, train
+from posttrain.training.loop import FinishedStep, interruptible, train
 
 
 def counted(**figures: float) -> Stats:
@@ -39,17 +39,17 @@ class Fake:
         self.now += 1.0
         return self.now
 
-    def produce(self, number: int) -> Step:
+    def produce(self, number: int) -> TrainingStep:
         self.done.append(("produce", number))
         self.now += 10.0
-        return Step(number, [lambda: [A], lambda: [B]], counted(reward=number))  # type: ignore[list-item]
+        return TrainingStep(number, [lambda: [A], lambda: [B]], counted(reward=number))  # type: ignore[list-item]
 
     def update(self, batches: Any, objective: Any) -> Stats:
         self.done.append((objective, *batches))
         self.now += 100.0
         return counted(loss=1.0)
 
-    def learned(self, step: Step, stats: Stats) -> None:
+    def learned(self, step: TrainingStep, stats: Stats) -> None:
         self.done.append(("learned", step.number, stats["loss"], stats["updates"]))
         stats.add("after", 1.0)
 
@@ -58,7 +58,7 @@ class Fake:
 
 
 def test_every_step_is_produced_learned_from_and_told_of_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, seen = Fake(monkeypatch), list[Trained]()
+    fake, seen = Fake(monkeypatch), list[FinishedStep]()
     assert fake.run(3, 4, seen.append) == 4
     one = [("produce", 3), ("objective", A), ("objective", B), ("learned", 3, (2.0, 2.0), (2.0, 1.0))]
     assert fake.done == [*one, ("produce", 4), *one[1:3], ("learned", 4, (2.0, 2.0), (2.0, 1.0))]
@@ -72,7 +72,7 @@ def test_every_step_is_produced_learned_from_and_told_of_in_order(monkeypatch: p
 
 
 def test_interruption_or_a_hook_ends_training_after_the_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, seen = Fake(monkeypatch), list[Trained]()
+    fake, seen = Fake(monkeypatch), list[FinishedStep]()
     assert fake.run(1, 9, seen.append, interrupted=lambda: len(seen) == 2) == 3
     assert [t.last for t in seen] == [False, False, True]
     ended = list[int]()

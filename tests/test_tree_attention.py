@@ -13,12 +13,12 @@ from layouts import normal
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from posttrain.batch import Layout
-from posttrain.kernels import binder
-from posttrain.models.attention import SegmentAttention, filled
-from posttrain.models.decoder import DecoderConfig, causal, new_decoder
-from posttrain.models.segments import Forest
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.core.batch import Layout
+from posttrain.models.native.attention import SegmentAttention, filled
+from posttrain.models.native.decoder import DecoderConfig, causal, new_decoder
+from posttrain.models.native.kernels import binder
+from posttrain.models.native.segments import Forest
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 DEPTH = 5
 needs_compiler = pytest.mark.skipif(binder.attention() is None, reason="needs a C compiler")

@@ -13,13 +13,13 @@ from feeding import WORDS, Case, board, chosen_row, credit, feed, new_case
 from torch import Tensor, nn
 
 from posttrain.algorithms.policy import PolicyObjective, TrustRegion, policy_objective
-from posttrain.algorithms.table import find
-from posttrain.batch import Batch, Outputs, Stats
-from posttrain.learners import local
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.learners.natural import Found, conjugate_gradient, search
-from posttrain.models.decoder import DecoderConfig, causal, new_decoder
-from posttrain.sources.packing import pack
+from posttrain.algorithms.policy_table import find
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.learners import local_learner
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.natural_gradient import Found, conjugate_gradient, search
+from posttrain.models.native.decoder import DecoderConfig, causal, new_decoder
+from posttrain.training.sources.packing import pack
 
 
 def spd(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def learner_product(case: Case, batches: list[Batch], monkeypatch: pytest.Monkey
         caught.append(product)
         return Found(torch.zeros_like(gradient), 0.0, 0.0, -1)
 
-    monkeypatch.setattr(local, "search", catch)
+    monkeypatch.setattr(local_learner, "search", catch)
     case.learner.update(batches, policy_objective(case.row))
     return caught[0]
 
@@ -109,8 +109,8 @@ def test_fisher_vector_product_equals_the_explicit_fisher_matrix(
     """Chunks of the vocabulary's logits are made again in the backward pass: that has a second derivative, too."""
     case = small_case()
     if chunked:
-        monkeypatch.setattr("posttrain.models.likelihood.CHUNK_LOGITS", 100)
-        monkeypatch.setattr("posttrain.models.likelihood.CHUNK_ROWS", 2)
+        monkeypatch.setattr("posttrain.models.losses.likelihood.CHUNK_LOGITS", 100)
+        monkeypatch.setattr("posttrain.models.losses.likelihood.CHUNK_ROWS", 2)
     found = credit(case.row, board(case, case.rollouts))
     product = learner_product(case, feed(case, case.rollouts, found, [[0], [1, 2]]), monkeypatch)
     fisher = explicit_fisher(case)

@@ -14,11 +14,11 @@ from processes import in_processes
 from torch import Tensor, nn
 
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.table import find
-from posttrain.batch import Batch, Scores
-from posttrain.learners.world import Processes
-from posttrain.protocols import Alone, World
-from posttrain.types import Rollout
+from posttrain.algorithms.policy_table import find
+from posttrain.core.batch import Batch, Scores
+from posttrain.core.protocols import Alone, World
+from posttrain.core.types import Rollout
+from posttrain.learners.process_group import Processes
 
 GROUPS, SIZE = 3, 2
 SPLITS = {"two groups and one": 4, "all and none": 6, "none and all": 0}

@@ -9,10 +9,10 @@ from posttrain.config import RL, SFT, Evaluation
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.runs import fingerprint
-from posttrain.runs.record import Record
-from posttrain.training.evaluation import _held_out
+from posttrain.runs.run_record import RunRecord
+from posttrain.training.held_out_check import seen, split_seed_of
 from posttrain.training.setup import split_tasks
-from posttrain.training.unseen import seen, split_seed_of
+from posttrain.training.verbs.evaluate import _held_out
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def held_out(seed: int, split_seed: int | None, share: float = 0.2) -> set[str]:
 
 def run_of(name: str, tasks: Path, **config: object) -> str:
     told = {"inputs": {"tasks": fingerprint.of_path(tasks)}}
-    Record.create(
+    RunRecord.create(
         Path(name), {"seed": 0, "held_out": 0.2, "split_seed": None, "model": None, **config}, "rl", told
     ).close({})
     (Path(name) / "checkpoints" / "step-000001").mkdir(parents=True)

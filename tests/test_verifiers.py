@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import posttrain.verify as verify
-from posttrain.types import Invalid, UserError
+from posttrain.core.types import Invalid, UserError
 from posttrain.verify import (
     bleu,
     chrf,
@@ -195,7 +195,7 @@ def test_nothing_is_ever_fetched() -> None:
             {"$schema": f"{address}/meta", "properties": {"a": {"type": "integer"}}},
         ):
             assert not isinstance(matches_schema('{"a": 1}', schema), str)
-        from posttrain.verify.data import validate
+        from posttrain.verify.json_schema import validate
 
         with pytest.raises(Exception, match="Unresolvable|NoSuchResource"):
             validate({"$ref": f"{address}/c"}, {})

@@ -15,14 +15,14 @@ from conftest import tiny
 from served import served
 
 import posttrain
-from posttrain.engines.local import LocalEngine
-from posttrain.envs.play import Bounds, Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.verifiers import Taskset, rollouts
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.packing import collate
-from posttrain.types import Invalid, Rollout, Sampling, SpanKind, StopReason, UserError
+from posttrain.core.types import Invalid, Rollout, Sampling, SpanKind, StopReason, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.bridges.verifiers import Taskset, rollouts
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, EpisodeLimits, Player
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.packing import collate
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-verifiers" / "bin" / "python"
@@ -153,7 +153,7 @@ def test_both_of_its_clients_get_the_same_tokens(words: Tokenizer, folder: Path)
 @pytest.mark.long
 @needs_verifiers
 def test_an_episode_that_has_run_out_is_scored_or_says_so(words: Tokenizer, folder: Path) -> None:
-    for rollout in played(words, taskset(folder, "train"), 2, bounds=Bounds(turns=1)):
+    for rollout in played(words, taskset(folder, "train"), 2, bounds=EpisodeLimits(turns=1)):
         assert rollout.n_sampled <= 12 and not isinstance(rollout.reward, Invalid)
         if len(rollout.turns) > 2:
             assert rollout.stop is StopReason.TURNS

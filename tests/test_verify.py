@@ -20,11 +20,11 @@ from typing import Any
 import answers
 import pytest
 
-from posttrain.types import Invalid
+from posttrain.core.types import Invalid
 from posttrain.verify import algebra, math
 from posttrain.verify.answer import last_boxed
 from posttrain.verify.format import between, tags
-from posttrain.verify.limit import Failed
+from posttrain.verify.limited_process import CheckFailed
 from posttrain.verify.math import verify
 from posttrain.verify.numeric import equal_numbers, gsm8k_answer, last_number, read_number, written_tolerance
 
@@ -251,8 +251,8 @@ def test_a_check_that_fails_is_the_gold_answer_s_fault_only_if_that_fails_alone(
         calls.append(args)
         gold = args[-1]
         if function.endswith("readable"):
-            return Failed("too long") if gold == "z+1" else Invalid("no process") if gold == "z+2" else True
-        return Failed("too long") if args[0] == "z" else Invalid("no process")
+            return CheckFailed("too long") if gold == "z+1" else Invalid("no process") if gold == "z+2" else True
+        return CheckFailed("too long") if args[0] == "z" else Invalid("no process")
 
     monkeypatch.setattr(math, "limited", call)
     monkeypatch.setattr(math, "_unreadable", {})

@@ -21,25 +21,25 @@ from pyarrow import parquet
 from starlette.testclient import TestClient
 
 from posttrain.algorithms.describe import describe
-from posttrain.algorithms.table import TABLE
+from posttrain.algorithms.policy_table import TABLE
+from posttrain.apps.view import training_reasons
+from posttrain.apps.view.api import Answers
+from posttrain.apps.view.filters import ViewQuestion
+from posttrain.apps.view.html_export import STATIC, Selection, bundled, exported
+from posttrain.apps.view.open_run import OpenRun, threshold
+from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.rollout_store import Store
+from posttrain.apps.view.sql_conditions import Conditions
+from posttrain.apps.view.verdict_texts import verdicts
+from posttrain.apps.view.web_server import application
 from posttrain.cli.main import main
-from posttrain.record.asking import Questions
-from posttrain.record.reading import read_file, read_rollouts
-from posttrain.record.schema import KEY
-from posttrain.record.writing import write_table
-from posttrain.runs.reading import divides_by_sampler, read_run
+from posttrain.core.types import UserError
+from posttrain.runs.record.rollout_reading import read_file, read_rollouts
+from posttrain.runs.record.schema import KEY
+from posttrain.runs.record.sql_query import Questions
+from posttrain.runs.record.table_writer import write_table
+from posttrain.runs.run_reading import divides_by_sampler, read_run
 from posttrain.training.intervals import paired_interval
-from posttrain.types import UserError
-from posttrain.view import reasons
-from posttrain.view.answering import Answers
-from posttrain.view.asking import Question
-from posttrain.view.conditions import Conditions
-from posttrain.view.export import STATIC, Selection, bundled, exported
-from posttrain.view.run import OpenRun, threshold
-from posttrain.view.server import application
-from posttrain.view.source import Part
-from posttrain.view.store import Store
-from posttrain.view.verdicts import verdicts
 
 TOKEN = "a-token"
 LOCAL = "http://127.0.0.1"
@@ -73,7 +73,7 @@ def every_row(folder: Path, steps: int = 8) -> list[dict[str, Any]]:
 
 def found(run: OpenRun, **query: str) -> list[dict[str, Any]]:
     query = {name.replace("__", "."): value for name, value in query.items()}
-    return Question.of({"held": "0", **query}, run.store).page(0, 10_000)["rows"]
+    return ViewQuestion.of({"held": "0", **query}, run.store).page(0, 10_000)["rows"]
 
 
 def places(rows: list[dict[str, Any]]) -> set[tuple[int, int]]:
@@ -145,7 +145,7 @@ def test_ready_questions_say_of_groups_what_a_loop_says(run: OpenRun, folder: Pa
 
 
 def test_bins_of_a_histogram_hold_every_value_once(run: OpenRun, folder: Path) -> None:
-    data = Question.of({"held": "0"}, run.store).histograms(["reward", "advantage", "length", "part.animal"])
+    data = ViewQuestion.of({"held": "0"}, run.store).histograms(["reward", "advantage", "length", "part.animal"])
     rows = every_row(folder)
     for name in ("reward", "advantage", "length"):
         values = [row[name] for row in rows if row[name] is not None]
@@ -210,7 +210,7 @@ REFUSED = [
 def test_a_condition_reads_no_file_writes_nothing_and_ends_in_time(
     run: OpenRun, condition: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("posttrain.view.conditions.Conditions.limited.__wrapped__.__defaults__", (0.5,))
+    monkeypatch.setattr("posttrain.apps.view.sql_conditions.Conditions.limited.__wrapped__.__defaults__", (0.5,))
     with pytest.raises(UserError) as refused:
         found(run, where=condition)
     assert "\n" not in str(refused.value) and len(found(run)) > 100
@@ -222,7 +222,7 @@ SHOWN = [{"ask": name} for name in ("wrong", "once", "lost", "cut", "idle", "mov
 @pytest.mark.parametrize("query", SHOWN, ids=str)
 def test_the_select_that_is_shown_finds_the_same_in_the_terminal(run: OpenRun, query: dict[str, str]) -> None:
     asked = {name.replace("__", "."): value for name, value in query.items()}
-    question = Question.of(asked, run.store)
+    question = ViewQuestion.of(asked, run.store)
     with Questions(run.folder) as terminal:
         names, rows = terminal.ask(question.sql())
     assert names[:2] == ["step", "index"]
@@ -257,7 +257,7 @@ def test_a_condition_on_tokens_finds_the_rollouts_that_a_loop_finds_here_and_in_
     expected = places([row for row in rows if meant(row, words)])
     assert places(found(run, **query)) == expected and 0 < len(expected) < len(rows)
     assert sum(n for _, n in Answers([run]).of("0/histograms", {"held": "0", **query})["fate"]) == len(expected)
-    question = Question.of({"held": "0", **query}, run.store)
+    question = ViewQuestion.of({"held": "0", **query}, run.store)
     with Questions(folder, vocabulary=run.pieces.vocabulary) as terminal:
         assert {row[:2] for row in terminal.ask(question.sql())[1]} == expected
 
@@ -293,7 +293,7 @@ def test_the_first_token_of_which_a_condition_holds_is_named(run: OpenRun, folde
 def test_a_condition_on_tokens_reads_no_other_file_writes_nothing_and_ends_in_time(
     run: OpenRun, condition: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("posttrain.view.marking.SECONDS", 0.5)
+    monkeypatch.setattr("posttrain.apps.view.token_conditions.SECONDS", 0.5)
     with pytest.raises(UserError) as refused:
         found(run, token=condition)
     assert "\n" not in str(refused.value) and len(found(run)) > 100
@@ -304,12 +304,12 @@ def test_of_more_tokens_than_can_be_looked_at_the_last_steps_are_and_the_answer_
 ) -> None:
     rows = run.store.rows
     size = rows.number("length")[(rows.number("step") >= 7) & ~rows.flag("held_out")].sum()
-    monkeypatch.setattr("posttrain.view.marking.TOKENS", int(size))
-    question = Question.of({"held": "0", "token": "learned and place > 0"}, run.store)
+    monkeypatch.setattr("posttrain.apps.view.token_conditions.TOKENS", int(size))
+    question = ViewQuestion.of({"held": "0", "token": "learned and place > 0"}, run.store)
     page = question.page(0, 10_000)
     assert {row["step"] for row in page["rows"]} == {7, 8} and "from step 7 on" in page["note"]
     assert "step >= 7" in page["sql"]
-    named = Question.of({"held": "0", "token": "learned and place > 0", "step": "1..2"}, run.store)
+    named = ViewQuestion.of({"held": "0", "token": "learned and place > 0", "step": "1..2"}, run.store)
     assert named.note == "" and {row["step"] for row in named.page(0, 10_000)["rows"]} == {1, 2}
 
 
@@ -322,7 +322,7 @@ def held(store: Store) -> list[int]:
 
 
 def count(store: Store, step: int) -> int:
-    part = store.rows.of_part(Part(step, False))
+    part = store.rows.of_part(RolloutPart(step, False))
     return part.stop - part.start
 
 
@@ -474,7 +474,7 @@ def test_each_number_stands_at_its_token(run: OpenRun, folder: Path) -> None:
 def test_a_long_rollout_comes_in_windows(run: OpenRun, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers([run])
     whole = answers.of("0/rollout/3/0", {})
-    monkeypatch.setattr("posttrain.view.one.WINDOW", 10)
+    monkeypatch.setattr("posttrain.apps.view.rollout_page.WINDOW", 10)
     parts = [answers.of("0/rollout/3/0", {"begin": str(begin)}) for begin in range(0, whole["length"], 10)]
     assert [p for part in parts for p in part["pieces"]] == whole["pieces"]
     joined = np.concatenate([numbers(part["numbers"]["engine"]) for part in parts])
@@ -502,16 +502,18 @@ def test_the_equation_is_one_that_gives_the_advantage() -> None:
     for name, advantages in cases.items():
         for advantage in advantages:
             row = {"used": 1.0, "reward": 1.0, "advantage": advantage}
-            assert reasons.equation(row, rewards, [])["equation"] == name
-    unknown = reasons.equation({"used": 1.0, "reward": 1.0, "advantage": 0.123}, rewards, ["  advantage A: R - V(s)"])
+            assert training_reasons.equation(row, rewards, [])["equation"] == name
+    unknown = training_reasons.equation(
+        {"used": 1.0, "reward": 1.0, "advantage": 0.123}, rewards, ["  advantage A: R - V(s)"]
+    )
     assert "equation" not in unknown and unknown["formula"] == "R - V(s)"
 
 
 def test_every_fate_has_its_sentence() -> None:
-    from posttrain.types import Fate
+    from posttrain.core.types import Fate
 
     row = {"advantage": 0.0, "flags": [], "invalid": None, "kind": "rl", "reward": 0.0}
-    said = {fate: reasons.why({**row, "fate": str(fate), "why": "longer than 512 tokens"}) for fate in Fate}
+    said = {fate: training_reasons.why({**row, "fate": str(fate), "why": "longer than 512 tokens"}) for fate in Fate}
     assert len(set(said.values())) == len(Fate) and all(text.endswith(".") for text in said.values())
     assert "longer than 512 tokens" in said[Fate.FILTERED]
 
@@ -774,7 +776,7 @@ def test_what_is_replayed_from_earlier_steps_is_told_apart(folder: Path, tmp_pat
     assert dict(Answers([other]).of("0/histograms", {"held": "0"})["replayed"])[True] == 5
     data = Answers([other]).of(f"0/rollout/4/{own[3]['index']}", {})
     assert data["first"] == {"step": 2, "index": 3} and Answers([other]).of("0/rollout/2/3", {})["first"] is None
-    question = Question.of({"replayed": "1"}, other.store)
+    question = ViewQuestion.of({"replayed": "1"}, other.store)
     with Questions(other.folder) as terminal:
         assert len(terminal.ask(question.sql())[1]) == 5
     assert main(["rollouts", str(other.folder), "--step", "4"]) == 0
@@ -826,6 +828,6 @@ def test_a_picture_is_not_shown_by_its_hash_in_lists(tmp_path: Path) -> None:
 
 
 def test_parts_of_an_address_are_read_back() -> None:
-    for part in (Part(12, False), Part(0, True), Part(999999, True)):
-        assert Part.of(part.name) == part
-    assert Part.of("x") is None and Part.of("-1") is None and Part.of("1ee") is None
+    for part in (RolloutPart(12, False), RolloutPart(0, True), RolloutPart(999999, True)):
+        assert RolloutPart.of(part.name) == part
+    assert RolloutPart.of("x") is None and RolloutPart.of("-1") is None and RolloutPart.of("1ee") is None

@@ -21,9 +21,9 @@ playwright = pytest.importorskip(
     "playwright.sync_api", reason="the pages are tested with Playwright, which is not installed"
 )
 
-from posttrain.view.answering import Answers, Query  # noqa: E402
-from posttrain.view.command import HOST, _bound, opened  # noqa: E402
-from posttrain.view.export import Selection, exported  # noqa: E402
+from posttrain.apps.view.api import Answers, Query  # noqa: E402
+from posttrain.apps.view.html_export import Selection, exported  # noqa: E402
+from posttrain.apps.view.view_command import HOST, _bound, opened  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the pages are tested in Chromium: apt-get install chromium")
@@ -37,7 +37,7 @@ def served(folders: list[Path]) -> Iterator[str]:
     """The address of a server in a thread."""
     import uvicorn
 
-    from posttrain.view.server import application
+    from posttrain.apps.view.web_server import application
 
     runs = opened([str(folder) for folder in folders])
     for run in runs:
@@ -262,7 +262,7 @@ def test_the_rows_below_the_screen_are_drawn_once_it_is_scrolled(watched: Watche
 def test_where_only_beginnings_are_searched_the_page_says_so(
     browser: Any, folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.view.store.TEXT_BYTES", 100)
+    monkeypatch.setattr("posttrain.apps.view.rollout_store.TEXT_BYTES", 100)
     with served([folders[0]]) as address:
         watched = Watched(browser)
         watched.page.goto(address + "#/0/rollouts?q=bunny")

@@ -15,16 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from posttrain.apps.view.api import Answers
+from posttrain.apps.view.filters import ViewQuestion
+from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.rollout_store import Store
 from posttrain.cli.main import main
-from posttrain.record.reading import read_file
-from posttrain.record.rows import transcripts_of
-from posttrain.record.schema import KEY
-from posttrain.record.writing import write_table
-from posttrain.types import UserError
-from posttrain.view.answering import Answers
-from posttrain.view.asking import Question
-from posttrain.view.run import OpenRun
-from posttrain.view.store import Store
+from posttrain.core.types import UserError
+from posttrain.runs.record.rollout_reading import read_file
+from posttrain.runs.record.rollout_rows import transcripts_of
+from posttrain.runs.record.schema import KEY
+from posttrain.runs.record.table_writer import write_table
 
 LARGE = 2**30
 
@@ -102,7 +102,7 @@ def test_columns_that_are_nested_too_deeply_are_shown_as_text(folder: Path, tmp_
     run = opened(rewritten(folder, tmp_path / "run", 3, change))
     answers = Answers([run])
     assert answers.of("0/rollout/3/0", {})["notes"].startswith("[[[") and answers.of("0/overview", {})["rollouts"] == 96
-    assert Question.of({"col.level": "2"}, run.store).page(0)["count"] > 0
+    assert ViewQuestion.of({"col.level": "2"}, run.store).page(0)["count"] > 0
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
@@ -125,12 +125,12 @@ def test_where_texts_of_some_steps_cannot_be_read_the_others_are_searched_and_it
     word = read_file(folder / "rollouts" / "step-000002.parquet", ["text"])["text"][0].as_py()[100:140]
     whole, run = opened(folder), opened(spoiled(folder, tmp_path / "run", (3, 5)))
     assert whole.store.searchable and whole.store.unsearched is None
-    [found] = Question.of({"q": word}, run.store).page(0)["rows"]
+    [found] = ViewQuestion.of({"q": word}, run.store).page(0)["rows"]
     assert (found["step"], found["index"]) == (2, 0) and word not in found["text"], "it stands behind the beginning"
     told = Answers([run]).of("runs", {})["runs"][0]
     assert told["searchable"] and "of steps 3, 5" in told["unsearched"] and "damaged" in told["unsearched"]
     beginning = read_file(folder / "rollouts" / "step-000003.parquet", ["text"])["text"][0].as_py()[:40]
-    assert (3, 0) in {(r["step"], r["index"]) for r in Question.of({"q": beginning}, run.store).page(0)["rows"]}
+    assert (3, 0) in {(r["step"], r["index"]) for r in ViewQuestion.of({"q": beginning}, run.store).page(0)["rows"]}
     run.store.read_texts()
     assert "of steps 3, 5" in str(run.store.unsearched)
     for step in (3, 5):
@@ -144,13 +144,13 @@ def test_where_texts_of_some_steps_cannot_be_read_the_others_are_searched_and_it
 def test_where_texts_are_too_many_their_beginnings_are_searched_and_it_is_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(f"posttrain.view.store.{limit}", 1000)
+    monkeypatch.setattr(f"posttrain.apps.view.rollout_store.{limit}", 1000)
     run = opened(folder)
     told = Answers([run]).of("runs", {})["runs"][0]
     assert told["searchable"] and "only the first 80 characters of each text" in told["unsearched"]
     text = read_file(folder / "rollouts" / "step-000002.parquet", ["text"])["text"][0].as_py()
-    assert Question.of({"q": text[:40]}, run.store).page(0)["count"] == 1
-    assert Question.of({"q": text[100:140]}, run.store).page(0)["count"] == 0
+    assert ViewQuestion.of({"q": text[:40]}, run.store).page(0)["count"] == 1
+    assert ViewQuestion.of({"q": text[100:140]}, run.store).page(0)["count"] == 0
     run.store.read_texts()
     assert "only the first 80 characters" in str(run.store.unsearched)
 
@@ -169,8 +169,8 @@ def test_texts_that_are_whole_in_the_index_are_not_read_again(tmp_path: Path, mo
     run = opened(short)
     assert read and all("text" not in names and "columns" in names for names in read)
     text = read_file(short / "rollouts" / "step-000002.parquet", ["text"])["text"][3].as_py()
-    assert (2, 3) in {(r["step"], r["index"]) for r in Question.of({"q": text}, run.store).page(0)["rows"]}
-    rows = Question.of({"where": f"text = '{text}'"}, run.store).page(0)["rows"]
+    assert (2, 3) in {(r["step"], r["index"]) for r in ViewQuestion.of({"q": text}, run.store).page(0)["rows"]}
+    rows = ViewQuestion.of({"where": f"text = '{text}'"}, run.store).page(0)["rows"]
     assert (2, 3) in {(r["step"], r["index"]) for r in rows}
 
 
@@ -179,7 +179,7 @@ def test_texts_of_a_step_that_was_played_again_are_the_new_ones(folder: Path, tm
     shutil.copytree(folder, copy)
     run = opened(copy)
     old = read_file(copy / "rollouts" / "step-000004.parquet", ["text"])["text"][0].as_py()[100:140]
-    assert Question.of({"q": old}, run.store).page(0)["count"] == 1
+    assert ViewQuestion.of({"q": old}, run.store).page(0)["count"] == 1
 
     def change(rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -189,8 +189,8 @@ def test_texts_of_a_step_that_was_played_again_are_the_new_ones(folder: Path, tm
     shutil.copy(again / "rollouts" / "step-000004.parquet", copy / "rollouts")
     run.read()
     run.store.read_texts()
-    assert Question.of({"q": old}, run.store).page(0)["count"] == 0
-    assert Question.of({"q": "a zebra"}, run.store).page(0)["count"] == 16
+    assert ViewQuestion.of({"q": old}, run.store).page(0)["count"] == 0
+    assert ViewQuestion.of({"q": "a zebra"}, run.store).page(0)["count"] == 16
 
 
 # -- orders and histograms ---------------------------------------------------------------------------------------------
@@ -203,13 +203,13 @@ def test_bins_of_the_oddest_numbers_are_few_and_hold_all(folder: Path, tmp_path:
             row["advantage"] = values[place % len(values)]
 
     run = opened(rewritten(folder, tmp_path / "run", 3, change))
-    data = Question.of({"step": "3"}, run.store).histograms(["advantage"])["advantage"]
+    data = ViewQuestion.of({"step": "3"}, run.store).histograms(["advantage"])["advantage"]
     assert sum(n for _, n in data["bins"]) == 16 and len(data["bins"]) <= 40
     json.dumps(data, allow_nan=False)
 
 
 def test_the_first_rows_of_an_order_are_those_of_the_whole_order() -> None:
-    from posttrain.view.table import first
+    from posttrain.apps.view.column_table import first
 
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -266,13 +266,13 @@ def test_a_condition_that_nothing_interrupts_is_given_up_and_holds_up_nobody_but
     folder: Path, query: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = opened(folder)
-    monkeypatch.setattr("posttrain.view.patience.SECONDS", 0.05)
+    monkeypatch.setattr("posttrain.apps.view.query_timeout.SECONDS", 0.05)
     with pytest.raises(UserError, match="took longer than"):
-        Question.of({**query, "step": "1"}, run.store).page(0)
-    assert Question.of({"step": "1"}, run.store).page(0)["rows"]
+        ViewQuestion.of({**query, "step": "1"}, run.store).page(0)
+    assert ViewQuestion.of({"step": "1"}, run.store).page(0)["rows"]
     with pytest.raises(UserError, match="an earlier condition is still busy"):
-        Question.of({"where": "step = 1"}, run.store).page(0)
+        ViewQuestion.of({"where": "step = 1"}, run.store).page(0)
     while run.store._patience._given_up[0].is_alive():
         time.sleep(0.02)
-    monkeypatch.setattr("posttrain.view.patience.SECONDS", 20.0)
-    assert Question.of({"where": "step = 1"}, run.store).page(0)["rows"]
+    monkeypatch.setattr("posttrain.apps.view.query_timeout.SECONDS", 20.0)
+    assert ViewQuestion.of({"where": "step = 1"}, run.store).page(0)["rows"]

@@ -13,11 +13,11 @@ import generated_runs
 import pytest
 from test_view_damage import spoiled
 
+from posttrain.apps.view.html_export import Selection, exported
+from posttrain.apps.view.open_run import OpenRun
 from posttrain.cli.main import main
-from posttrain.pictures import FOLDER
-from posttrain.types import UserError
-from posttrain.view.export import Selection, exported
-from posttrain.view.run import OpenRun
+from posttrain.core.pictures import FOLDER
+from posttrain.core.types import UserError
 
 
 def content(page: bytes) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_pictures_go_into_the_file_as_far_as_there_is_room(tmp_path: Path, monke
     begin, _, data = kept["pictures"][file.name].partition(",")
     assert begin == "data:image/png;base64" and b64decode(data) == file.read_bytes()
     assert kept["runs"]["runs"][0]["problem"] is None
-    monkeypatch.setattr("posttrain.view.export.PICTURES", file.stat().st_size - 1)
+    monkeypatch.setattr("posttrain.apps.view.html_export.PICTURES", file.stat().st_size - 1)
     kept = content(exported(run, Selection()))
     assert kept["pictures"] == {} and "1 of 1 pictures are left out" in kept["runs"]["runs"][0]["problem"]
 

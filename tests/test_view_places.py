@@ -11,10 +11,10 @@ import generated_runs
 import numpy as np
 import pytest
 
-from posttrain.record.reading import read_file
-from posttrain.view.answering import Answers
-from posttrain.view.reasons import why
-from posttrain.view.run import OpenRun
+from posttrain.apps.view.api import Answers
+from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.training_reasons import why
+from posttrain.runs.record.rollout_reading import read_file
 
 Row = dict[str, Any]
 KINDS = ("prompt", "sampled", "observation", "sampled")
@@ -123,7 +123,7 @@ def test_what_a_step_changed_is_counted_at_the_tokens_that_it_is_of(answers: Ans
 
 
 def test_numbers_of_a_window_are_those_of_its_tokens(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.view.one.WINDOW", 4)
+    monkeypatch.setattr("posttrain.apps.view.rollout_page.WINDOW", 4)
     place = list(SPANS).index("the observation too")
     for begin in range(0, sum(LENGTHS), 4):
         one = answers.of(f"0/rollout/1/{place}", {"begin": str(begin)})

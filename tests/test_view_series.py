@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from posttrain.record.reading import read_rollouts
-from posttrain.view.answering import Answers
-from posttrain.view.run import OpenRun
-from posttrain.view.series import _pairs, series
-from posttrain.view.source import Part
-from posttrain.view.table import Rows
+from posttrain.apps.view.api import Answers
+from posttrain.apps.view.column_table import RolloutColumns
+from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.step_series import _pairs, series
+from posttrain.runs.record.rollout_reading import read_rollouts
 
 STEPS = [1, 2, 3, 4, 5]
 GIVEN = [0, *STEPS, 9]  # steps of the metrics: at some of them nothing was played
@@ -74,9 +74,11 @@ def test_series_of_groups_are_what_a_loop_finds(run: OpenRun) -> None:
 def test_rows_of_a_group_are_found_wherever_in_their_step_they_stand(run: OpenRun) -> None:
     table = run.store.rows.table
     names = table["group"].to_pylist()
-    own = run.store.rows.of_part(Part(2, False))
+    own = run.store.rows.of_part(RolloutPart(2, False))
     names[own] = names[own][::2] + names[own][1::2]
-    rows = Rows(table.set_column(table.column_names.index("group"), "group", pa.array(names).dictionary_encode()))
+    rows = RolloutColumns(
+        table.set_column(table.column_names.index("group"), "group", pa.array(names).dictionary_encode())
+    )
     known: dict[Any, int] = {}
     where = zip(*(table[name].to_pylist() for name in ("step", "held_out", "side")), names, strict=True)
     assert rows.gid.tolist() == [known.setdefault(group, len(known)) for group in where]

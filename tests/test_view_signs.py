@@ -9,16 +9,16 @@ import generated_runs
 import numpy as np
 import pytest
 
-from posttrain.record.asking import Questions
-from posttrain.record.reading import read_file, read_rollouts
-from posttrain.types import UserError
-from posttrain.view import lengths as lengths_of
-from posttrain.view import signs
-from posttrain.view.answering import Answers
-from posttrain.view.asking import Question
-from posttrain.view.lengths import lengths
-from posttrain.view.run import OpenRun
-from posttrain.view.verdicts import verdicts
+from posttrain.apps.view import reward_and_length as lengths_of
+from posttrain.apps.view import silent_defects
+from posttrain.apps.view.api import Answers
+from posttrain.apps.view.filters import ViewQuestion
+from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.reward_and_length import lengths
+from posttrain.apps.view.verdict_texts import verdicts
+from posttrain.core.types import UserError
+from posttrain.runs.record.rollout_reading import read_file, read_rollouts
+from posttrain.runs.record.sql_query import Questions
 
 TWO_PASSES = [*generated_runs.OBJECTIVE, "  ratio r: exp(lp - old)", "  updates per step: 4, in 2 epochs of 2"]
 
@@ -46,8 +46,8 @@ def test_tokens_pushed_though_clipped_are_those_whose_side_has_no_clip(
 ) -> None:
     ratio = np.array([0.7, 0.9, 1.0, 1.1, 0.5, 1.5, 1.15])
     clipped = {0, 4} if advantage < 0 else {5}
-    assert set(signs.pushed(passed(ratio, advantage, 1.0, low, high), TWO_PASSES)) == clipped
-    assert not len(signs.pushed(passed(ratio, advantage, 1.0, 0.8, 1.2), TWO_PASSES))
+    assert set(silent_defects.pushed(passed(ratio, advantage, 1.0, low, high), TWO_PASSES)) == clipped
+    assert not len(silent_defects.pushed(passed(ratio, advantage, 1.0, 0.8, 1.2), TWO_PASSES))
 
 
 def test_a_sound_clip_is_never_doubted_whatever_the_ratios_were() -> None:
@@ -58,14 +58,14 @@ def test_a_sound_clip_is_never_doubted_whatever_the_ratios_were() -> None:
         first = np.exp(rng.normal(0, 0.1, n))  # of rollouts that were in a later update of the first pass
         first = np.where(first < 0.8, 0, first) if advantage < 0 else np.where(first > 1.2, 0, first)
         for earlier in (1.0, first):
-            assert not len(signs.pushed(passed(ratio, advantage, earlier, 0.8, 1.2), TWO_PASSES))
+            assert not len(silent_defects.pushed(passed(ratio, advantage, earlier, 0.8, 1.2), TWO_PASSES))
 
 
 def test_nothing_is_said_of_a_clip_where_something_else_moves_a_token() -> None:
     row = passed(np.array([0.7, 0.9, 1.1, 1.15]), -0.5, 1.0, 0.0, 1.2)
-    assert len(signs.pushed(row, TWO_PASSES)) == 1
-    assert not len(signs.pushed({**row, "flags": ["moved by KL"]}, TWO_PASSES))
-    assert not len(signs.pushed(row, ["  maximise  r A", *TWO_PASSES[2:]]))
+    assert len(silent_defects.pushed(row, TWO_PASSES)) == 1
+    assert not len(silent_defects.pushed({**row, "flags": ["moved by KL"]}, TWO_PASSES))
+    assert not len(silent_defects.pushed(row, ["  maximise  r A", *TWO_PASSES[2:]]))
 
 
 def test_trained_tokens_by_origin_are_what_a_loop_counts(run: OpenRun) -> None:
@@ -79,26 +79,32 @@ def test_trained_tokens_by_origin_are_what_a_loop_counts(run: OpenRun) -> None:
 
 
 def test_a_prompt_contains_an_answer_only_as_a_word_of_its_own() -> None:
-    assert signs.contains_answer("26=7+7+6+6=", {"answer": "26"}) and not signs.contains_answer(
+    assert silent_defects.contains_answer("26=7+7+6+6=", {"answer": "26"}) and not silent_defects.contains_answer(
         "126+1=", {"answer": "26"}
     )
-    assert not signs.contains_answer("7+7+6+6=", {"answer": 26}) and not signs.contains_answer("26", {"prompt": "26"})
+    assert not silent_defects.contains_answer("7+7+6+6=", {"answer": 26}) and not silent_defects.contains_answer(
+        "26", {"prompt": "26"}
+    )
 
 
 def test_a_prompt_that_stands_with_several_answers_tells_none_of_them() -> None:
     asked = [(f"[sha256:{n:064x}]circle or square?", answer) for n, answer in enumerate(("circle", "square", "same"))]
-    assert signs.telling(asked) == 0
-    assert signs.telling([("26=7+7+6+6=", "26"), ("1+2+0+1=", "4"), ("1+1=", None), ("9=9+0=", "9")]) == 0.5
+    assert silent_defects.telling(asked) == 0
+    assert silent_defects.telling([("26=7+7+6+6=", "26"), ("1+2+0+1=", "4"), ("1+1=", None), ("9=9+0=", "9")]) == 0.5
 
 
 def test_numbers_that_prompts_and_answers_share_by_chance_are_no_leak() -> None:
     rng = np.random.default_rng(0)
     problems = [(" and ".join(map(str, rng.integers(0, 30, 4))), str(rng.integers(0, 30))) for _ in range(300)]
-    assert abs(signs.telling(problems) - signs.by_chance(problems)) < 0.05 < signs.telling(problems)
+    assert (
+        abs(silent_defects.telling(problems) - silent_defects.by_chance(problems))
+        < 0.05
+        < silent_defects.telling(problems)
+    )
     leaking = [
         (f"{answer}: {prompt}" if place % 3 else prompt, answer) for place, (prompt, answer) in enumerate(problems)
     ]
-    assert signs.telling(leaking) - signs.by_chance(leaking) > 0.3
+    assert silent_defects.telling(leaking) - silent_defects.by_chance(leaking) > 0.3
 
 
 def test_a_gap_is_named_by_how_it_began() -> None:
@@ -238,7 +244,7 @@ def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:
 
 def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(run: OpenRun) -> None:
     part = run.store.parts[0]
-    question = Question.of({"held": "0", "where": f"{part} > 0.4 and text not like '%{part} >%'"}, run.store)
+    question = ViewQuestion.of({"held": "0", "where": f"{part} > 0.4 and text not like '%{part} >%'"}, run.store)
     rows = question.page(0, 10_000)["rows"]
     every = [row for step in range(1, 5) for row in read_rollouts(run.folder, step)]
     meant = {(r["step"], r["index"]) for r in every if (r["parts"].get(part) or 0) > 0.4}
@@ -246,9 +252,9 @@ def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(r
     with Questions(run.folder) as terminal:
         assert {row[:2] for row in terminal.ask(question.sql())[1]} == meant
     with pytest.raises(UserError, match=f"nothing.*the columns are step.*{part}"):
-        Question.of({"where": "nothing = 1"}, run.store).page(0)
+        ViewQuestion.of({"where": "nothing = 1"}, run.store).page(0)
     with pytest.raises(UserError, match="notes is JSON as text: write notes->>'moves'"):
-        Question.of({"where": "notes.moves = 1"}, run.store).page(0)
+        ViewQuestion.of({"where": "notes.moves = 1"}, run.store).page(0)
 
 
 def test_measures_of_a_step_keep_their_places_and_say_what_is_missing(run: OpenRun) -> None:

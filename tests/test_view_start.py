@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from posttrain.view.source import Part, _belongs
-from posttrain.view.table import Rows, merged
+from posttrain.apps.view.column_table import RolloutColumns, merged
+from posttrain.apps.view.rollout_files import RolloutPart, _belongs
 
 SERVED = """
 import sys
 from importlib.util import find_spec
-from posttrain.view.command import _lighter, opened
+from posttrain.apps.view.view_command import _lighter, opened
 before = list(sys.meta_path)
 with _lighter():
     [run] = opened(sys.argv[1:])
@@ -49,7 +49,7 @@ def table(keys: list[tuple[int, bool, int]], groups: list[str] | None = None) ->
 
 
 IN_ORDER = [(step, held, index) for step in (3, 4) for held in (False, True) for index in range(4)]
-PARTS = [Part(step, held) for step in (3, 4) for held in (False, True)]
+PARTS = [RolloutPart(step, held) for step in (3, 4) for held in (False, True)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -68,7 +68,7 @@ def test_groups_are_numbered_by_their_first_rows_wherever_the_others_stand(seed:
     rng = np.random.default_rng(seed)
     groups = [f"task {n}" for n in np.sort(rng.integers(0, 3, len(IN_ORDER)))]
     groups = groups if seed % 2 else [str(name) for name in rng.permutation(groups)]
-    rows = Rows(merged([table(IN_ORDER, groups)]))
+    rows = RolloutColumns(merged([table(IN_ORDER, groups)]))
     known: dict[tuple[int, bool, str], int] = {}
     expected = [known.setdefault((s, h, g), len(known)) for (s, h, _), g in zip(IN_ORDER, groups, strict=True)]
     assert rows.gid.tolist() == expected and rows.gid.dtype == np.int32

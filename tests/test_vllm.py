@@ -18,19 +18,19 @@ from served import served
 from tiny_models import make
 
 import posttrain
-from posttrain.engines.local import LocalEngine
-from posttrain.engines.replicas import Many, open_pool
-from posttrain.engines.vllm import BLOCK, VLLMEngine
-from posttrain.engines.vllm_worker import PREFILL_TOKENS
-from posttrain.envs.play import Episode, Player
-from posttrain.envs.pool import EnvPool
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.sources.packing import collate
-from posttrain.types import Completion, Sampling, StopReason, Transcript, Turn, UserError
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Sampling, StopReason, Transcript, Turn, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.pool.replicas import Many, open_pool
+from posttrain.engines.vllm.vllm_engine import BLOCK, VLLMEngine
+from posttrain.engines.vllm.vllm_worker import PREFILL_TOKENS
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.packing import collate
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed here: make test-vllm")
@@ -365,7 +365,7 @@ def test_run_whose_vllm_dies_is_saved_and_says_how_to_go_on(
                 os.kill(descendants(self.process.child.process.pid)[0], signal.SIGKILL)
             super().load(weights, version)
 
-    monkeypatch.setattr("posttrain.engines.opening.VLLMEngine", Mortal)
+    monkeypatch.setattr("posttrain.engines.open_engine.VLLMEngine", Mortal)
     save_model(small(tokenizer), tmp_path / "start", tokenizer)
     tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(2)]
     with pytest.raises(UserError, match="died while taking over weights of version 2.*after step 2 with .* --resume"):

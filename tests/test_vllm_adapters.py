@@ -14,16 +14,16 @@ from test_vllm import GAP, complete, digits, gap, needs_vllm, ragged, small
 from tiny_models import make
 
 import posttrain
-from posttrain.engines.adapter_alone import AdapterAlone
-from posttrain.engines.opening import open_engine
-from posttrain.engines.replicas import Many
-from posttrain.engines.vllm import VLLMEngine
-from posttrain.models.adapter_folder import save_adapter
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.lora import Adaptable, LoRA, adapters, attach, begin, decoder_of, targets_of
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Alone
-from posttrain.types import UserError
+from posttrain.core.protocols import Alone
+from posttrain.core.types import UserError
+from posttrain.engines.open_engine import open_engine
+from posttrain.engines.pool.replicas import Many
+from posttrain.engines.vllm.adapter_sync import AdapterSync
+from posttrain.engines.vllm.vllm_engine import VLLMEngine
+from posttrain.models.adapters.adapter_folder import save_adapter
+from posttrain.models.adapters.lora import Adaptable, LoRA, adapters, attach, begin, decoder_of, targets_of
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(1800)  # vLLM takes a quarter of a minute to start, and minutes on a busy machine
 
@@ -81,9 +81,9 @@ def test_hand_over_of_an_adapter_that_binds_less_than_it_should_stops_the_run(
 ) -> None:
     model = small(tokenizer)
     adapted(model)
-    before, write = copy.deepcopy(model), AdapterAlone.write
+    before, write = copy.deepcopy(model), AdapterSync.write
 
-    def wrong(self: AdapterAlone, weights: Any) -> tuple[str, tuple[int, int]]:
+    def wrong(self: AdapterSync, weights: Any) -> tuple[str, tuple[int, int]]:
         if what == "the ones before":
             return write(self, before)
         folder, (checksum, matrices) = write(self, weights)
@@ -99,7 +99,7 @@ def test_hand_over_of_an_adapter_that_binds_less_than_it_should_stops_the_run(
     with closing(VLLMEngine(model, tokenizer, slots=4, adapter_alone=True)) as engine:
         for version in (1, 2, 3, 4):
             move(model, version)
-        monkeypatch.setattr(AdapterAlone, "write", wrong)
+        monkeypatch.setattr(AdapterSync, "write", wrong)
         message = {
             "some are missing": "has adapters in 7 of 14 matrices, after it took over version 1",
             "the ones before": "nats off the learner's log-probabilities.* after it took over version 1",
@@ -127,11 +127,11 @@ def test_a_run_learns_with_adapters_handed_over_alone_and_logs_the_mismatch(
 
 def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="and the model has none: give --lora"):
-        AdapterAlone(tiny(tokenizer))
+        AdapterSync(tiny(tokenizer))
     with pytest.raises(UserError, match="vLLM computes plain adapters, not DoRA: leave it out, they are merged"):
-        AdapterAlone(adapted(tiny(tokenizer), dora=True))
+        AdapterSync(adapted(tiny(tokenizer), dora=True))
     with pytest.raises(UserError, match="not ranks above 512"):
-        AdapterAlone(adapted(tiny(tokenizer), rank=600))
+        AdapterSync(adapted(tiny(tokenizer), rank=600))
     with pytest.raises(UserError, match="--handover adapter is of one process of training with one vLLM of its own"):
         Many(2, handover="adapter").of(Alone())
     with pytest.raises(UserError, match="--handover adapter is of vLLM: give --engine vllm, or leave it out"):
@@ -140,6 +140,6 @@ def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Toke
 
 def test_room_is_made_for_the_next_rank_that_vllm_knows(tokenizer: Tokenizer) -> None:
     for rank, room in ((1, 1), (3, 8), (8, 8), (65, 128)):
-        alone = AdapterAlone(adapted(tiny(tokenizer), rank=rank))
+        alone = AdapterSync(adapted(tiny(tokenizer), rank=rank))
         assert alone.room == room
         alone.close()

@@ -21,13 +21,13 @@ from conftest import tiny
 from processes import descendants, gone
 from tiny_models import make
 
-from posttrain.engines import vllm
-from posttrain.engines.announced import announced
-from posttrain.engines.vllm import VLLMEngine
-from posttrain.models.decoder import new_decoder
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Sampling, UserError
+from posttrain.core.types import Sampling, UserError
+from posttrain.engines.model_manifest import announced
+from posttrain.engines.vllm import vllm_engine
+from posttrain.engines.vllm.vllm_engine import VLLMEngine
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -35,7 +35,7 @@ SCRIPT = """
 import sys, time
 from conftest import tiny
 from posttrain.engines import vllm
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 vllm.WORKER = "vllm_stub:main"
 vllm.VLLMEngine._sing = lambda engine, weights: None
 tokenizer = Tokenizer.train(["0123456789"], 64, "characters")
@@ -50,7 +50,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(vllm, "WORKER", "vllm_stub:main")
+    monkeypatch.setattr(vllm_engine, "WORKER", "vllm_stub:main")
     monkeypatch.setattr(VLLMEngine, "_sing", lambda engine, weights: None)  # it knows no weights
 
 
@@ -72,7 +72,7 @@ def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
 ) -> None:
     config = replace(tiny(tokenizer).config, tied=tied)
     model = new_decoder(config, 0) if kind == "native" else load_model(make(kind, tmp_path, tie_word_embeddings=tied))
-    laid = vllm.laid_for_vllm(model, torch.float32)
+    laid = vllm_engine.laid_for_vllm(model, torch.float32)
     memory = torch.zeros(laid.bytes, dtype=torch.uint8)
     laid.write(model, memory)
     stored = {own.name: own for own in laid.stored}
@@ -81,7 +81,7 @@ def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
     assert (head.offset == embedding.offset) is tied
     assert torch.equal(head.tensor_in(memory, torch.float32), model.head.weight)
     assert {own.offset + 4 * torch.Size(own.shape).numel() <= laid.bytes for own in laid.stored} == {True}
-    vllm.prepare(str(tmp_path), model, tokenizer)
+    vllm_engine.prepare(str(tmp_path), model, tokenizer)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
 
 
@@ -97,20 +97,20 @@ def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatc
     monkeypatch.setenv("STUB", "slow start")
     own: list[int] = []
     before = descendants(os.getpid())
-    ask = vllm._Process.ask
+    ask = vllm_engine._Process.ask
 
-    def interrupted(self: vllm._Process, message: object, doing: str, seconds: float) -> None:
+    def interrupted(self: vllm_engine._Process, message: object, doing: str, seconds: float) -> None:
         self.connection.send(message)
         while len(descendants(self.child.process.pid)) < 2:
             time.sleep(0.01)
         own.extend(p for p in descendants(os.getpid()) if p not in before)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(vllm._Process, "ask", interrupted)
+    monkeypatch.setattr(vllm_engine._Process, "ask", interrupted)
     with pytest.raises(KeyboardInterrupt):
         VLLMEngine(tiny(tokenizer), tokenizer)
     gone(*own)
-    monkeypatch.setattr(vllm._Process, "ask", ask)
+    monkeypatch.setattr(vllm_engine._Process, "ask", ask)
 
 
 @pytest.mark.parametrize("start", ["", pytest.param("slow start", marks=pytest.mark.long)])

@@ -11,10 +11,10 @@ import pytest
 from environments import Scorer, asking, asking_too, closing, delegating, echo, meeting, misbehaving, one_task, tidy
 from episodes import played, said
 
+from posttrain.core.types import Invalid, InvalidKind, Reply, StopReason, Turn, UserError
 from posttrain.envs.load import load_env
-from posttrain.envs.pool import Done, EnvPool, Event
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Invalid, InvalidKind, Reply, StopReason, Turn, UserError
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 TASK = {"prompt": "p"}
 MANY = 40

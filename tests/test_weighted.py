@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.envs.pool import Done, EnvPool
-from posttrain.envs.reading import read_verdict
-from posttrain.types import Invalid, InvalidKind, Reply, Task, UserError
+from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
+from posttrain.envs.play.env_outputs import read_verdict
+from posttrain.envs.play.env_pool import Done, EnvPool
 from posttrain.verify import Weighted
 
 

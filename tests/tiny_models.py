@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from posttrain.models.backed import Backed
-from posttrain.models.transformers_folder import load_backed
+from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.transformers_folder import load_backed
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 from feeding import WORDS
 
-from posttrain.types import Completion, SpanKind, StopReason, Transcript
+from posttrain.core.types import Completion, SpanKind, StopReason, Transcript
 
 
 def drawn(rng: random.Random, count: int) -> list[int]:

@@ -9,8 +9,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from posttrain.engines.handover import shared_memory
-from posttrain.types import Completion, StopReason
+from posttrain.core.types import Completion, StopReason
+from posttrain.engines.weight_sync import shared_memory
 
 
 def main(socket_fd: int, memory_fd: int) -> None:

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from posttrain.algorithms.policy import PolicyObjective
-from posttrain.algorithms.table import find
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.decoder import new_decoder
-from posttrain.models.folder import load_model
-from posttrain.sources.packing import collate
-from posttrain.types import Completion, StopReason, Transcript
+from posttrain.algorithms.policy_table import find
+from posttrain.core.types import Completion, StopReason, Transcript
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import new_decoder
+from posttrain.training.sources.packing import collate
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "models" / "gsm8k-5m"
 LENGTHS = (1_000, 4_000, 16_000)

@@ -14,8 +14,8 @@ import time
 
 from reasoning_gym.factory import DATASETS
 
+from posttrain.core.types import Invalid
 from posttrain.envs.bridges.reasoning import reward, tasks
-from posttrain.types import Invalid
 
 HOSTILE = (
     "", " ", "}{ )))", "1e999", "9" * 5000, "9**9**9**9", "\x00", "\u0661\u200b", "[[[[" * 300, "(" * 3000, "-" * 3000,

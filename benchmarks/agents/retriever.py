@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.retrieval.bm25 import K1, B
-from posttrain.retrieval.index import build, open_index
+from posttrain.services.retrieval.bm25 import K1, B
+from posttrain.services.retrieval.passage_index import build, open_index
 from posttrain.training.intervals import bootstrap_interval
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "retrieval"
@@ -66,9 +66,9 @@ import json, sys
 def own():
     lines = open("/proc/self/smaps_rollup").read().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous")) / 1024
-import posttrain.envs.worker
+import posttrain.envs.play.env_worker
 before = own()
-from posttrain.retrieval.index import open_index
+from posttrain.services.retrieval.passage_index import open_index
 index = open_index(sys.argv[1])
 for line in sys.stdin:
     index.search([line], 3)

@@ -32,21 +32,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from posttrain.envs.asking import Services
-from posttrain.envs.code import row_to_task
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.scoring import score
-from posttrain.sandbox import shared
+from posttrain.core.types import Reply, Task
+from posttrain.envs.builtin.code import row_to_task
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.service_client import Services
+from posttrain.envs.score_replies import score
+from posttrain.sandbox import shared_sandbox
 from posttrain.sandbox.host import DENIED, TELL
-from posttrain.sandbox.limits import Limits
-from posttrain.types import Reply, Task
-from posttrain.verify.cases import Compared, Suite, read_tests
-from posttrain.verify.code import Grade, graded
+from posttrain.sandbox.limits import ProgramLimits
+from posttrain.verify.test_cases import ComparedCase, Suite, read_tests
+from posttrain.verify.unit_tests import Grade, graded
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "code" / "mbpp.jsonl"
 SLOW = {123}  # task ids: a reference that takes 3 s of processor time by itself is no measure of the sandbox
 NAIVE_SECONDS = 3
-BRIEF = Limits(cpu=2, life=20.0)  # changed programs often loop without end
+BRIEF = ProgramLimits(cpu=2, life=20.0)  # changed programs often loop without end
 
 
 def rows(file: str) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def starts(count: int) -> list[float]:
     found = []
     for _ in range(count):
         began = time.perf_counter()
-        with shared.shared().start() as program:
+        with shared_sandbox.shared().start() as program:
             program.run("")
             found.append(1000 * (time.perf_counter() - began))
             program.finish()
@@ -115,9 +115,9 @@ def measure_rates(found: list[dict[str, Any]], workers: int, runs: int) -> None:
     print("|---|---|---|---|---|")
     for told in ("", DENIED):
         os.environ[TELL] = told
-        protections = str(shared.shared().protections)
+        protections = str(shared_sandbox.shared().protections)
         took = starts(200)
-        shared.close()
+        shared_sandbox.close()
         rates, computed = zip(*(rate(found, workers) for _ in range(runs)), strict=True)
         told_starts = f"{statistics.median(took):.1f}, {took[int(0.95 * len(took))]:.1f}, {took[-1]:.1f}"
         each = ", ".join(f"{r:.0f}" for r in rates)
@@ -191,7 +191,7 @@ def measure_verdicts(found: list[dict[str, Any]], each: int) -> None:
     for row in found:
         read = read_tests(tests_of(row), row["test_setup_code"])
         assert isinstance(read, Suite)
-        cases.update("taken apart" if isinstance(case, Compared) else "played" for case in read.cases)
+        cases.update("taken apart" if isinstance(case, ComparedCase) else "played" for case in read.cases)
         grade = graded(row["code"], tests_of(row), row["test_setup_code"])
         passing += isinstance(grade, Grade) and all(grade.passed)
     print(

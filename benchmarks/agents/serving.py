@@ -41,9 +41,9 @@ def requests(count: int) -> list[dict[str, Any]]:
 
 
 def engine(folder: Path, clients: int) -> Any:
-    from posttrain.engines.local import LocalEngine
-    from posttrain.models.folder import load_model
-    from posttrain.models.tokenizer import Tokenizer
+    from posttrain.engines.local.local_engine import LocalEngine
+    from posttrain.models.checkpoint_folder import load_model
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
 
     model = load_model(folder)
     model.eos_ids = (model.config.vocab - 1,)
@@ -54,7 +54,7 @@ def engine(folder: Path, clients: int) -> Any:
 
 
 def in_process(sampler: Any, asked: list[dict[str, Any]]) -> tuple[float, Replies]:
-    from posttrain.types import Sampling
+    from posttrain.core.types import Sampling
 
     began = time.perf_counter()
     for number, request in enumerate(asked):
@@ -102,13 +102,13 @@ async def clients(port: int, asked: list[dict[str, Any]], count: int, alone: int
 
 async def over_http(sampler: Any, asked: list[dict[str, Any]], count: int, alone: int) -> dict[str, Any]:
     """What clients in another process measure while the engine is served here."""
-    from posttrain.serving.desk import Desk
-    from posttrain.serving.policy import EnginePolicy
-    from posttrain.serving.server import Limits, Service, serving
+    from posttrain.engines.serving.engine_policy import EnginePolicy
+    from posttrain.engines.serving.engine_thread import EngineThread
+    from posttrain.engines.serving.policy_server import PolicyHandlers, ServerLimits, serving
 
     context = sampler.context
-    policy = EnginePolicy(Desk(sampler), sampler.tokenizer, "policy", context, sampler.eos_ids)
-    async with serving(Service(lambda request: policy, Limits()).application()) as port:
+    policy = EnginePolicy(EngineThread(sampler), sampler.tokenizer, "policy", context, sampler.eos_ids)
+    async with serving(PolicyHandlers(lambda request: policy, ServerLimits()).application()) as port:
         command = [sys.executable, __file__, "--port", str(port), "--clients", str(count), "--alone", str(alone)]
         process = await asyncio.create_subprocess_exec(
             *command, "--requests", str(len(asked)), stdout=subprocess.PIPE, limit=1 << 28

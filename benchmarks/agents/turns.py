@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from posttrain.engines.local import LocalEngine
-from posttrain.models.decoder import Decoder, DecoderConfig, new_decoder
-from posttrain.models.folder import load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Sampling
+from posttrain.core.types import Sampling
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import Decoder, DecoderConfig, new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "models" / "gsm8k-5m"
 PROMPT, REPLY, TOOL, TURNS = 250, 50, 250, 5

@@ -22,11 +22,11 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.seeds import seed_of
-from posttrain.types import Reply, Task, Turn
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Reply, Task, Turn
 
 if TYPE_CHECKING:
-    from posttrain.envs.pool import EnvPool
+    from posttrain.envs.play.env_pool import EnvPool
 
 TURNS, MEAN, WAITING = 3, 0.5, 256
 
@@ -87,13 +87,13 @@ def waiting(pool: EnvPool) -> tuple[float, float]:
 def measure(env: str, episodes: int, workers: int, runs: int, max_tokens: int, compiled: bool, threads: int) -> None:
     import torch
 
-    from posttrain.engines.local import LocalEngine
-    from posttrain.envs.play import Episode, Player
-    from posttrain.envs.pool import EnvPool
-    from posttrain.kernels import build
-    from posttrain.models.decoder import DecoderConfig, new_decoder
-    from posttrain.models.tokenizer import Tokenizer
-    from posttrain.types import Rollout, Sampling
+    from posttrain.core.types import Rollout, Sampling
+    from posttrain.engines.local.local_engine import LocalEngine
+    from posttrain.envs.play.env_pool import EnvPool
+    from posttrain.envs.play.player import Episode, Player
+    from posttrain.models.native.decoder import DecoderConfig, new_decoder
+    from posttrain.models.native.kernels import build
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
 
     build.use(compiled)
     torch.set_num_threads(threads)

@@ -17,21 +17,21 @@ from torch import Tensor
 
 from posttrain.algorithms.aggregate import Aggregate, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.credit import GAE, Advantage, Baselined, ToGo
-from posttrain.algorithms.critic import Value
+from posttrain.algorithms.critic_loss import Value
 from posttrain.algorithms.filters import OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy
 from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.surrogate import Clip, LogProbability
-from posttrain.algorithms.table import TABLE
 from posttrain.algorithms.teacher import FIELDS, Distillation
-from posttrain.batch import Batch, Outputs, Scores, Stats
-from posttrain.models.divergence import token_logp_divergence
+from posttrain.core.batch import Batch, Outputs, Scores, Stats
+from posttrain.core.types import Completion, StopReason, Transcript
 from posttrain.models.head import Head
-from posttrain.models.likelihood import Hidden, token_logp, token_logp_entropy
-from posttrain.sources.packing import collate
-from posttrain.types import Completion, StopReason, Transcript
+from posttrain.models.losses.divergence import token_logp_divergence
+from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_entropy
+from posttrain.training.sources.packing import collate
 
 OURS = Side()
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from posttrain.algorithms.preference import Preference, PreferenceObjective
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.settings import change
-from posttrain.batch import Outputs, Stats
-from posttrain.sources.items import Comparisons
-from posttrain.sources.references import Reference
-from posttrain.types import Comparison, Item, Transcript
+from posttrain.core.batch import Outputs, Stats
+from posttrain.core.types import Comparison, Item, Transcript
+from posttrain.training.sources.preferences import Comparisons
+from posttrain.training.sources.reference_cache import Reference
 
 
 def transcript(place: int, length: int) -> Transcript:

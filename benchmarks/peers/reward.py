@@ -22,31 +22,31 @@ def ours(place: Path, data: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from posttrain.algorithms.scoring import ScoringObjective, find_scoring
-    from posttrain.batch import Stats
-    from posttrain.data.items import to_item
+    from posttrain.algorithms.reward_model_table import ScoringObjective, find_scoring
+    from posttrain.core.batch import Stats
+    from posttrain.data.preference_examples import to_item
     from posttrain.data.tasks import to_tasks
-    from posttrain.learners.local import LocalLearner, Optimization
-    from posttrain.models.folder import checkpoint_tensors
-    from posttrain.models.reward import Shape, new_reward_model, settle
-    from posttrain.models.tokenizer import Tokenizer
-    from posttrain.sources.items import Items
-    from posttrain.sources.lengths import TooLong
-    from posttrain.sources.scored import Judgements
+    from posttrain.learners.local_learner import LocalLearner, Optimization
+    from posttrain.models.checkpoint_folder import checkpoint_tensors
+    from posttrain.models.reward_model import ScoreShape, new_reward_model, settle
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
+    from posttrain.training.sources.length_filter import TooLong
+    from posttrain.training.sources.preferences import PreferenceExamples
+    from posttrain.training.sources.reward_examples import RewardExamples
 
     start = data / "models" / "stories260K"
-    model = new_reward_model(start, Shape(), seed=0)
+    model = new_reward_model(start, ScoreShape(), seed=0)
     tokenizer = settle(model, Tokenizer.load(start), model.eos_ids)
     model.save(place / "model")
     tokenizer.save(place / "model")
     rows = [json.loads(line) for line in (data / "preferences" / "pairs.jsonl").read_text().splitlines()[:PAIRS]]
     rows = [{**row, "margin": MARGINS[i % len(MARGINS)]} for i, row in enumerate(rows)]
-    items = Items(
+    items = PreferenceExamples(
         to_tasks(rows, convert=to_item), tokenizer, model.eos_ids, model.config.vocab, TooLong("refuse", 512, print)
     )
     made = [item for item in items if item is not None]
     row = find_scoring("bradley-terry")
-    source = Judgements(items, row, PAIRS, 300, 0, torch.device("cpu"))
+    source = RewardExamples(items, row, PAIRS, 300, 0, torch.device("cpu"))
     learner, objective = LocalLearner(model, Optimization()), ScoringObjective(row)
     total = 0.0
     for _, batch in source.batches(made):

@@ -14,9 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from posttrain.planning.job import Setting
-from posttrain.planning.pilot import read_pilot
-from posttrain.planning.simulation import Simulation
+from posttrain.apps.planning.job import PlanSetting
+from posttrain.apps.planning.pilot import read_pilot
+from posttrain.apps.planning.simulation import Simulation
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -41,7 +41,7 @@ def main() -> None:
                 str(made(Path(options.folder), options.engine, size, seed, options.processor_time))
             ).steps_per_hour
             job = read_pilot(str(pilot), *size).job
-            simulated = Simulation(job, Setting(1, shared=True), 48).run().steps_per_hour
+            simulated = Simulation(job, PlanSetting(1, shared=True), 48).run().steps_per_hour
             own = " (pilot)" if size == PILOT else ""
             print(
                 f"| {size[0]} x {size[1]}{own} | {seed} | {real:.0f} | {simulated:.0f} | {simulated / real - 1:+.1%} |",

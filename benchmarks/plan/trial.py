@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from random import Random
 
-from posttrain.planning.job import Episode, Group, Job, Learning, Setting, Speed, Stage
-from posttrain.planning.simulation import Simulation
+from posttrain.apps.planning.job import Group, Job, JobEpisode, JobTurn, Learning, PlanSetting, Speed
+from posttrain.apps.planning.simulation import Simulation
 
 PROMPTS, GROUP, MEAN, LONGEST, ENGINES = 128, 8, 2000, 16_000, 8
 SETTINGS = {
-    "ahead 1": Setting(ENGINES, ahead=1),
-    "ahead 2": Setting(ENGINES, ahead=2),
-    "ahead 4": Setting(ENGINES, ahead=4),
-    "clock": Setting(ENGINES, ahead=4, clock=True),
-    "ahead 1, 2,000 a step": Setting(ENGINES, ahead=1, tokens=MEAN),
-    "ahead 2, 2,000 a step": Setting(ENGINES, ahead=2, tokens=MEAN),
-    "ahead 2, 1,000 a step": Setting(ENGINES, ahead=2, tokens=MEAN // 2),
+    "ahead 1": PlanSetting(ENGINES, ahead=1),
+    "ahead 2": PlanSetting(ENGINES, ahead=2),
+    "ahead 4": PlanSetting(ENGINES, ahead=4),
+    "clock": PlanSetting(ENGINES, ahead=4, clock=True),
+    "ahead 1, 2,000 a step": PlanSetting(ENGINES, ahead=1, tokens=MEAN),
+    "ahead 2, 2,000 a step": PlanSetting(ENGINES, ahead=2, tokens=MEAN),
+    "ahead 2, 1,000 a step": PlanSetting(ENGINES, ahead=2, tokens=MEAN // 2),
 }
 
 
@@ -31,7 +31,7 @@ def job(spread: float, update: float, first: float, further: float) -> Job:
     groups = []
     for _ in range(4096):
         lengths = [min(LONGEST, 1 + int(random.lognormvariate(mu, spread))) for _ in range(GROUP)]
-        groups.append(Group(tuple(Episode((Stage(length),)) for length in lengths), sum(lengths)))
+        groups.append(Group(tuple(JobEpisode((JobTurn(length),)) for length in lengths), sum(lengths)))
     speed = Speed(((1, first + further), (1000, first + 1000 * further)), load=2.0)
     learning = Learning(update / (PROMPTS * GROUP * MEAN))
     return Job(PROMPTS, lambda number: groups[number % len(groups)], speed, learning)
@@ -50,7 +50,7 @@ def main() -> None:
         (0.7, 95, 0.005, 0.0002),
     ):
         trial = job(spread, update, first, further)
-        base = Simulation(trial, Setting(ENGINES), 24).run().steps_per_hour
+        base = Simulation(trial, PlanSetting(ENGINES), 24).run().steps_per_hour
         times = [Simulation(trial, s, 48).run().steps_per_hour / base for s in SETTINGS.values()]
         cells = " | ".join(f"{time:.2f}" for time in times)
         print(

@@ -22,18 +22,18 @@ from typing import Any
 from unittest.mock import patch
 
 import posttrain
-from posttrain.batch import Batch, Stats
-from posttrain.envs import arithmetic
-from posttrain.learners.local import LocalLearner
-from posttrain.protocols import Objective
-from posttrain.record.making import rollouts_table
-from posttrain.record.writing import write_table
-from posttrain.runs.record import Record
-from posttrain.sink import Sink
-from posttrain.sources.ledger import Ledger
-from posttrain.sources.recording import GROUPS
-from posttrain.sources.rl import Experience
-from posttrain.types import Outcome
+from posttrain.core.batch import Batch, Stats
+from posttrain.core.protocols import Objective
+from posttrain.core.token_probe import TokenSink
+from posttrain.core.types import Outcome
+from posttrain.envs.builtin import arithmetic
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.runs.record.rollout_tables import rollouts_table
+from posttrain.runs.record.table_writer import write_table
+from posttrain.runs.run_record import RunRecord
+from posttrain.training.sources.ledger import Ledger
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.token_recording import GROUPS
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 LEVELS = ("tokens", "sample", "full")
@@ -61,11 +61,11 @@ class Watch:
         cut = self.turn % len(LEVELS)
         return [*LEVELS[cut:], *LEVELS[:cut]]
 
-    def tapped(self, batches: Sequence[Batch], level: str) -> tuple[Sink, list[Batch]]:
+    def tapped(self, batches: Sequence[Batch], level: str) -> tuple[TokenSink, list[Batch]]:
         """The same micro-batches, with the tap of that level: these runs' own have all rollouts at theirs."""
         places = {place // self.group for batch in batches if batch.tap for place, _, _ in batch.tap.spans}
         kept = set(sorted(places)[:: max(1, len(places) // GROUPS)][:GROUPS]) if level == "sample" else places
-        sink, found = Sink(), []
+        sink, found = TokenSink(), []
         for batch in batches:
             if level == "tokens" or batch.tap is None:
                 found.append(replace(batch, tap=None))
@@ -77,8 +77,8 @@ class Watch:
 
 def watched(watch: Watch, level: str) -> Any:
     """The methods that are measured, in place of their own."""
-    accumulate, produce, learned = LocalLearner._accumulate, Experience.produce, Experience.learned
-    update, rollouts = LocalLearner.update, Record.rollouts
+    accumulate, produce, learned = LocalLearner._accumulate, RLSource.produce, RLSource.learned
+    update, rollouts = LocalLearner.update, RunRecord.rollouts
 
     def accumulated(self: LocalLearner, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
         with watch.measuring():
@@ -101,7 +101,7 @@ def watched(watch: Watch, level: str) -> Any:
 
         return call
 
-    def written(self: Record, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
+    def written(self: RunRecord, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
         groups = sorted({o.rollout.group for o in outcomes if o.numbers})[:GROUPS]
         with watch.measuring():
             for level in watch.levels():
@@ -116,9 +116,9 @@ def watched(watch: Watch, level: str) -> Any:
     stack = [
         *([patch.object(LocalLearner, "_accumulate", accumulated)] if level == "full" else []),
         patch.object(LocalLearner, "update", timed("update", update)),
-        patch.object(Experience, "produce", timed("produce", produce)),
-        patch.object(Experience, "learned", timed("learned", learned)),
-        *([patch.object(Record, "rollouts", written)] if level == "full" else []),
+        patch.object(RLSource, "produce", timed("produce", produce)),
+        patch.object(RLSource, "learned", timed("learned", learned)),
+        *([patch.object(RunRecord, "rollouts", written)] if level == "full" else []),
         *(patch.object(Ledger, name, timed("account", getattr(Ledger, name)))
           for name in ("credit", "choose", "feed", "settle", "outcomes")),
     ]  # fmt: skip

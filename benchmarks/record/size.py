@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.record.making import rollouts_table
-from posttrain.record.reading import read_file, rows_of
-from posttrain.record.writing import write_table
-from posttrain.types import Completion, Outcome, PlayedTurn, Rollout, SpanKind, StopReason, Transcript
+from posttrain.core.types import Completion, Outcome, PlayedTurn, Rollout, SpanKind, StopReason, Transcript
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_file, rows_of
+from posttrain.runs.record.rollout_tables import rollouts_table
+from posttrain.runs.record.table_writer import write_table
 
 ROLLOUTS, TOKENS, GROUP, PROMPT = 512, 2048, 8, 128
 VOCABULARY = 16_384

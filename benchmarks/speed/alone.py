@@ -18,7 +18,7 @@ from sides import ROOT, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
 from work import CASES, GROUP, PROMPTS, REQUESTS, requests, tasks, tokens_of
 
-from posttrain.models.decoder import DecoderConfig
+from posttrain.models.native.decoder import DecoderConfig
 
 # -- share of the peak -------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ def start(machine: Machine, plan: Plan) -> list[Table]:
     first: dict[str, list[float]] = {"ours": [], "theirs": []}
     imports: dict[str, list[float]] = {"ours": [], "theirs": []}
     for place in range(-1, plan.starts):  # the first round only fills the file cache
-        found = {"ours": (_first_step(machine), _import(machine, machine.ours, "import posttrain.training.assembly"))}
+        found = {"ours": (_first_step(machine), _import(machine, machine.ours, "import posttrain.training.verbs.rl"))}
         if place < plan.starts_of_trl:
             statement = "from trl import GRPOConfig, GRPOTrainer"
             found["theirs"] = (_first_step_of_trl(machine), _import(machine, machine.trl, statement))

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from posttrain.models.config_json import read_config
-from posttrain.models.decoder import DecoderConfig
 from posttrain.models.json_files import read_json
+from posttrain.models.native.decoder import DecoderConfig
+from posttrain.models.native.decoder_config import read_config
 
 BACKWARD = 3  # an update is a forward pass and twice as much backwards; recomputation is not useful
 

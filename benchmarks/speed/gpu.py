@@ -32,10 +32,10 @@ from tables import Figure, Table, number
 from work import LEARNING_RATE
 
 from posttrain.config import RL
-from posttrain.models.decoder import DecoderConfig, new_decoder
-from posttrain.models.folder import save_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.training import assembly
+from posttrain.models.checkpoint_folder import save_model
+from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.verbs import rl
 
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = 1e-12
@@ -220,7 +220,7 @@ def our_steps(folder: Path, size: Size) -> tuple[list[float], float]:
     memory, ends = Watch(size.device), Ends(size.rounds)
     also(lambda trained: leave(ends.reached()))
     with suppress(SystemExit):
-        assembly.rl(config)
+        rl.rl(config)
     return ends.seconds, memory.most()
 
 

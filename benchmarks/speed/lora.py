@@ -25,17 +25,17 @@ from side import Memory, use_threads
 from tables import Figure
 
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.table import find
-from posttrain.batch import Batch
+from posttrain.algorithms.policy_table import find
 from posttrain.config import RL
-from posttrain.learners.local import REFERENCE, LocalLearner, Optimization
-from posttrain.models.decoder import DecoderConfig, new_decoder
-from posttrain.protocols import Alone
-from posttrain.sources.packing import collate, split_microbatches
+from posttrain.core.batch import Batch
+from posttrain.core.protocols import Alone
+from posttrain.core.types import Completion, StopReason, Transcript
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.models.native.decoder import DecoderConfig, new_decoder
 from posttrain.training.adjust import adjust
-from posttrain.training.learning import policy, reference
+from posttrain.training.open_learner import policy, reference
 from posttrain.training.setup import microbatch_tokens
-from posttrain.types import Completion, StopReason, Transcript
+from posttrain.training.sources.packing import collate, split_microbatches
 
 SHAPE = DecoderConfig(
     vocab=49_152, hidden=576, layers=30, heads=9, kv_heads=3, head_size=64, intermediate=1536, context=8192, tied=True

@@ -23,9 +23,9 @@ import torch
 from flops import config_of
 from work import BUDGETS, DATA, MAX_TOKENS, VOCABULARIES, rows
 
-from posttrain.models.decoder import Decoder, DecoderConfig, causal, new_decoder
-from posttrain.models.folder import load_model, save_model
-from posttrain.models.tokenizer import Tokenizer
+from posttrain.models.checkpoint_folder import load_model, save_model
+from posttrain.models.native.decoder import Decoder, DecoderConfig, causal, new_decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 TRAINED = DATA / "models" / "gsm8k-5m"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -23,21 +23,22 @@ from side import Laps, Line, Memory, use_threads
 from work import DISTILLED, GROUP, LEARNING_RATE, PAIRS, PROMPTS, SFT_ROWS, pairs, requests, rows, tasks, tokens_of
 
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.table import find
-from posttrain.batch import Batch
+from posttrain.algorithms.policy_table import find
 from posttrain.config import RL, SFT, Distill, Prefer, RewardModelling
-from posttrain.engines.compiled import KINDS as KINDS_OF_STEP
-from posttrain.engines.local import LocalEngine
-from posttrain.kernels import build
-from posttrain.learners.local import LocalLearner, Optimization
-from posttrain.models.folder import LOADERS, load_model
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.sources.packing import collate, split_microbatches
-from posttrain.training import assembly, imitating, preferring, rewarding, setup
+from posttrain.core.batch import Batch
+from posttrain.core.types import Completion, Sampling, Transcript
+from posttrain.engines.local.compiled_step import KINDS as KINDS_OF_STEP
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import LOADERS, load_model
+from posttrain.models.native.kernels import build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training import setup
 from posttrain.training import trainer as course
 from posttrain.training.adjust import adjust
-from posttrain.training.loop import Trained
-from posttrain.types import Completion, Sampling, Transcript
+from posttrain.training.loop import FinishedStep
+from posttrain.training.sources.packing import collate, split_microbatches
+from posttrain.training.verbs import prefer, reward_model, rl, sft
 
 DECODED = 64  # tokens of each reply where decoding steps are timed
 
@@ -214,7 +215,7 @@ def grpo(line: Line, settings: dict[str, Any]) -> None:
         save_every=1_000_000,
     )
     _stepping(line, settings)
-    assembly.rl(config)
+    rl.rl(config)
 
 
 def distill(line: Line, settings: dict[str, Any]) -> None:
@@ -241,14 +242,14 @@ def distill(line: Line, settings: dict[str, Any]) -> None:
         save_every=1_000_000,
     )
     _stepping(line, settings)
-    assembly.rl(config)
+    rl.rl(config)
 
 
 def _stepping(line: Line, settings: dict[str, Any]) -> None:
     """Have the trainer that runs next interrupted after each step."""
     laps = Laps(line, _watched(settings))
 
-    def after(trained: Trained) -> bool | None:
+    def after(trained: FinishedStep) -> bool | None:
         seconds = trained.seconds
         leave(laps.step(tokens=trained.stats["length"][0], rollout=seconds["rollout"], update=seconds["update"]))
         return None
@@ -276,22 +277,22 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
     )
     laps = Laps(line, _watched(settings))
 
-    def after(trained: Trained) -> bool | None:
+    def after(trained: FinishedStep) -> bool | None:
         leave(laps.step(tokens=trained.stats["nll"][1]))
         return None
 
     also(after)
-    imitating.sft(config)
+    sft.sft(config)
 
 
 def dpo(line: Line, settings: dict[str, Any]) -> None:
     """The trainer of `posttrain prefer`; what the reference says is found before the first step."""
-    preferring.prefer(Prefer(**_of_pairs(line, settings), lr=LEARNING_RATE))
+    prefer.prefer(Prefer(**_of_pairs(line, settings), lr=LEARNING_RATE))
 
 
 def reward(line: Line, settings: dict[str, Any]) -> None:
     """The trainer of `posttrain reward-model`."""
-    rewarding.reward_model(RewardModelling(**_of_pairs(line, settings), lr=LEARNING_RATE))
+    reward_model.reward_model(RewardModelling(**_of_pairs(line, settings), lr=LEARNING_RATE))
 
 
 def _of_pairs(line: Line, settings: dict[str, Any]) -> dict[str, Any]:
@@ -301,7 +302,7 @@ def _of_pairs(line: Line, settings: dict[str, Any]) -> dict[str, Any]:
     (scratch / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(settings["kind"])))
     laps = Laps(line, _watched(settings))
 
-    def after(trained: Trained) -> bool | None:
+    def after(trained: FinishedStep) -> bool | None:
         leave(laps.step(pairs=PAIRS, tokens=trained.step.tokens))
         return None
 
@@ -330,7 +331,7 @@ def _watched(settings: dict[str, Any]) -> Memory:
     return watch
 
 
-def also(hook: Callable[[Trained], bool | None]) -> None:
+def also(hook: Callable[[FinishedStep], bool | None]) -> None:
     """Let the training loop call this after each step, when everything else has been done (recording, display)."""
     original = course.train
 

@@ -36,16 +36,16 @@ def work(way: str, folder: Path, precision: str) -> None:
     import torch
 
     from posttrain.config import SFT
-    from posttrain.learners import sharding, world  # noqa: F401  loaded before memory is measured
-    from posttrain.learners.local import Optimization
-    from posttrain.protocols import Alone, World
-    from posttrain.sources.sft import Demonstrations, Likelihood
-    from posttrain.training.learning import held_model, new_learner
-    from posttrain.types import Transcript
+    from posttrain.core.protocols import Alone, World
+    from posttrain.core.types import Transcript
+    from posttrain.learners import fsdp, process_group  # noqa: F401  loaded before memory is measured
+    from posttrain.learners.local_learner import Optimization
+    from posttrain.training.open_learner import held_model, new_learner
+    from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective
 
     torch.set_num_threads(1)
     config = SFT(shard=way == "sharded", precision=precision)  # type: ignore[arg-type]
-    own: World = world.joined("cpu", 600.0) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Alone()
+    own: World = process_group.joined("cpu", 600.0) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else Alone()
     generator, rows = torch.Generator().manual_seed(0), []
     for _ in range(8):
         transcript = Transcript()
@@ -61,7 +61,7 @@ def work(way: str, folder: Path, precision: str) -> None:
     for _ in range(UPDATES):
         own.gather(None)
         start = time.perf_counter()
-        learner.update(batches, Likelihood())
+        learner.update(batches, LikelihoodObjective())
         seconds.append(time.perf_counter() - start)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
     print(
@@ -98,7 +98,7 @@ def main() -> None:
     if given.way:
         work(given.way, given.folder, given.precision)
         return
-    from posttrain.models.decoder import DecoderConfig, new_decoder
+    from posttrain.models.native.decoder import DecoderConfig, new_decoder
 
     with tempfile.TemporaryDirectory() as name:
         model = new_decoder(DecoderConfig(context=512, tied=True, **SIZES), 0)

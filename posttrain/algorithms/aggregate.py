@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from posttrain.batch import Scores
-from posttrain.deferred import torch
-from posttrain.part import Limits, Need, Part, knob
+from posttrain.core.batch import Scores
+from posttrain.core.component import Component, Need, RunLimits, setting
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Aggregate(Part):
+class Aggregate(Component):
     """Scores -> float32 [S]: what each token of a rollout weighs in the loss. The only place with a denominator."""
 
     def __call__(self, scores: Scores) -> Tensor:
@@ -92,7 +92,7 @@ class ConstantLength(Aggregate):
     section 3.2 and listing 1, MAX_TOKENS).
     """
 
-    length: int | None = knob(
+    length: int | None = setting(
         None, above=0
     )  # in tokens; None: the episode's budget, filled in when the run is configured
     source = "Dr. GRPO, arXiv 2503.20783, listing 1"
@@ -105,7 +105,7 @@ class ConstantLength(Aggregate):
     def needs(self) -> frozenset[Need]:
         return frozenset(() if self.length else {Need.EPISODE_TOKENS})
 
-    def configured(self, limits: Limits) -> Self:
+    def configured(self, limits: RunLimits) -> Self:
         return replace(self, length=self.length or limits.episode_tokens)
 
     def __call__(self, scores: Scores) -> Tensor:

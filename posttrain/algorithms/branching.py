@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.batch import Scores
-from posttrain.deferred import torch
-from posttrain.envs.branching import Plan
-from posttrain.part import Need, Part, knob
+from posttrain.core.batch import Scores
+from posttrain.core.component import Component, Need, setting
+from posttrain.core.lazy_torch import torch
+from posttrain.envs.play.branch_plan import BranchPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ PAPER = "ARPO, arXiv 2507.19849"
 
 
 @dataclass(frozen=True)
-class Branching(Part):
+class Branching(Component):
     """Samples again where a tool's answer has left the policy unsure, rather than from the prompt alone.
 
     `first` x M rollouts of a group begin with the prompt. Behind each tool's answer the entropy H_t of the reply's first
@@ -32,15 +32,15 @@ class Branching(Part):
              each the mean over the d rollouts.
     """
 
-    branches: int = knob(
+    branches: int = setting(
         1, "branches", "Rollouts that begin at a tool's answer which raised the entropy (0: none).", above=0, absent=0
     )
-    first: float = knob(0.5, "branch-first", "Share of a group that begins with the prompt.", above=0, below=1)
-    tokens: int = knob(20, "branch-tokens", "Tokens of a reply from which its entropy is estimated.", above=0)
-    alpha: float = knob(0.5, least=0, most=1)
-    beta: float = knob(0.2, above=0)
-    threshold: float = knob(0.5, "branch-threshold", "Rollouts branch where alpha + beta x the rise is above it.")
-    credit: Literal["soft", "hard"] = knob(
+    first: float = setting(0.5, "branch-first", "Share of a group that begins with the prompt.", above=0, below=1)
+    tokens: int = setting(20, "branch-tokens", "Tokens of a reply from which its entropy is estimated.", above=0)
+    alpha: float = setting(0.5, least=0, most=1)
+    beta: float = setting(0.2, above=0)
+    threshold: float = setting(0.5, "branch-threshold", "Rollouts branch where alpha + beta x the rise is above it.")
+    credit: Literal["soft", "hard"] = setting(
         "soft", "branch-credit", "Advantage of shared tokens: each rollout's own, or the mean of those that share them."
     )
     needs = frozenset({Need.GROUP})
@@ -60,10 +60,10 @@ class Branching(Part):
         """What shared tokens are worth, in plain mathematics."""
         return "mean of A over the rollouts that share them" if self.credit == "hard" else "A of each rollout in turn"
 
-    def plan(self, vocab: int) -> Plan:
+    def plan(self, vocab: int) -> BranchPlan:
         """For a player. vocab: V, how many tokens the policy chooses from."""
         settings = self.first, self.tokens, self.alpha, self.beta, self.threshold, self.branches
-        return Plan(*settings, largest=math.log(vocab))
+        return BranchPlan(*settings, largest=math.log(vocab))
 
     def shared(self, advantage: Sequence[Tensor], scores: Scores) -> list[Tensor]:
         """[n_i] of each rollout -> the same, with what tokens are worth that several rollouts share."""

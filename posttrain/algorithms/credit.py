@@ -15,16 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.batch import Scores
-from posttrain.deferred import torch
-from posttrain.part import Need, Part, knob
-from posttrain.types import UserError
+from posttrain.core.batch import Scores
+from posttrain.core.component import Component, Need, setting
+from posttrain.core.lazy_torch import torch
+from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Advantage(Part):
+class Advantage(Component):
     """Scores -> [S], or one [n_i] for each rollout."""
 
     def __call__(self, scores: Scores) -> Tensor | list[Tensor]:
@@ -53,18 +53,18 @@ class Baselined(Advantage):
     A group whose rewards are all equal has advantage exactly 0 under a group baseline or scale, whatever the rounding.
     """
 
-    baseline: Literal["none", "batch", "group", "others"] = knob(
+    baseline: Literal["none", "batch", "group", "others"] = setting(
         "group", "baseline", "Whose mean reward is subtracted."
     )
-    scale: Literal["none", "batch", "group"] = knob(
+    scale: Literal["none", "batch", "group"] = setting(
         "none", "scale", "Whose standard deviation advantages are divided by."
     )
-    weight: Literal["equal", "length", "gradient"] = knob(
+    weight: Literal["equal", "length", "gradient"] = setting(
         "equal",
         "baseline-weight",
         "Weight of each reward in that mean; gradient: the optimal baseline, one backward pass per rollout.",
     )
-    eps: float = knob(1e-6, above=0)
+    eps: float = setting(1e-6, above=0)
     signal: bool = False
 
     @property
@@ -162,10 +162,10 @@ class ToGo(Advantage):
     (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
     """
 
-    baseline: Literal["none", "group"] = knob("none", "baseline", "Whose mean reward is subtracted.")
-    whiten: bool = knob(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
-    gamma: float = knob(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
-    eps: float = knob(1e-8, above=0)
+    baseline: Literal["none", "group"] = setting("none", "baseline", "Whose mean reward is subtracted.")
+    whiten: bool = setting(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
+    gamma: float = setting(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
+    eps: float = setting(1e-8, above=0)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -219,7 +219,7 @@ class Earned(Advantage):
 
 
 @dataclass(frozen=True)
-class Process(Advantage):
+class StepRewards(Advantage):
     """Credits the steps of a reply apart from each other, without a critic: GRPO with process supervision.
 
     All step rewards of the group are normalised together, the final reward among them: with the step that ends at the last
@@ -227,7 +227,7 @@ class Process(Advantage):
     at it or after it (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
     """
 
-    eps: float = knob(1e-6, above=0)
+    eps: float = setting(1e-6, above=0)
     needs = frozenset({Need.GROUP})
     formula = "sum over steps j that end at or after t of (r_j - mean(steps of the group)) / (std + eps)"
     source = "DeepSeekMath, arXiv 2402.03300, section 4.1.3"
@@ -268,9 +268,9 @@ class Decoupled(Advantage):
     whiten    divide by the batch's standard deviation. Its mean, which the paper subtracts, is 0: that of every group is.
     """
 
-    weights: tuple[str, ...] = knob((), "part-weights", "Weights of the reward's named parts: correct=1 format=0.5.")
-    whiten: bool = knob(True, "whiten", "Normalise advantages to standard deviation 1 over all rollouts.")
-    eps: float = knob(1e-6, above=0)
+    weights: tuple[str, ...] = setting((), "part-weights", "Weights of the reward's named parts: correct=1 format=0.5.")
+    whiten: bool = setting(True, "whiten", "Normalise advantages to standard deviation 1 over all rollouts.")
+    eps: float = setting(1e-6, above=0)
     needs = frozenset({Need.GROUP, Need.PARTS})
 
     @property
@@ -322,7 +322,7 @@ class PassAtK(Advantage):
     A group of which every k hold a right one, or none does, has advantage exactly 0: one with W < k learns nothing more.
     """
 
-    k: int = knob(2, "advantage-k", "Replies of which one has to be right (pass@k); below --group.", least=1)
+    k: int = setting(2, "advantage-k", "Replies of which one has to be right (pass@k); below --group.", least=1)
     needs = frozenset({Need.GROUP, Need.SUCCESS})
     source = "Pass@k training, arXiv 2508.10751, analytical derivation"
 
@@ -370,13 +370,13 @@ class GAE(Advantage):
     whiten    (A - mean) / (std + eps) over all tokens of the batch.
     """
 
-    gamma: float = knob(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
-    lam: float = knob(0.95, "gae-lambda", "Lambda of generalized advantage estimation.", least=0, most=1)
-    alpha: float | None = knob(
+    gamma: float = setting(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
+    lam: float = setting(0.95, "gae-lambda", "Lambda of generalized advantage estimation.", least=0, most=1)
+    alpha: float | None = setting(
         None, "gae-alpha", "Lambda by length instead: 1 - 1 / (this times the reply's tokens), at least 0.", above=0
     )
-    whiten: bool = knob(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
-    eps: float = knob(1e-8, above=0)
+    whiten: bool = setting(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
+    eps: float = setting(1e-8, above=0)
     needs = frozenset({Need.VALUE})
 
     @property
@@ -418,7 +418,7 @@ class GAE(Advantage):
 ADVANTAGES: dict[str, Advantage] = {
     "baselined": Baselined(),
     "to-go": ToGo(),
-    "process": Process(),
+    "process": StepRewards(),
     "decoupled": Decoupled(),
     "pass-at-k": PassAtK(),
     "gae": GAE(whiten=True),

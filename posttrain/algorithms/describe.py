@@ -12,11 +12,11 @@ from typing import Any
 from posttrain.algorithms.branching import PAPER
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Imitated, Margin, Preference
-from posttrain.algorithms.responses import Likelihood, LogRatio, PolicyWeight
+from posttrain.algorithms.responses import LogRatio, PolicyWeight, ResponseLikelihood
+from posttrain.algorithms.reward_model_table import Scoring
 from posttrain.algorithms.row import Row
-from posttrain.algorithms.scoring import Scoring
 from posttrain.algorithms.settings import change, flags, settings_of
-from posttrain.part import Need, Part
+from posttrain.core.component import Component, Need
 
 SYMBOLS = (
     "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "
@@ -253,11 +253,11 @@ def symbols(row: Row) -> str:
 
 def axes(row: Preference) -> list[tuple[str, str, str]]:
     """(option, what it makes of a part, source) of the options that change what the row computes beside its numbers."""
-    found: list[tuple[str, str, Part]] = []
+    found: list[tuple[str, str, Component]] = []
     if isinstance(row.score, LogRatio):
         for name in ("forward-kl", "jensen-shannon", "alpha"):
             found.append((f"--divergence {name}", "score", change(row, {"divergence": name}).score))
-    if isinstance(row.score, LogRatio | Likelihood) and not row.link.reads_labels:
+    if isinstance(row.score, LogRatio | ResponseLikelihood) and not row.link.reads_labels:
         found.append(("--tail 0.5", "score", replace(row.score, tail=0.5)))
     if row.weight is None:
         found.append(("--policy-weight", "weight besides", PolicyWeight()))

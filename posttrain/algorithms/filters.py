@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posttrain.algorithms.credit import equal_rewards
-from posttrain.batch import Scores
-from posttrain.deferred import torch
-from posttrain.part import Need, Part, knob
+from posttrain.core.batch import Scores
+from posttrain.core.component import Component, Need, setting
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class DynamicSampling(Part):
+class DynamicSampling(Component):
     """Keeps the number of informative groups constant as tasks become too easy or stay too hard.
 
     Groups whose rewards are all equal teach nothing and are replaced by others until the step is full (DAPO, arXiv
@@ -27,15 +27,15 @@ class DynamicSampling(Part):
     what it has.
     """
 
-    rounds: int = knob(
+    rounds: int = setting(
         4,
         "dynamic-sampling",
         "Replace groups without signal, playing at most this many times --prompts (0: off).",
         above=0,
         absent=0,
     )
-    low: float = knob(0.0, least=0, below=1)
-    high: float = knob(1.0, above=0, most=1)
+    low: float = setting(0.0, least=0, below=1)
+    high: float = setting(1.0, above=0, most=1)
     source = "DAPO, arXiv 2503.14476, eq. 11"
 
     @property
@@ -67,7 +67,7 @@ class DynamicSampling(Part):
 
 
 @dataclass(frozen=True)
-class OverlongFilter(Part):
+class OverlongFilter(Component):
     """Avoids punishing good reasoning that was merely cut off.
 
     Truncated episodes leave the loss and its denominators, and stay in their group's statistics (DAPO, arXiv 2503.14476,
@@ -88,14 +88,14 @@ class OverlongFilter(Part):
 
 
 @dataclass(frozen=True)
-class TopEntropy(Part):
+class TopEntropy(Component):
     """Spends the update on the tokens where a reply could have gone another way: those with high entropy.
 
     The `share` of the step's tokens with the highest entropy keep their advantage, that of the others becomes 0; every
     denominator stays that of the full batch (arXiv 2506.01939, eq. 6).
     """
 
-    share: float = knob(
+    share: float = setting(
         0.2,
         "top-entropy",
         "Learn from this share of the tokens, those with the highest entropy (1: all).",
@@ -119,13 +119,13 @@ class TopEntropy(Part):
 
 
 @dataclass(frozen=True)
-class Replay(Part):
+class Replay(Component):
     """Uses each rollout more than once, where sampling is what costs.
 
     Every update learns from as many rollouts as a minibatch of the step has, drawn from the last `capacity` ones.
     """
 
-    capacity: int = knob(
+    capacity: int = setting(
         4096, "replay", "Rollouts to remember and draw from (0: only the step's own).", above=0, absent=0
     )
     source = "Lin 1992; soft actor-critic, arXiv 1812.05905, algorithm 1"

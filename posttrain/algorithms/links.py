@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from posttrain.deferred import torch
-from posttrain.part import Need, Part, knob
-from posttrain.types import Comparison
+from posttrain.core.component import Component, Need, setting
+from posttrain.core.lazy_torch import torch
+from posttrain.core.types import Comparison
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class Pairs:
     coefficients: Mapping[str, float]  # what was measured over a whole optimizer batch, or before it
 
 
-class Link(Part):
+class PreferenceLink(Component):
     """What is done with scores. It reads comparisons (`compare`), or labels (`judge`)."""
 
     reads_labels = False
@@ -52,14 +52,14 @@ class Link(Part):
 
 
 @dataclass(frozen=True)
-class Sigmoid(Link):
+class Sigmoid(PreferenceLink):
     """Makes the better response likelier to win: Bradley and Terry's model of comparisons.
 
     -(1 - e) log sigma(x) - e log sigma(-x), x = beta (s_w - s_l) - margin; e: the share of labels assumed to be wrong.
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
-    smoothing: float = knob(
+    beta: float = setting(0.1, "beta", BETA, above=0)
+    smoothing: float = setting(
         0.0, "smoothing", "Share of the comparisons assumed to be labelled wrongly.", least=0, below=0.5
     )
     takes_margin = True
@@ -81,14 +81,14 @@ class Sigmoid(Link):
 
 
 @dataclass(frozen=True)
-class Robust(Link):
+class Robust(PreferenceLink):
     """Undoes the bias of wrong labels: its mean under labels flipped with probability e is that of DPO under true ones.
 
     ((1 - e) (-log sigma(x)) - e (-log sigma(-x))) / (1 - 2 e), x = beta (s_w - s_l).
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
-    noise: float = knob(0.1, "noise", "Share of the comparisons that are labelled wrongly.", least=0, below=0.5)
+    beta: float = setting(0.1, "beta", BETA, above=0)
+    noise: float = setting(0.1, "noise", "Share of the comparisons that are labelled wrongly.", least=0, below=0.5)
     source = "robust DPO, arXiv 2403.00409"
 
     @property
@@ -102,13 +102,13 @@ class Robust(Link):
 
 
 @dataclass(frozen=True)
-class Square(Link):
+class Square(PreferenceLink):
     """Asks for a difference of a fixed size instead of an ever larger one, so that certain labels do not overfit.
 
     (s_w - s_l - 1 / (2 beta))^2 (IPO, arXiv 2310.12036, eq. 17).
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0)
     source = "IPO, arXiv 2310.12036, eq. 17"
 
     @property
@@ -120,13 +120,13 @@ class Square(Link):
 
 
 @dataclass(frozen=True)
-class Hinge(Link):
+class Hinge(PreferenceLink):
     """Pulls on a comparison until it is won clearly enough, and then leaves it alone.
 
     max(0, 1 - x), x = beta (s_w - s_l) - margin (SLiC-HF, arXiv 2305.10425, eq. 1; on log ratios: RSO, arXiv 2309.06657).
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0)
     source = "SLiC-HF, arXiv 2305.10425, eq. 1; on log ratios: RSO, arXiv 2309.06657, hinge-norm"
     takes_margin = True
 
@@ -139,13 +139,13 @@ class Hinge(Link):
 
 
 @dataclass(frozen=True)
-class SelfPlay(Link):
+class SelfPlay(PreferenceLink):
     """Gives each response a target of its own: half of 1 / beta above the reference for a win, as much below for a loss.
 
     (s_w - 1 / (2 beta))^2 + (s_l + 1 / (2 beta))^2, both terms, unscaled (SPPO, arXiv 2405.00675, eq. 4.7 with P = 1).
     """
 
-    beta: float = knob(0.001, "beta", BETA, above=0)
+    beta: float = setting(0.001, "beta", BETA, above=0)
     source = "SPPO, arXiv 2405.00675, eq. 4.7, hard labels"
 
     @property
@@ -159,13 +159,13 @@ class SelfPlay(Link):
 
 
 @dataclass(frozen=True)
-class AnchoredUp(Link):
+class AnchoredUp(PreferenceLink):
     """Raises the better response and lowers the worse one, each against the reference: for responses that the policy lags.
 
     1 - sigma(beta s_w) + sigma(beta s_l) (APO-zero, arXiv 2408.06266, eq. 7).
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0)
     source = "APO-zero, arXiv 2408.06266, eq. 7"
 
     @property
@@ -177,13 +177,13 @@ class AnchoredUp(Link):
 
 
 @dataclass(frozen=True)
-class AnchoredDown(Link):
+class AnchoredDown(PreferenceLink):
     """Lowers both responses, the worse one more: for responses that the policy is already better than.
 
     sigma(beta s_w) + 1 - sigma(beta (s_w - s_l)) (APO-down, arXiv 2408.06266, eq. 8).
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0)
     source = "APO-down, arXiv 2408.06266, eq. 8"
 
     @property
@@ -195,13 +195,13 @@ class AnchoredDown(Link):
 
 
 @dataclass(frozen=True)
-class Contrast(Link):
+class Contrast(PreferenceLink):
     """Keeps the likelihood of the better response from falling, by a term that judges each response alone.
 
     -log sigma(x_w) - 1/2 log sigma(-x_w) - 1/2 log sigma(-x_l), x = beta s (NCA, arXiv 2402.05369, for pairs).
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0)
     source = "NCA, arXiv 2402.05369, with two responses"
 
     @property
@@ -214,14 +214,14 @@ class Contrast(Link):
 
 
 @dataclass(frozen=True)
-class ReverseKL(Link):
+class ReverseKL(PreferenceLink):
     """Matches the policy's preference to the labels' by the reverse KL, which seeks a mode, where DPO's forward one covers.
 
     KL((q, 1 - q) || (1 - e, e)), q = sigma(beta (s_w - s_l)) (EXO, arXiv 2402.00856, eq. 16 for pairs).
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
-    smoothing: float = knob(0.001, "smoothing", above=0, below=0.5)
+    beta: float = setting(0.1, "beta", BETA, above=0)
+    smoothing: float = setting(0.001, "smoothing", above=0, below=0.5)
     source = "EXO, arXiv 2402.00856, eq. 16 with two responses"
 
     @property
@@ -236,15 +236,15 @@ class ReverseKL(Link):
 
 
 @dataclass(frozen=True)
-class Classifier(Link):
+class ClassifierLink(PreferenceLink):
     """Learns to tell good responses from bad ones, each by itself, from a threshold that lies between their rewards.
 
     -log sigma(x_w - d) - log sigma(-(x_l - d)), x = beta s, d the mean of x over all responses so far (BCO, arXiv
     2404.04656; without the weights that it gives where good and bad ones are of other prompts).
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
-    shift: bool = knob(True)  # whether d is subtracted; its authors keep a running mean of earlier batches, as here
+    beta: float = setting(0.1, "beta", BETA, above=0)
+    shift: bool = setting(True)  # whether d is subtracted; its authors keep a running mean of earlier batches, as here
     source = "BCO, arXiv 2404.04656, without density ratios"
 
     @property
@@ -262,7 +262,7 @@ class Classifier(Link):
 
 
 @dataclass(frozen=True)
-class Prospect(Link):
+class Prospect(PreferenceLink):
     """Learns from labels of single responses, by the value that people see in gains and losses against what is usual.
 
     good: w_d (1 - sigma(beta (s - z))); bad: w_u (1 - sigma(beta (z - s))). z, the drift, is the mean of s over the
@@ -270,9 +270,9 @@ class Prospect(Link):
     eq. 8).
     """
 
-    beta: float = knob(0.1, "beta", BETA, above=0)
-    desirable: float = knob(1.0, "desirable", "Weight of responses labelled good.", least=0)
-    undesirable: float = knob(1.0, "undesirable", "Weight of responses labelled bad.", least=0)
+    beta: float = setting(0.1, "beta", BETA, above=0)
+    desirable: float = setting(1.0, "desirable", "Weight of responses labelled good.", least=0)
+    undesirable: float = setting(1.0, "undesirable", "Weight of responses labelled bad.", least=0)
     source = "KTO, arXiv 2402.01306, eq. 8; drift: section 4.2"
     needs = frozenset({Need.DRIFT})
     reads_labels = True
@@ -289,14 +289,14 @@ class Prospect(Link):
 
 
 @dataclass(frozen=True)
-class PlackettLuce(Link):
+class PlackettLuce(PreferenceLink):
     """Learns a whole ranking as choices one after the other: the best of all, the best of the rest, and so on.
 
     Of each response that is better than others: log(1 + sum over these of e^(beta (s_l - s_w))). Over a ranking without
     ties that is the Plackett-Luce likelihood (DPO, arXiv 2305.18290, appendix A.3, eq. 18); tied ones are not compared.
     """
 
-    beta: float = knob(1.0, "beta", BETA, above=0)
+    beta: float = setting(1.0, "beta", BETA, above=0)
     source = "Plackett 1975; DPO, arXiv 2305.18290, appendix A.3"
 
     @property
@@ -315,7 +315,7 @@ class PlackettLuce(Link):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Link):
+class CrossEntropy(PreferenceLink):
     """Learns the probability that a response, or a step of it, is good.
 
     -y log sigma(s) - (1 - y) log sigma(-s), y a label from 0 to 1 (process rewards: Lightman et al., arXiv 2305.20050).
@@ -330,7 +330,7 @@ class CrossEntropy(Link):
 
 
 @dataclass(frozen=True)
-class SquaredError(Link):
+class SquaredError(PreferenceLink):
     """Learns the scores that responses were given, such as grades of several people.
 
     (s - y)^2.
@@ -344,7 +344,7 @@ class SquaredError(Link):
         return (score - label).square()
 
 
-LINKS: dict[str, Link] = {
+LINKS: dict[str, PreferenceLink] = {
     "sigmoid": Sigmoid(),
     "robust": Robust(),
     "square": Square(),
@@ -354,7 +354,7 @@ LINKS: dict[str, Link] = {
     "anchored-down": AnchoredDown(),
     "contrast": Contrast(),
     "reverse-kl": ReverseKL(),
-    "classifier": Classifier(),
+    "classifier": ClassifierLink(),
     "prospect": Prospect(),
     "plackett-luce": PlackettLuce(),
 }

@@ -7,9 +7,9 @@ from typing import cast
 
 from posttrain.algorithms.row import Row
 from posttrain.algorithms.settings import AnyRow, check_parts
-from posttrain.messages import near, short
-from posttrain.types import UserError
-from posttrain.user_code import load_named
+from posttrain.core.messages import near, short
+from posttrain.core.types import UserError
+from posttrain.system.user_code import load_named
 
 
 def lookup(name: str, table: Mapping[str, AnyRow], kinds: Mapping[type[AnyRow], str]) -> AnyRow:
@@ -27,7 +27,7 @@ def lookup(name: str, table: Mapping[str, AnyRow], kinds: Mapping[type[AnyRow], 
         assert isinstance(row, Row)
         check_parts(row)
         return cast(AnyRow, row)
-    from posttrain.algorithms.every import EVERY, verb_of  # which looks its own rows up here
+    from posttrain.algorithms.all_algorithms import EVERY, verb_of  # which looks its own rows up here
 
     if name in EVERY:
         raise UserError(f"{name} is a row of posttrain {verb_of(EVERY[name])}; here there are {', '.join(table)}")

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.part import Need, Part, knob
+from posttrain.core.component import Component, Need, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Control(Part):
+class Control(Component):
     """How a coefficient is adjusted from step to step. A function of the last coefficient, which is training state."""
 
     def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
@@ -29,8 +29,8 @@ class Adaptive(Control):
     beta *= 1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon (Ziegler et al. 2019, arXiv 1909.08593).
     """
 
-    target: float = knob(0.05, "kl-target", "KL that the control aims at, in nats per token.", above=0)
-    horizon: float = knob(
+    target: float = setting(0.05, "kl-target", "KL that the control aims at, in nats per token.", above=0)
+    horizon: float = setting(
         10_000.0, "kl-horizon", "Rollouts over which the adaptive control may change beta by a fifth.", above=0
     )
     source = "Ziegler et al. 2019, arXiv 1909.08593, section 2.2"
@@ -51,7 +51,7 @@ class HalvingDoubling(Control):
     beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4).
     """
 
-    target: float = knob(0.01, "kl-target", "KL that the control aims at, in nats per token.", above=0)
+    target: float = setting(0.01, "kl-target", "KL that the control aims at, in nats per token.", above=0)
     source = "PPO, arXiv 1707.06347, section 4"
 
     @property
@@ -69,7 +69,7 @@ CONTROLS: dict[str, Control | None] = {"fixed": None, "adaptive": Adaptive(), "h
 
 
 @dataclass(frozen=True)
-class KL(Part):
+class KL(Component):
     """Keeps the policy near another one, so that it does not trade its language for reward.
 
     Estimated per token, with x = ref - lp (Schulman 2020, "Approximating KL divergence"):
@@ -92,21 +92,21 @@ class KL(Part):
     control   what changes beta from step to step; None: it is fixed.
     """
 
-    estimator: Literal["k1", "k2", "k3", "exact", "forward"] = knob(
+    estimator: Literal["k1", "k2", "k3", "exact", "forward"] = setting(
         "k3", "kl-estimator", "How the KL is estimated; exact: over the whole vocabulary."
     )
-    beta: float = knob(
+    beta: float = setting(
         0.04,
         "kl",
         "Coefficient of the KL penalty to the starting model (0: none, no reference is kept).",
         least=0,
         absent=0,
     )
-    where: Literal["loss", "reward"] = knob(
+    where: Literal["loss", "reward"] = setting(
         "loss", "kl-where", "Whether the KL is part of the loss or subtracted from the reward."
     )
     against: Literal["reference", "old"] = "reference"
-    control: Control | None = knob(
+    control: Control | None = setting(
         None, "kl-control", "How the coefficient changes from step to step.", choices=CONTROLS
     )
 
@@ -154,7 +154,7 @@ class KL(Part):
 
 
 @dataclass(frozen=True)
-class Entropy(Part):
+class Entropy(Component):
     """Keeps the policy exploring: coefficient x H is added to what is maximised.
 
     H is the entropy of the whole distribution at each sampled token. With a `target`, in nats per token, the coefficient is
@@ -162,13 +162,13 @@ class Entropy(Part):
     2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312).
     """
 
-    coefficient: float = knob(
+    coefficient: float = setting(
         0.0, "entropy", "Coefficient of the entropy bonus (0: none); with a target, where it starts.", least=0, absent=0
     )
-    target: float | None = knob(
+    target: float | None = setting(
         None, "entropy-target", "Entropy to hold, in nats per token, by tuning the bonus.", above=0, creates=True
     )
-    rate: float = knob(0.01, above=0)  # change of the coefficient per step and nat
+    rate: float = setting(0.01, above=0)  # change of the coefficient per step and nat
     wants = frozenset({"entropy"})
 
     @property

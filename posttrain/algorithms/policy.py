@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from posttrain.algorithms.aggregate import AGGREGATES, Aggregate
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
-from posttrain.algorithms.critic import CriticLoss
+from posttrain.algorithms.critic_loss import CriticLoss
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, RatioStep
@@ -21,24 +21,24 @@ from posttrain.algorithms.row import Row
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.algorithms.teacher import Distillation
-from posttrain.batch import Batch, Outputs, Stats
-from posttrain.deferred import torch
-from posttrain.learners.natural import TrustRegion
-from posttrain.part import Need, Part, knob
-from posttrain.protocols import Objective
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.component import Component, Need, setting
+from posttrain.core.lazy_torch import torch
+from posttrain.core.protocols import Objective
+from posttrain.learners.natural_gradient import TrustRegion
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Imitation(Part):
+class Imitation(Component):
     """Learns more from rare successes than their advantage alone would teach.
 
     coefficient x the negative log-likelihood of successes, a mean over their tokens (VAPO, arXiv 2504.05118, eq. 11 and 12).
     """
 
-    coefficient: float = knob(
+    coefficient: float = setting(
         0.1, "imitation", "Weight of the likelihood of successes in the loss (0: none).", least=0, absent=0
     )
     needs = frozenset({Need.SUCCESS})
@@ -50,15 +50,15 @@ class Imitation(Part):
 
 
 @dataclass(frozen=True)
-class Pretraining(Part):
+class Pretraining(Component):
     """Keeps what pretraining taught while rewards pull elsewhere.
 
     coefficient x the language-model loss on texts of the user's, in every update (PPO-ptx, InstructGPT, arXiv 2203.02155,
     eq. 2).
     """
 
-    coefficient: float = knob(1.0, "ptx-coefficient", "Weight of the likelihood of the texts of --ptx.", least=0)
-    rows: int = knob(16, above=0)  # texts in each update
+    coefficient: float = setting(1.0, "ptx-coefficient", "Weight of the likelihood of the texts of --ptx.", least=0)
+    rows: int = setting(16, above=0)  # texts in each update
     source = "InstructGPT, arXiv 2203.02155, eq. 2"
 
     @property
@@ -70,19 +70,19 @@ class Pretraining(Part):
 class Algorithm(Row):
     """A row of the table of policies."""
 
-    advantage: Advantage = knob(
+    advantage: Advantage = setting(
         flag="advantage", help="How credit is assigned; gae brings a critic.", choices=ADVANTAGES
     )
-    surrogate: Surrogate = knob(
+    surrogate: Surrogate = setting(
         flag="surrogate",
         help="What is maximised: min(r A, clip(r) A), r A, lp A, or sg(r) lp A.",
         choices=SURROGATES,
     )
-    aggregate: Aggregate = knob(flag="aggregate", help="Weight of each token in the loss.", choices=AGGREGATES)
-    ratio: tuple[RatioStep, ...] = knob(  # applied left to right to the log ratio; they do not commute
+    aggregate: Aggregate = setting(flag="aggregate", help="Weight of each token in the loss.", choices=AGGREGATES)
+    ratio: tuple[RatioStep, ...] = setting(  # applied left to right to the log ratio; they do not commute
         (), "ratio", "Which tokens make up the ratio r; geometric: GMPO's clipped geometric mean.", choices=RATIOS
     )
-    old: Literal["start", "sampler"] = knob(
+    old: Literal["start", "sampler"] = setting(
         "start",
         "old-policy",
         "Whose log-probabilities the ratio divides by: those of the weights at the start of the step, or those that the "
@@ -92,11 +92,11 @@ class Algorithm(Row):
     kl: KL | None = None
     entropy: Entropy | None = None
     select: TopEntropy | None = None
-    critic: CriticLoss | None = knob(None, brought="--advantage gae")
-    teacher: Distillation | None = knob(None, brought="posttrain distill --teacher FOLDER")
+    critic: CriticLoss | None = setting(None, brought="--advantage gae")
+    teacher: Distillation | None = setting(None, brought="posttrain distill --teacher FOLDER")
     branching: Branching | None = None
     sampling: DynamicSampling | None = None
-    filters: tuple[OverlongFilter, ...] = knob(  # rollouts that are in the loss
+    filters: tuple[OverlongFilter, ...] = setting(  # rollouts that are in the loss
         (),
         "overlong-filter",
         "Leave truncated episodes out of the loss.",
@@ -104,12 +104,14 @@ class Algorithm(Row):
     )
     shaping: tuple[Shaping, ...] = ()  # added to the reward
     imitation: Imitation | None = None
-    pretraining: Pretraining | None = knob(None, brought="--ptx FILE")
+    pretraining: Pretraining | None = setting(None, brought="--ptx FILE")
     trust_region: TrustRegion | None = None
     replay: Replay | None = None
-    refresh: int = knob(0, "reference-every", "Steps after which the reference becomes the policy (0: never).", least=0)
-    epochs: int = knob(1, "epochs", "Passes over the rollouts of a step.", above=0)
-    minibatches: int = knob(1, "minibatches", "Optimizer updates per pass.", above=0)
+    refresh: int = setting(
+        0, "reference-every", "Steps after which the reference becomes the policy (0: never).", least=0
+    )
+    epochs: int = setting(1, "epochs", "Passes over the rollouts of a step.", above=0)
+    minibatches: int = setting(1, "minibatches", "Optimizer updates per pass.", above=0)
     stated: str = ""  # what the paper, or its authors' code, says of the number of updates
     idea: str = ""  # what is new about it, in at most eight words
 

@@ -10,30 +10,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.algorithms.compared import DENOMINATORS, Denominator, PerComparison
-from posttrain.algorithms.links import LINKS, Link, Pairs
+from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison
+from posttrain.algorithms.links import LINKS, Pairs, PreferenceLink
 from posttrain.algorithms.responses import SCORES, LogRatio, PolicyWeight, Responses, Score
 from posttrain.algorithms.row import Row
-from posttrain.batch import Batch, Outputs, Preferences, Stats
-from posttrain.deferred import torch
-from posttrain.part import Part, knob
-from posttrain.protocols import Objective
+from posttrain.core.batch import Batch, Outputs, Preferences, Stats
+from posttrain.core.component import Component, setting
+from posttrain.core.lazy_torch import torch
+from posttrain.core.protocols import Objective
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Margin(Part):
+class Margin(Component):
     """Asks the better response to be better by something: the same for all, or what the rows say.
 
     constant + scale x the comparison's own margin (SimPO, arXiv 2405.14734, eq. 6; Llama 2, arXiv 2307.09288, eq. 2).
     """
 
-    constant: float = knob(
+    constant: float = setting(
         0.0, "margin", "By how much the better response's scaled score has to be higher (0: not at all).", creates=True
     )
-    scale: float = knob(
+    scale: float = setting(
         0.0, "row-margins", "What the margins that rows give count (0: not at all).", least=0, creates=True
     )
 
@@ -52,7 +52,7 @@ class Margin(Part):
 
 
 @dataclass(frozen=True)
-class Imitated(Part):
+class Imitated(Component):
     """Keeps the better responses likely, while comparisons alone may lower both of two.
 
     coefficient x the negative log-likelihood of responses that are better than another and worse than none. per "tokens":
@@ -60,10 +60,10 @@ class Imitated(Part):
     the mean over them of each one's sum.
     """
 
-    coefficient: float = knob(
+    coefficient: float = setting(
         1.0, "imitation", "Weight of the likelihood of the better responses in the loss (0: none).", least=0, absent=0
     )
-    per: Literal["tokens", "responses", "sums"] = knob(
+    per: Literal["tokens", "responses", "sums"] = setting(
         "tokens", "imitation-per", "Denominator of that likelihood: all their tokens, each response's own, or none."
     )
 
@@ -96,20 +96,20 @@ class Imitated(Part):
 class Preference(Row):
     """A row of the table of comparisons."""
 
-    link: Link = knob(flag="link", help="What is done with the scores of responses.", choices=LINKS)
-    score: Score = knob(
+    link: PreferenceLink = setting(flag="link", help="What is done with the scores of responses.", choices=LINKS)
+    score: Score = setting(
         LogRatio(),
         "score",
         "What is compared: the log ratio to the reference, the likelihood, the odds.",
         choices=SCORES,
     )
-    denominator: Denominator = knob(
+    denominator: Denominator = setting(
         PerComparison(), "denominator", "What weighs the same: every comparison, or every prompt.", choices=DENOMINATORS
     )
-    coefficient: float = knob(1.0, "preference", "Weight of the comparisons in the loss, beside imitation.", above=0)
+    coefficient: float = setting(1.0, "preference", "Weight of the comparisons in the loss, beside imitation.", above=0)
     margin: Margin | None = None
     imitation: Imitated | None = None
-    weight: PolicyWeight | None = knob(
+    weight: PolicyWeight | None = setting(
         None,
         "policy-weight",
         "Let comparisons count by the policy's own probability of their responses.",

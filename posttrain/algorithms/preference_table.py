@@ -9,7 +9,7 @@ from __future__ import annotations
 from posttrain.algorithms.links import (
     AnchoredDown,
     AnchoredUp,
-    Classifier,
+    ClassifierLink,
     Contrast,
     Hinge,
     Prospect,
@@ -21,7 +21,7 @@ from posttrain.algorithms.links import (
 )
 from posttrain.algorithms.lookup import lookup
 from posttrain.algorithms.preference import Imitated, Margin, Preference
-from posttrain.algorithms.responses import Likelihood, LogRatio, Odds
+from posttrain.algorithms.responses import LogRatio, Odds, ResponseLikelihood
 
 _ROWS = (
     Preference(
@@ -81,7 +81,7 @@ _ROWS = (
         "cpo",
         "Contrastive preference optimization, its likelihood per token as in its authors' code (CPO, arXiv 2401.08417)",
         link=Sigmoid(0.1),
-        score=Likelihood(),
+        score=ResponseLikelihood(),
         imitation=Imitated(1.0),
         idea="DPO under a uniform reference, with likelihood",
     ),
@@ -89,7 +89,7 @@ _ROWS = (
         "simpo",
         "Simple preference optimization (SimPO, arXiv 2405.14734)",
         link=Sigmoid(2.0),
-        score=Likelihood(mean=True),
+        score=ResponseLikelihood(mean=True),
         margin=Margin(1.0),
         idea="Mean likelihood as reward, with a margin",
     ),
@@ -133,7 +133,7 @@ _ROWS = (
     Preference(
         "bco",
         "Binary classifier optimization, without density ratios (BCO, arXiv 2404.04656)",
-        link=Classifier(0.1),
+        link=ClassifierLink(0.1),
         idea="A classifier of good and bad responses",
     ),
 )

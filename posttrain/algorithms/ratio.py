@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.batch import Batch
-from posttrain.deferred import torch
-from posttrain.part import Part, knob
+from posttrain.core.batch import Batch
+from posttrain.core.component import Component, setting
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in float32
 
 
-class RatioStep(Part):
+class RatioStep(Component):
     """One step. `formula` completes "r_it = ..." for a reader."""
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
@@ -77,7 +77,7 @@ class PessimisticClip(RatioStep):
     eq. 4).
     """
 
-    width: float = knob(0.4, above=0)  # nats
+    width: float = setting(0.4, above=0)  # nats
     source = "GMPO, arXiv 2507.20673, eq. 4"
 
     @property
@@ -107,7 +107,7 @@ class Causal(RatioStep):
 
 
 @dataclass(frozen=True)
-class Correction(Part):
+class Correction(Component):
     """Accounts for an engine whose log-probabilities differ from the learner's: vLLM's, or older weights (`ahead`).
 
     A weight without a gradient, c = pi_old / mu per token. This gap is not the ratio's (pi / pi_old); the weight multiplies
@@ -119,14 +119,14 @@ class Correction(Part):
     sequence   1 if the geometric mean of c over the rollout is within [1 / cap, cap], else 0 for all of its tokens.
     """
 
-    kind: Literal["truncate", "icepop", "sequence"] = knob(
+    kind: Literal["truncate", "icepop", "sequence"] = setting(
         "truncate",
         "correction",
         "Weight for an engine whose log-probabilities differ from the learner's, or whose weights lag behind, as with "
         "--ahead (none: no weight).",
         absent="none",
     )
-    cap: float = knob(2.0, "correction-cap", "Bound of that weight, above 1.", above=1)
+    cap: float = setting(2.0, "correction-cap", "Bound of that weight, above 1.", above=1)
 
     @property
     def formula(self) -> str:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO
-from posttrain.batch import Batch, Outputs
-from posttrain.deferred import torch
-from posttrain.part import Need, Part, knob
+from posttrain.core.batch import Batch, Outputs
+from posttrain.core.component import Component, Need, setting
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class Responses:
         return values.new_zeros(len(which)).index_add(0, owner, weighed)
 
 
-class Score(Part):
+class Score(Component):
     """(outputs, batch, which responses, their first tokens that weigh 1) -> scores [M], with a gradient."""
 
     def __call__(
@@ -71,12 +71,12 @@ class LogRatio(Score):
     two compared responses weigh less, so that length itself is not learned (LD-DPO, arXiv 2409.06411).
     """
 
-    mean: bool = knob(False, "length-normalised", "Scores are means over a response's tokens instead of sums.")
-    divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"] = knob(
+    mean: bool = setting(False, "length-normalised", "Scores are means over a response's tokens instead of sums.")
+    divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"] = setting(
         "reverse-kl", "divergence", "From the reference, in place of the reverse KL."
     )
-    alpha: float = knob(0.5, least=0)  # 1 less the paper's: 1 is the reverse KL, 0 the forward one
-    tail: float = knob(1.0, "tail", TAIL, least=0, most=1)
+    alpha: float = setting(0.5, least=0)  # 1 less the paper's: 1 is the reverse KL, 0 the forward one
+    tail: float = setting(1.0, "tail", TAIL, least=0, most=1)
     needs = frozenset({Need.REFERENCE})
 
     @property
@@ -118,14 +118,14 @@ class LogRatio(Score):
 
 
 @dataclass(frozen=True)
-class Likelihood(Score):
+class ResponseLikelihood(Score):
     """How likely the response is, without a reference.
 
     s = sum_t lp_t (CPO, arXiv 2401.08417), or its mean over the tokens (SimPO, arXiv 2405.14734, eq. 3).
     """
 
-    mean: bool = knob(False, "length-normalised", "Scores are means over a response's tokens instead of sums.")
-    tail: float = knob(1.0, "tail", TAIL, least=0, most=1)
+    mean: bool = setting(False, "length-normalised", "Scores are means over a response's tokens instead of sums.")
+    tail: float = setting(1.0, "tail", TAIL, least=0, most=1)
 
     @property
     def source(self) -> str:
@@ -164,13 +164,13 @@ class Odds(Score):
 
 SCORES: dict[str, Score] = {
     "log-ratio": LogRatio(),
-    "likelihood": Likelihood(),
+    "likelihood": ResponseLikelihood(),
     "odds": Odds(),
 }
 
 
 @dataclass(frozen=True)
-class PolicyWeight(Part):
+class PolicyWeight(Component):
     """Lets comparisons count as much as the policy would have made their responses itself, as if they were on policy.
 
     Each comparison weighs w(y_w) w(y_l) besides, each label w(y), w(y) = exp(mean_t (lp_t - log sum_v pi_v^2)), without a

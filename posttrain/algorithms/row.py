@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from posttrain.part import Limits, Need, Part
+from posttrain.core.component import Component, Need, RunLimits
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Row:
     paper: str
 
     @property
-    def parts(self) -> list[tuple[str, Part]]:
+    def parts(self) -> list[tuple[str, Component]]:
         """All parts that the row has, each with the field that it stands in."""
         found = []
         for f in fields(self):
             value = getattr(self, f.name)
             every = value if isinstance(value, tuple) else (value,)
-            found += [(f.name, part) for part in every if isinstance(part, Part)]
+            found += [(f.name, part) for part in every if isinstance(part, Component)]
         return found
 
     def needing(self, need: Need) -> list[str]:
@@ -42,12 +42,12 @@ class Row:
         """Fields of `Outputs` that the loss reads, besides logp."""
         return frozenset[str]().union(*(part.wants for _, part in self.parts))
 
-    def configured(self, limits: Limits) -> Self:
+    def configured(self, limits: RunLimits) -> Self:
         """The row as a run has it: what its parts leave open is filled in."""
 
         def filled(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(filled(x) for x in value)
-            return value.configured(limits) if isinstance(value, Part) else value
+            return value.configured(limits) if isinstance(value, Component) else value
 
         return replace(self, **{f.name: filled(getattr(self, f.name)) for f in fields(self)})

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from posttrain.algorithms.row import Row
-from posttrain.messages import near, short
-from posttrain.part import NEVER, Bounds, Knob, Part, knob_of
-from posttrain.types import UserError
-from posttrain.user_code import load_named
-from posttrain.values import convert, fits, said
+from posttrain.core.coerce import convert, fits, said
+from posttrain.core.component import NEVER, Component, Setting, SettingRange, knob_of
+from posttrain.core.messages import near, short
+from posttrain.core.types import UserError
+from posttrain.system.user_code import load_named
 
 Place = tuple[str, ...]
 AnyRow = TypeVar("AnyRow", bound=Row)
@@ -35,7 +35,7 @@ class Flag:
     name: str  # with underscores
     help: str
     type: Any  # what it takes: of all places together
-    places: tuple[tuple[Place, type[Part]], ...]  # of the setting, and the part that has it there
+    places: tuple[tuple[Place, type[Component]], ...]  # of the setting, and the part that has it there
 
 
 def choose(row: AnyRow, settings: Mapping[str, Any]) -> AnyRow:
@@ -83,7 +83,7 @@ def _refuse_two_values(kind: type[Row], settings: Mapping[str, Any]) -> None:
 def flags(kind: type[Row]) -> dict[str, Flag]:
     """All flags of a kind of rows, by name."""
     if kind not in _flags:
-        found: dict[str, list[tuple[Place, type[Part], Any, Knob]]] = {}
+        found: dict[str, list[tuple[Place, type[Component], Any, Setting]]] = {}
         for place, owner, hint, knob in _knobs(kind, ()):
             if knob.flag:
                 found.setdefault(knob.flag.replace("-", "_"), []).append((place, owner, hint, knob))
@@ -120,7 +120,7 @@ def check_ranges(row: Row) -> None:
     """Raise UserError for a setting outside its range: a row of a user's own may be made with any value."""
     for place, part, name in _settings_at(row, ()):
         known = knob_of(_fields(type(part))[name])
-        if known.bounds != Bounds():
+        if known.bounds != SettingRange():
             known.bounds.check(f"{row.name}: {place}", getattr(part, name))
 
 
@@ -129,7 +129,7 @@ def _settings_at(part: Any, above: Place) -> Iterator[tuple[str, Any, str]]:
     for f in dataclasses.fields(part):
         value = getattr(part, f.name)
         several = isinstance(value, tuple)
-        inside = [own for own in (value if several else (value,)) if isinstance(own, Part)]
+        inside = [own for own in (value if several else (value,)) if isinstance(own, Component)]
         for own in inside:
             yield from _settings_at(own, (*above, f.name, _named(type(own))) if several else (*above, f.name))
         if not inside:
@@ -145,10 +145,10 @@ def _values(part: Any, above: Place) -> Iterator[tuple[str, Any]]:
         if choices is not None:
             names = [name for name, choice in choices.items() if _alike(choice, value)]
             yield ".".join(place), names[0] if names else repr(value)
-        elif not isinstance(value, (Part, tuple)) and _part_in(_hints(type(part))[f.name])[0] is None:
+        elif not isinstance(value, (Component, tuple)) and _part_in(_hints(type(part))[f.name])[0] is None:
             yield ".".join(place), value
         for own in value if isinstance(value, tuple) else (value,):
-            if isinstance(own, Part):
+            if isinstance(own, Component):
                 yield from _values(own, (*place, _named(type(own))) if isinstance(value, tuple) else place)
 
 
@@ -162,7 +162,7 @@ def _alike(one: Any, other: Any) -> bool:
 # -- what there is -----------------------------------------------------------------------------------------------------
 
 
-def _knobs(kind: type[Any], above: Place) -> Iterator[tuple[Place, type[Any], Any, Knob]]:
+def _knobs(kind: type[Any], above: Place) -> Iterator[tuple[Place, type[Any], Any, Setting]]:
     """(place, the class that has it, its type, what is told of it) of each setting of a class and of the parts in it."""
     hints = _hints(kind)
     for f in dataclasses.fields(kind):
@@ -188,16 +188,16 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 _evaluated: dict[type[Any], dict[str, Any]] = {}  # hints are text until they are evaluated, which takes its time
 
 
-def _part_in(hint: Any) -> tuple[type[Part] | None, bool]:
+def _part_in(hint: Any) -> tuple[type[Component] | None, bool]:
     """The class of parts that a field holds, if it holds any, and whether it holds several."""
     if get_origin(hint) is tuple:
         return _part_in(get_args(hint)[0])[0], True
     if get_origin(hint) in (Union, types.UnionType):
         return next((found for found in map(_part_in, get_args(hint)) if found[0]), (None, False))
-    return (hint, False) if isinstance(hint, type) and issubclass(hint, Part) else (None, False)
+    return (hint, False) if isinstance(hint, type) and issubclass(hint, Component) else (None, False)
 
 
-def _family(kind: type[Part]) -> list[type[Part]]:
+def _family(kind: type[Component]) -> list[type[Component]]:
     """The class and all that is made of it, as far as these are parts to be used."""
     below = [x for child in kind.__subclasses__() for x in _family(child)]
     return ([kind] if dataclasses.is_dataclass(kind) else []) + below
@@ -208,7 +208,7 @@ def _named(kind: type) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower()
 
 
-def _together(every: Sequence[tuple[Place, type[Part], Any, Knob]]) -> Any:
+def _together(every: Sequence[tuple[Place, type[Component], Any, Setting]]) -> Any:
     """One type for a flag that several parts have: they agree, or each takes some of the same words."""
     if choices := every[0][3].choices:
         words = tuple(choices)
@@ -231,17 +231,17 @@ def _rank(kind: type[Row], name: str) -> int:
     """0: chooses a whole part; 1: may make or remove one; 2: changes one."""
     flag = flags(kind).get(name.replace("-", "_"))
     place = flag.places[0][0] if flag else tuple(name.split("."))
-    known = next((knob for where, _, _, knob in _knobs(kind, ()) if where == place), Knob())
+    known = next((knob for where, _, _, knob in _knobs(kind, ()) if where == place), Setting())
     if known.choices is not None:
         return 0 if len(place) == 1 else 1
     return 1 if known.creates else 2
 
 
-def _knob_at(place: Place, owner: type[Part]) -> Knob:
+def _knob_at(place: Place, owner: type[Component]) -> Setting:
     return knob_of(_fields(owner)[place[-1]])
 
 
-def _stands(row: Row, place: Place, owner: type[Part]) -> bool:
+def _stands(row: Row, place: Place, owner: type[Component]) -> bool:
     """Whether the row has a part of this class at the place of this setting."""
     found: Any = row
     for name in place[:-1]:
@@ -296,7 +296,7 @@ def _assigned(part: Any, place: Sequence[str], value: Any, told: str, whole: str
     return replace(part, **{name: new})
 
 
-def _read(value: Any, hint: Any, known: Knob, told: str) -> Any:
+def _read(value: Any, hint: Any, known: Setting, told: str) -> Any:
     """A plain setting."""
     new = convert(value, hint, told)
     if known.off is not NEVER and new == known.off:
@@ -305,7 +305,7 @@ def _read(value: Any, hint: Any, known: Knob, told: str) -> Any:
     return new
 
 
-def _is_absent(value: Any, known: Knob, hint: Any) -> bool:
+def _is_absent(value: Any, known: Setting, hint: Any) -> bool:
     """Whether this value says that the part is not there at all."""
     if known.absent is NEVER:
         return False
@@ -319,7 +319,7 @@ def _is_absent(value: Any, known: Knob, hint: Any) -> bool:
         return False
 
 
-def _in_one(current: Any, kind: type[Part], place: Sequence[str], value: Any, told: str, whole: str) -> Any:
+def _in_one(current: Any, kind: type[Component], place: Sequence[str], value: Any, told: str, whole: str) -> Any:
     """A setting of the one part that a field holds, or may hold."""
     owner = kind if current is None else type(current)
     name = place[0].replace("-", "_")
@@ -339,7 +339,7 @@ def _in_one(current: Any, kind: type[Part], place: Sequence[str], value: Any, to
 
 
 def _in_several(
-    current: tuple[Any, ...], kind: type[Part], place: Sequence[str], value: Any, told: str, whole: str
+    current: tuple[Any, ...], kind: type[Component], place: Sequence[str], value: Any, told: str, whole: str
 ) -> Any:
     """A setting of one of the parts that a field holds."""
     classes = {_named(own): own for own in _family(kind)}
@@ -355,7 +355,7 @@ def _in_several(
     return tuple(part for part in rest if part is not None)
 
 
-def _chosen(value: Any, kind: type[Part], several: bool, hint: Any, known: Knob, told: str) -> Any:
+def _chosen(value: Any, kind: type[Component], several: bool, hint: Any, known: Setting, told: str) -> Any:
     """A whole part, by its name, by "my.py:name", or as it is."""
     choices = known.choices or {}
     word = str(value).lower() if isinstance(value, bool) else value

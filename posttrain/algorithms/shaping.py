@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from posttrain.batch import Scores
-from posttrain.deferred import torch
-from posttrain.part import Limits, Need, Part, knob
-from posttrain.types import UserError
+from posttrain.core.batch import Scores
+from posttrain.core.component import Component, Need, RunLimits, setting
+from posttrain.core.lazy_torch import torch
+from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Shaping(Part):
+class Shaping(Component):
     """Scores -> float64 [S], what is added to each reward."""
 
     def __call__(self, scores: Scores) -> Tensor:
@@ -32,8 +32,10 @@ class SoftOverlong(Shaping):
     -1 above (DAPO, arXiv 2503.14476, eq. 13).
     """
 
-    limit: int | None = knob(None, above=0)  # L_max; None: the episode's budget, filled in when the run is configured
-    cache: int | None = knob(  # L_cache; None: a fifth of the limit
+    limit: int | None = setting(
+        None, above=0
+    )  # L_max; None: the episode's budget, filled in when the run is configured
+    cache: int | None = setting(  # L_cache; None: a fifth of the limit
         None,
         "overlong-cache",
         "Tokens before the episode's budget over which a penalty grows to -1 (0: no penalty).",
@@ -51,7 +53,7 @@ class SoftOverlong(Shaping):
     def needs(self) -> frozenset[Need]:
         return frozenset(() if self.limit else {Need.EPISODE_TOKENS})
 
-    def configured(self, limits: Limits) -> Self:
+    def configured(self, limits: RunLimits) -> Self:
         limit = self.limit or limits.episode_tokens
         if limit is None:
             return self
@@ -75,7 +77,7 @@ class GroupLength(Shaping):
     times `weight`. 0 where all of a group are equally long (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
     """
 
-    weight: float = knob(
+    weight: float = setting(
         0.1, "length-reward", "Reward for being among the shorter replies of the group (0: none).", least=0, absent=0
     )
     needs = frozenset({Need.GROUP, Need.SUCCESS})

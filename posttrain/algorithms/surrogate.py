@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from posttrain.batch import Batch, Outputs, Stats
-from posttrain.deferred import torch
-from posttrain.part import Part, knob
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.component import Component, setting
+from posttrain.core.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Surrogate(Part):
+class Surrogate(Component):
     """What is maximised for each token."""
 
     uses_ratio = True
@@ -76,9 +76,9 @@ class Clip(Surrogate):
     above 1, bounds what a bad token can cost: where A < 0, no less than dual A (Ye et al. 2020, arXiv 1912.09729, eq. 5).
     """
 
-    low: float = knob(0.2, "clip-low", "The ratio is clipped at 1 - this.", least=0, most=1)
-    high: float = knob(0.2, "clip-high", "The ratio is clipped at 1 + this.", least=0)
-    dual: float | None = knob(
+    low: float = setting(0.2, "clip-low", "The ratio is clipped at 1 - this.", least=0, most=1)
+    high: float = setting(0.2, "clip-high", "The ratio is clipped at 1 + this.", least=0)
+    dual: float | None = setting(
         None, "clip-dual", "Where A < 0, the objective is at least this times A: above 1 (0: no bound).", above=1, off=0
     )
 
@@ -124,7 +124,7 @@ class WeightedLogProbability(Surrogate):
     the weight is capped at 1 + high (CISPO, arXiv 2506.13585, eq. 4). The cap is on the weight and so always above 1.
     """
 
-    high: float | None = knob(None, "clip-high", "The ratio is clipped at 1 + this.", least=0)
+    high: float | None = setting(None, "clip-high", "The ratio is clipped at 1 + this.", least=0)
 
     @property
     def clips(self) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
-from posttrain.batch import Outputs
-from posttrain.part import Limits, Need, Part, knob
+from posttrain.core.batch import Outputs
+from posttrain.core.component import Component, Need, RunLimits, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ FIELDS = {"reverse-kl": "reverse_kl", "forward-kl": "forward_kl", "jensen-shanno
 
 
 @dataclass(frozen=True)
-class Distillation(Part):
+class Distillation(Component):
     """Gives a signal for every token, where a reward gives one for a reply: the policy moves towards a teacher.
 
     reverse-kl      KL(p || q), summed over the vocabulary at every sampled token: seeks what the teacher finds likely.
@@ -34,16 +34,16 @@ class Distillation(Part):
     the surrogate does that for one token: its expectation is the gradient of the reverse KL at that token.
     """
 
-    divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"] = knob(
+    divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"] = setting(
         "reverse-kl", "divergence", "How far the student is from its teacher; sampled: at the sampled tokens alone."
     )
-    coefficient: float = knob(
+    coefficient: float = setting(
         1.0, "distillation", "Weight of the teacher in the loss, or in each token's reward.", above=0
     )
-    beta: float = knob(
+    beta: float = setting(
         0.5, "jsd-beta", "jensen-shannon: share of the teacher in the mixture.", above=0, below=1
     )  # TRL's and GKD's beta
-    temperature: float | None = knob(
+    temperature: float | None = setting(
         None, "teacher-temperature", "Of the teacher's logits; default: that of sampling.", above=0
     )
 
@@ -79,7 +79,7 @@ class Distillation(Part):
     def needs(self) -> frozenset[Need]:
         return frozenset({Need.TEACHER} if self.sampled else ())
 
-    def configured(self, limits: Limits) -> Self:
+    def configured(self, limits: RunLimits) -> Self:
         return replace(self, temperature=limits.temperature if self.temperature is None else self.temperature)
 
     def distance(self, outputs: Outputs) -> Tensor:

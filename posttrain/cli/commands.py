@@ -34,9 +34,9 @@ from posttrain.config import (
     ServePolicy,
     Training,
 )
-from posttrain.messages import one_line
-from posttrain.options import AnyConfig, AnyTraining, check_bounds, validate
-from posttrain.types import UserError
+from posttrain.config.resolve import AnyConfig, AnyTraining, check_bounds, validate
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import Run
@@ -51,9 +51,9 @@ Options = Parameter(
 
 def sft(*, config: Annotated[SFT, Options] = SFT()) -> int:  # noqa: B008  frozen
     """Supervised fine-tuning: imitate the responses of a dataset."""
-    from posttrain.training import imitating
+    from posttrain.training.verbs import sft
 
-    return _trained(config, imitating.sft)
+    return _trained(config, sft.sft)
 
 
 def _words(kind: type[Any]) -> type[Any]:
@@ -94,9 +94,9 @@ def rl(
     set
         A setting of a part of the algorithm by its place: --set surrogate.high=0.28 (posttrain algorithms ROW names them).
     """
-    from posttrain.training import assembly
+    from posttrain.training.verbs import rl
 
-    return _trained(_read(RL, config, set), assembly.rl)
+    return _trained(_read(RL, config, set), rl.rl)
 
 
 PreferWords = _words(Prefer)
@@ -114,9 +114,9 @@ def prefer(
     set
         A setting of a part of the algorithm by its place: --set link.beta=0.2 (posttrain algorithms ROW names them).
     """
-    from posttrain.training import preferring
+    from posttrain.training.verbs import prefer
 
-    return _trained(_read(Prefer, config, set), preferring.prefer)
+    return _trained(_read(Prefer, config, set), prefer.prefer)
 
 
 RewardWords = _words(RewardModelling)
@@ -134,13 +134,13 @@ def reward_model(
     set
         A setting of a part of the algorithm by its place: --set margin.constant=0.5 (posttrain algorithms ROW names them).
     """
-    from posttrain.runs.files import REPORT
-    from posttrain.training import rewarding
+    from posttrain.runs.run_files import REPORT
+    from posttrain.training.verbs import reward_model
 
     def trained(config: RewardModelling) -> Run:
-        run = rewarding.reward_model(config)
+        run = reward_model.reward_model(config)
         if (run.path / REPORT).exists() and _speaks():
-            print("\n".join(rewarding.lines(rewarding.read_report(run.path))))
+            print("\n".join(reward_model.lines(reward_model.read_report(run.path))))
             print(f"report      {run.path / REPORT}")
         return run
 
@@ -162,9 +162,9 @@ def distill(
     set
         A setting of a part of the algorithm by its place, as in rl: --set teacher.coefficient=0.5.
     """
-    from posttrain.training import assembly
+    from posttrain.training.verbs import rl
 
-    return _trained(_read(Distill, config, set), assembly.rl)
+    return _trained(_read(Distill, config, set), rl.rl)
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -177,10 +177,10 @@ def _setting(text: str) -> tuple[str, str]:
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
-    from posttrain.runs.printing import table
-    from posttrain.training import evaluation
+    from posttrain.runs.terminal.printing import table
+    from posttrain.training.verbs import evaluate
 
-    found = evaluation.evaluate(config)
+    found = evaluate.evaluate(config)
     names = [n for n in found.figures if isinstance(found.figures[n], dict)]
 
     def row(name: str, figures: dict[str, Any]) -> list[str]:
@@ -195,15 +195,15 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     for note in found.notes:
         print(note)
     if config.out:
-        evaluation.save(found, Path(config.out))
+        evaluate.save(found, Path(config.out))
     return 0
 
 
 def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B008
     """Sample replies to every prompt over a grid of settings: items to be labelled, or learned from."""
-    from posttrain.training import sampling
+    from posttrain.training.verbs import sample
 
-    found = sampling.sample(config)
+    found = sample.sample(config)
     print("\n".join([*found.notes, f"items       {found.items} prompts: {found.path}"]))
     return 0
 
@@ -212,17 +212,17 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
     """Label responses by a reward model, a judge, a function or a person; write the best of them, or pairs."""
     validate(config)
     if config.agreement is not None:
-        from posttrain.training.agreement import agreement, read_labels
+        from posttrain.training.verbs.agreement import agreement, read_labels
 
         print("\n".join(agreement(*map(read_labels, config.agreement)).lines()))
         return 0
     if config.human:
-        from posttrain.cli.ranking import rank
+        from posttrain.cli.rank_command import rank
 
         return rank(config)
-    from posttrain.training import labelling
+    from posttrain.training.verbs import label
 
-    found = labelling.label(config)
+    found = label.label(config)
     files = [
         ("labels", found.items, found.path),
         ("best", found.best, config.best),
@@ -244,7 +244,7 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
     model
         Folder of a checkpoint or of a run.
     """
-    from posttrain.cli.chat import converse
+    from posttrain.cli.chat_command import converse
 
     validate(config)
     converse(model, config)
@@ -261,7 +261,7 @@ def merge(adapter: str, *, out: str) -> int:
     out
         The folder to make.
     """
-    from posttrain.cli.merging import merge_adapter
+    from posttrain.cli.merge_command import merge_adapter
 
     merge_adapter(adapter, Path(out))
     return 0
@@ -269,7 +269,7 @@ def merge(adapter: str, *, out: str) -> int:
 
 def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
     """Answer requests over HTTP with what a checkpoint samples: token ids in and out, and OpenAI's forms on top."""
-    from posttrain.cli.serving import serve_policy as serve
+    from posttrain.cli.serve_command import serve_policy as serve
 
     validate(config)
     serve(config)
@@ -278,7 +278,7 @@ def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> 
 
 def serve_engine(*, config: Annotated[ServeEngine, Options] = ServeEngine()) -> int:  # noqa: B008
     """Sample for runs on other machines (posttrain rl --engines HOST:PORT), with the weights that they hand over."""
-    from posttrain.cli.listening import serve_engine as serve
+    from posttrain.cli.engine_command import serve_engine as serve
 
     validate(config)
     serve(config)
@@ -289,7 +289,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
     from posttrain.envs.load import about
-    from posttrain.runs.output import Output, columns, wrapped
+    from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
 
@@ -302,7 +302,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
     viewer = None
     if config.model is not None:
-        from posttrain.models.outline import outline
+        from posttrain.models.checkpoint_summary import outline
         from posttrain.runs.checkpoint import resolve
 
         viewer = viewer_of(outline(resolve(config.model), config.chat_template))
@@ -321,15 +321,15 @@ def retriever_build(*, config: Annotated[RetrieverBuild, Options] = RetrieverBui
     """Make an index of passages: of their words (BM25), or with an encoder of their vectors."""
     from time import perf_counter
 
-    from posttrain.retrieval.index import build
-    from posttrain.retrieval.passages import Source, taken
+    from posttrain.services.retrieval.passage_index import build
+    from posttrain.services.retrieval.passages import PassageSource, taken
 
     check_bounds(config)
     if not config.passages:
         raise UserError("--passages is missing: a file of rows with title and text, such as passages.jsonl")
     chosen = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("passages", "out")}
     plain = RetrieverBuild()
-    print(f"columns     {taken(Source(config.passages, config.split, config.limit, config.fields))}")
+    print(f"columns     {taken(PassageSource(config.passages, config.split, config.limit, config.fields))}")
     began = perf_counter()
     manifest = build(config.passages, config.out, **{n: v for n, v in chosen.items() if v != getattr(plain, n)})
     size = sum(size for size, _ in manifest.files.values())
@@ -349,8 +349,8 @@ def retriever_serve(index: str, *, config: Annotated[RetrieverServe, Options] = 
     index
         Folder of the index: --out of posttrain retriever build.
     """
-    from posttrain.retrieval.index import open_index
-    from posttrain.retrieval.server import serve
+    from posttrain.services.retrieval.passage_index import open_index
+    from posttrain.services.retrieval.search_server import serve
 
     check_bounds(config)
     serve(open_index(index, config.encoder), config.host, config.port, config.topk)
@@ -365,10 +365,10 @@ def plan(run: str, *, config: Annotated[Plan, Options] = Plan()) -> int:  # noqa
     run
         Folder of the pilot: a run of posttrain rl or distill of one process, of some ten steps.
     """
-    from posttrain.planning import command
+    from posttrain.apps.planning import plan_command
 
     check_bounds(config)
-    return command.plan(run, config)
+    return plan_command.plan(run, config)
 
 
 def launch(*command: str, config: Annotated[Launch, Options] = Launch()) -> int:  # noqa: B008  frozen
@@ -426,7 +426,7 @@ def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
     if config.processes > 1 and "RANK" not in os.environ:
         if not config.resume:
             validate(config)
-        from posttrain.cli.launching import launch
+        from posttrain.cli.launch_processes import launch
 
         return launch(config)
     run = train(config)

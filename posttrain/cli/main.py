@@ -26,10 +26,10 @@ from cyclopts.exceptions import (
 )
 
 from posttrain import __version__
-from posttrain.types import UserError
+from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
-    from posttrain.runs.output import Output
+    from posttrain.runs.terminal.output import Output
 
 LONGEST = 450  # characters of a message
 TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-template")
@@ -55,7 +55,7 @@ app = App(
     help_flags=["--help", "-h"],
     suppress_keyboard_interrupt=False,  # it is told below
 )
-# these are in cli/looking.py, the others in cli/commands.py
+# these are in cli/inspect_commands.py, the others in cli/commands.py
 _LOOKING = {"algorithms", "audit", "query", "reproduce", "rollouts", "view"}
 for _name, _function, _help in (
     ("sft", "sft", "Supervised fine-tuning: imitate the responses of a dataset."),
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         if said.startswith("Dictionary of tokens"):  # cyclopts does not say which
             dotted = next((word for word in words if word.startswith("--") and word.count(".") > 1), "an option")
             said = f"{dotted} has one dot too many: name a single entry, as in --fields.prompt COLUMN"
-        from posttrain.runs.output import Output, columns, wrapped
+        from posttrain.runs.terminal.output import Output, columns, wrapped
 
         if os.environ.get("RANK", "0") == "0":  # of several processes that share a run, the first one speaks for all
             print(wrapped(f"posttrain: {_presentable(said)}", columns(Output(sys.stderr))), file=sys.stderr)
@@ -218,7 +218,7 @@ def entry() -> None:
 
 def _prepare_streams() -> Output:
     """Make standard output and standard error streams that never fail; returns the first."""
-    from posttrain.runs.output import Output
+    from posttrain.runs.terminal.output import Output
 
     for descriptor in range(3):  # a file opened under the number of a closed stream would be printed into
         try:
@@ -350,7 +350,7 @@ def _known(verb: str) -> list[str]:
 
 def _suggested(word: str, verb: str) -> str:
     from posttrain.config import VERBS
-    from posttrain.names import suggestion
+    from posttrain.core.option_aliases import suggestion
 
     return (suggestion(word, _known(verb)) if verb in VERBS else "") or f": see posttrain {verb} --help"
 

@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from posttrain.config import Launch, Training
-from posttrain.messages import clip
-from posttrain.types import UserError
+from posttrain.core.messages import clip
+from posttrain.core.types import UserError
 
 TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 OURS = ("--processes", "--restarts", "--resume", "--overwrite")

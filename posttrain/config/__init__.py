@@ -7,11 +7,7 @@ systems; `services`, which options name services.
 
 from __future__ import annotations
 
-from posttrain.config.growing import Launch, Plan
-from posttrain.config.rows import Data, FromRows, Precision
-from posttrain.config.services import LABELLERS, SCORERS, SERVICES, named_services
-from posttrain.config.training import RL, SFT, Distill, Passes, Prefer, RewardModelling, Training
-from posttrain.config.using import (
+from posttrain.config.inference import (
     Chat,
     Check,
     Evaluation,
@@ -22,6 +18,10 @@ from posttrain.config.using import (
     ServeEngine,
     ServePolicy,
 )
+from posttrain.config.row_options import Data, FromRows, Precision
+from posttrain.config.scale import Launch, Plan
+from posttrain.config.service_options import LABELLERS, SCORERS, SERVICES, named_services
+from posttrain.config.training import RL, SFT, Distill, Passes, Prefer, RewardModelling, Training
 
 __all__ = [
     "FREE_TO_CHANGE", "LABELLERS", "OF_GROWING", "OF_ONE_CALL", "OF_RETRIEVERS", "RL", "SCORERS", "SERVICES", "SFT", "VERBS",

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
-from posttrain.algorithms.scoring import Scoring
-from posttrain.config.rows import Data, Precision
-from posttrain.config.services import play_the_only_service
-from posttrain.part import option
+from posttrain.algorithms.reward_model_table import Scoring
+from posttrain.config.row_options import Data, Precision
+from posttrain.config.service_options import play_the_only_service
+from posttrain.core.component import option
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,10 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from posttrain.data.files import (
+from posttrain.core.messages import clip, one_line
+from posttrain.core.types import UserError
+from posttrain.data.arrow_store import Table, digest, fingerprint, keep_table
+from posttrain.data.row_files import (
     READ,
     TEXTS,
     Row,
@@ -31,10 +34,7 @@ from posttrain.data.files import (
     read_value,
     rows_of,
 )
-from posttrain.data.store import Table, digest, fingerprint, keep_table
-from posttrain.messages import clip, one_line
-from posttrain.types import UserError
-from posttrain.user_code import describe_error
+from posttrain.system.user_code import describe_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,7 +44,7 @@ FEW = 10_000  # rows: so are up to so many of a larger one
 BLOCK = 1000  # rows that are read at once when all are gone through; more are slower, as they leave the caches
 
 
-class Part(Protocol):
+class RowFile(Protocol):
     """The rows of one file, dataset or list."""
 
     def __len__(self) -> int: ...
@@ -102,7 +102,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Texts:
+class JsonRows:
     """Rows of an Arrow table that holds the text of each, as JSON: so a row is exactly what its file says."""
 
     table: Table
@@ -129,7 +129,7 @@ class Texts:
 class Rows:
     """Rows as they were read, each with the place it came from: `rows[16]`, `rows.where(16) == "train.jsonl:17"`."""
 
-    def __init__(self, parts: Sequence[Part], key: str | None = None) -> None:
+    def __init__(self, parts: Sequence[RowFile], key: str | None = None) -> None:
         """`key`: a name for exactly these rows, under which what follows from them can be kept; None: there is none."""
         self.key = key
         self._parts = [part for part in parts if len(part)]
@@ -153,7 +153,7 @@ class Rows:
         """All rows in order, a thousand at a time."""
         return (block for part in self._parts for block in part.blocks())
 
-    def _find(self, index: int) -> tuple[Part, int]:
+    def _find(self, index: int) -> tuple[RowFile, int]:
         index = range(len(self))[index]
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
@@ -289,7 +289,7 @@ def _of_dataset(found: Any, split: str | None, name: str, limit: int | None) -> 
 
 def _of_files(paths: Sequence[Path], limit: int | None) -> Rows:
     """The rows of files, one after the other."""
-    parts: list[Part] = []
+    parts: list[RowFile] = []
     keys: list[str] = []
     for path in paths:
         kind = kind_of(path)[1]
@@ -307,7 +307,7 @@ def _of_files(paths: Sequence[Path], limit: int | None) -> Rows:
     return Rows(parts, digest(*keys))
 
 
-def _of_texts(path: Path, limit: int | None, key: str | None) -> Part:
+def _of_texts(path: Path, limit: int | None, key: str | None) -> RowFile:
     """The rows of a file of text: kept under `key`, or in memory."""
     place = TEXTS[kind_of(path)[1]][1]
     if key is None:
@@ -318,7 +318,7 @@ def _of_texts(path: Path, limit: int | None, key: str | None) -> Part:
 
     schema = pa.schema({"number": pa.int64(), "text": pa.binary()})
     table = keep_table(key, schema, lambda: _batches(islice(read_texts(path), limit), schema))
-    return Texts(table, path.name, place)
+    return JsonRows(table, path.name, place)
 
 
 def _batches(texts: Iterator[Text], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -330,7 +330,7 @@ def _batches(texts: Iterator[Text], schema: pa.Schema) -> Iterator[pa.RecordBatc
         yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _of_parquet(path: Path, limit: int | None, key: str | None) -> Part:
+def _of_parquet(path: Path, limit: int | None, key: str | None) -> RowFile:
     schema, batches = read_parquet(path, BLOCK)
     if key is None:
         rows: list[Row] = []

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.data.convert import Conversion, identified, key_of, own_id, question, quoted
-from posttrain.data.files import Row, check_row
+from posttrain.core.messages import clip
+from posttrain.core.types import Task, UserError
+from posttrain.data.arrow_store import Arrays, digest, keep_arrays
+from posttrain.data.row_files import Row, check_row
 from posttrain.data.rows import Listed, Rows, load_rows
-from posttrain.data.store import Arrays, digest, keep_arrays
-from posttrain.messages import clip
-from posttrain.types import Task, UserError
-from posttrain.user_code import describe_error
+from posttrain.data.tasks_from_rows import Conversion, identified, key_of, own_id, question, quoted
+from posttrain.system.user_code import describe_error
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

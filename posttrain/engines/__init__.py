@@ -1,1 +1,1 @@
-"""Rollout engines: what samples. The protocol is `posttrain.protocols.Engine`."""
+"""Rollout engines: what samples. The protocol is `posttrain.core.protocols.Engine`."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.types import Completion, Media, Sampling, StopReason, UserError
+from posttrain.core.types import Completion, Media, Sampling, StopReason, UserError
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

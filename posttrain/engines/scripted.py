@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Media, Sampling, UserError
 from posttrain.engines.request import Request, complete
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Engine
-from posttrain.types import Completion, Media, Sampling, UserError
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 class ScriptedEngine:
-    """See `posttrain.protocols.Engine`. `replies`: of one episode, in order.
+    """See `posttrain.core.protocols.Engine`. `replies`: of one episode, in order.
 
     A reply ends behind the first stop string in it, after as many tokens as are allowed, or else with `eos_ids[0]`.
     """
@@ -69,7 +69,7 @@ class ScriptedEngine:
     def submit_seen(
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
     ) -> None:
-        """See `posttrain.protocols.Seeing`. What is written does not depend on what is seen."""
+        """See `posttrain.core.protocols.Seeing`. What is written does not depend on what is seen."""
         self.submit(id, prompt, sampling, keep)
 
     def forget(self, id: int) -> None:

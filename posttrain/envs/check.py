@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from posttrain.envs.asking import OPTIONS, Services, made_up
-from posttrain.envs.playing import content_text
-from posttrain.envs.pool import Done, EnvPool, Event
-from posttrain.envs.seen import Seen, Viewer
-from posttrain.messages import clip, safe
-from posttrain.models.tool_reading import HERMES
-from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError, bare
+from posttrain.core.messages import clip, safe
+from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError, bare
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.episode import content_text
+from posttrain.envs.play.service_client import OPTIONS, Services, made_up
+from posttrain.envs.preview import Seen, Viewer
+from posttrain.models.tokenizer.tool_parser import HERMES
 
 STANDARD = {
     "empty": "",

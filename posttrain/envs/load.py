@@ -15,36 +15,44 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from posttrain.envs.reading import read_number
-from posttrain.messages import near_or_all, short
-from posttrain.types import AsyncEnv, Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
-from posttrain.user_code import PRIVATE, describe_error, import_target, importable, named_in, split_name, unwrapped
-from posttrain.values import convert
+from posttrain.core.coerce import convert
+from posttrain.core.messages import near_or_all, short
+from posttrain.core.types import AsyncEnv, Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
+from posttrain.envs.play.env_outputs import read_number
+from posttrain.system.user_code import (
+    PRIVATE,
+    describe_error,
+    import_target,
+    importable,
+    named_in,
+    split_name,
+    unwrapped,
+)
 
 BUILTIN = {
-    "arithmetic": "posttrain.envs.arithmetic:reward",
-    "gsm8k": "posttrain.envs.gsm8k:reward",
-    "word-problems": "posttrain.envs.word_problems:reward",
-    "math": "posttrain.envs.math_problems:reward",
-    "verdict": "posttrain.envs.verdict:reward",
-    "calculator": "posttrain.envs.calculator:calculator",
-    "countdown": "posttrain.envs.countdown:reward",
-    "guess": "posttrain.envs.guess:guess",
-    "functions": "posttrain.envs.functions:functions",
-    "nim": "posttrain.envs.nim:nim",
-    "shapes": "posttrain.envs.shapes:shapes",
-    "adventure": "posttrain.envs.adventure:adventure",
+    "arithmetic": "posttrain.envs.builtin.arithmetic:reward",
+    "gsm8k": "posttrain.envs.builtin.gsm8k:reward",
+    "word-problems": "posttrain.envs.builtin.word_problems:reward",
+    "math": "posttrain.envs.builtin.math_problems:reward",
+    "verdict": "posttrain.envs.builtin.judge_verdict:reward",
+    "calculator": "posttrain.envs.builtin.calculator:calculator",
+    "countdown": "posttrain.envs.builtin.countdown:reward",
+    "guess": "posttrain.envs.builtin.guess:guess",
+    "functions": "posttrain.envs.builtin.functions:functions",
+    "nim": "posttrain.envs.builtin.nim:nim",
+    "shapes": "posttrain.envs.builtin.shapes:shapes",
+    "adventure": "posttrain.envs.builtin.adventure:adventure",
     "reasoning-gym": "posttrain.envs.bridges.reasoning:reward",
     "gymnasium": "posttrain.envs.bridges.gym:play",
     "textarena": "posttrain.envs.bridges.arena:play",
     "openenv": "posttrain.envs.bridges.openenv:play",
-    "python": "posttrain.envs.interpreter:python",
-    "code": "posttrain.envs.code:reward",
-    "code-all": "posttrain.envs.code:all_or_nothing",
-    "code-choice": "posttrain.envs.code_choice:code_choice",
-    "reward-model": "posttrain.envs.asked:reward_model",
-    "judge": "posttrain.envs.asked:judge",
-    "search-qa": "posttrain.envs.search_qa:search_qa",
+    "python": "posttrain.envs.builtin.interpreter:python",
+    "code": "posttrain.envs.builtin.code:reward",
+    "code-all": "posttrain.envs.builtin.code:all_or_nothing",
+    "code-choice": "posttrain.envs.builtin.code_choice:code_choice",
+    "reward-model": "posttrain.envs.builtin.service_reward:reward_model",
+    "judge": "posttrain.envs.builtin.service_reward:judge",
+    "search-qa": "posttrain.envs.builtin.search_qa:search_qa",
 }
 
 _WITH_OPTIONS = re.compile(r"([^,]+)((?:,\w+(?:=[^,]*)?)+)")

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from posttrain.envs.reading import cleaned, read_schema
-from posttrain.envs.recording import recorded
-from posttrain.envs.schemas import validator_of
-from posttrain.messages import near_or_all
-from posttrain.types import Reply, SpanReward, ToolCall, Turn, UserError
+from posttrain.core.messages import near_or_all
+from posttrain.core.types import Reply, SpanReward, ToolCall, Turn, UserError
+from posttrain.envs.play.call_recording import recorded
+from posttrain.envs.play.env_outputs import cleaned, read_schema
+from posttrain.envs.tool_schemas import validator_of
 
 Then = Literal["answer", "end", "invalid"]
 """What becomes of an episode: the model is told and goes on, it ends and is scored, or it is invalid."""

@@ -1,1 +1,1 @@
-"""Learners: what holds the weights, scores batches and improves. See `posttrain.protocols.Learner`."""
+"""Learners: what holds the weights, scores batches and improves. See `posttrain.core.protocols.Learner`."""

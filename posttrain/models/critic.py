@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from posttrain.batch import Packed
-from posttrain.models.backed import Backed
-from posttrain.models.decoder import Decoder
-from posttrain.models.folder import check_finite, load_backbone
+from posttrain.core.batch import Packed
+from posttrain.core.protocols import TRAINING, Model
+from posttrain.core.types import UserError
+from posttrain.models.checkpoint_folder import check_finite, load_backbone
 from posttrain.models.head import Head
-from posttrain.models.likelihood import Hidden
-from posttrain.models.rows import here
+from posttrain.models.hf.backed import Backed
+from posttrain.models.losses.likelihood import Hidden
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.row_shards import here
 from posttrain.models.tensor_files import open_tensors
-from posttrain.protocols import TRAINING, Model
-from posttrain.types import UserError
 
 STORED = "critic.safetensors"  # in that folder
 NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.messages import one_line
-from posttrain.types import UserError
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
 
 MISSING: Any = object()  # no default: the key must be there
 

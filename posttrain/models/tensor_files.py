@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from posttrain.messages import one_line
-from posttrain.models.rows import here, whole
-from posttrain.types import UserError
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
+from posttrain.models.row_shards import here, whole
 
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ALIGNED = 8  # bytes: to a multiple of this the header is filled up

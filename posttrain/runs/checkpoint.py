@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from posttrain.runs.files import CHECKPOINTS, RUN, step_name, sync
-from posttrain.runs.files import step_of as step_of_name
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.runs.run_files import CHECKPOINTS, RUN, step_name, sync
+from posttrain.runs.run_files import step_of as step_of_name
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

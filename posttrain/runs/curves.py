@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from posttrain.runs.files import CURVES, Folder
-from posttrain.runs.reading import read_health, read_metrics, read_timing
+from posttrain.core.types import UserError
+from posttrain.runs.run_files import CURVES, Folder
+from posttrain.runs.run_reading import read_health, read_metrics, read_timing
 from posttrain.runs.student import student_interval
-from posttrain.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

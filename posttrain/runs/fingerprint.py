@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.types import UserError
 from posttrain.envs.load import split_options
-from posttrain.types import UserError
-from posttrain.user_code import source_file
+from posttrain.system.user_code import source_file
 
 READ = {".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet", ".arrow", ".safetensors", ".jinja", ".model"}
 """Endings of the files of a folder that rows or a model are read from: logs and notes may stand beside them."""

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.runs.checks import CHECKS, FATAL, GOOD
-from posttrain.runs.history import History, Limits
+from posttrain.runs.health_checks import CHECKS, FATAL, GOOD
+from posttrain.runs.metric_history import HealthLimits, History
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """A fault, or a goal that is reached."""
 
     step: int
@@ -35,12 +35,12 @@ class Finding:
 class Health:
     """Looks at each step of a run, in order, reports each fault once, and again after an absence."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.history = History(limits or Limits())
-        self.findings: list[Finding] = []  # so far
+    def __init__(self, limits: HealthLimits | None = None) -> None:
+        self.history = History(limits or HealthLimits())
+        self.findings: list[HealthFinding] = []  # so far
         self._seen: dict[str, int] = {}  # finding -> the last step at which it held
 
-    def look(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
+    def look(self, step: int, metrics: Mapping[str, float | None]) -> list[HealthFinding]:
         """What is newly found after this step, whose metrics are as in metrics.jsonl; those it lacks are not judged."""
         self.history.add(step, metrics)
         found = []
@@ -49,7 +49,7 @@ class Health:
             if message is None:
                 continue
             if name not in self._seen or step - self._seen[name] > self.history.limits.again:
-                found.append(Finding(step, name, message))
+                found.append(HealthFinding(step, name, message))
             self._seen[name] = step
         self.findings += found
         return found
@@ -61,7 +61,7 @@ class Health:
         return series is not None and min(series.values) == 1
 
     @classmethod
-    def replay(cls, rows: Iterable[Mapping[str, Any]], limits: Limits | None = None) -> Health:
+    def replay(cls, rows: Iterable[Mapping[str, Any]], limits: HealthLimits | None = None) -> Health:
         """As after these steps, in order: the rows of metrics.jsonl, each with its "step", of a run that is resumed."""
         health = cls(limits)
         for row in rows:

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from posttrain.core.types import UserError
 from posttrain.runs.provenance import now
-from posttrain.types import UserError
 
 NAME = "lock"
 BEAT_SECONDS = 10.0

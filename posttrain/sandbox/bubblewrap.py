@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from posttrain.sandbox import kernel, seccomp
+from posttrain.core.types import UserError
+from posttrain.sandbox import seccomp, syscalls
 from posttrain.sandbox.jail import NOBODY
-from posttrain.sandbox.limits import Limits
-from posttrain.types import UserError
+from posttrain.sandbox.limits import ProgramLimits
 
 FOLDER = "/tmp"  # the command's own, in which it starts
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
@@ -40,7 +40,7 @@ class Finished:
 
 
 def run_command(
-    command: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "", limits: Limits | None = None
+    command: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "", limits: ProgramLimits | None = None
 ) -> Finished:
     """Run a command in a jail, with these files (name -> content) in its folder.
 
@@ -50,7 +50,7 @@ def run_command(
         if "/" in name or name in ("", ".", ".."):
             raise UserError(f"a file of a command needs a plain name, not {name!r}")
     _check()
-    return _run(command, files or {}, stdin, limits or Limits())
+    return _run(command, files or {}, stdin, limits or ProgramLimits())
 
 
 @cache
@@ -61,15 +61,15 @@ def _check() -> None:
             "programs that are not Python run in bubblewrap, which is not installed: install it (on Debian and Ubuntu: "
             "apt install bubblewrap), so that bwrap is found"
         )
-    if not kernel.numbers():
-        raise UserError(f"there is no filter of system calls for this machine ({kernel.MACHINE})")
-    tried = _run(["true"], {}, "", Limits())
+    if not syscalls.numbers():
+        raise UserError(f"there is no filter of system calls for this machine ({syscalls.MACHINE})")
+    tried = _run(["true"], {}, "", ProgramLimits())
     if tried.exit or tried.over:
         said = tried.output.decode(errors="replace").strip()
         raise UserError(f"bubblewrap cannot make a jail here: {said[:300] or f'exit code {tried.exit}'}")
 
 
-def _run(command: Sequence[str], files: Mapping[str, str], stdin: str, limits: Limits) -> Finished:
+def _run(command: Sequence[str], files: Mapping[str, str], stdin: str, limits: ProgramLimits) -> Finished:
     wrapper = shutil.which("bwrap")
     assert wrapper is not None
     with ExitStack() as opened:
@@ -89,7 +89,7 @@ def _run(command: Sequence[str], files: Mapping[str, str], stdin: str, limits: L
         return _watched(arguments, content(stdin.encode()), [filter, *given.values()], limits)
 
 
-def _arguments(files: Mapping[str, int], filter: int, limits: Limits) -> list[str]:
+def _arguments(files: Mapping[str, int], filter: int, limits: ProgramLimits) -> list[str]:
     """Of bwrap."""
     found = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     for path in SYSTEM:
@@ -105,7 +105,7 @@ def _arguments(files: Mapping[str, int], filter: int, limits: Limits) -> list[st
     return [*found, "--seccomp", str(filter), "--chdir", FOLDER]
 
 
-def _watched(arguments: Sequence[str], stdin: int, passed: Sequence[int], limits: Limits) -> Finished:
+def _watched(arguments: Sequence[str], stdin: int, passed: Sequence[int], limits: ProgramLimits) -> Finished:
     def limit() -> None:
         for kind, most in {
             resource.RLIMIT_CPU: limits.cpu,

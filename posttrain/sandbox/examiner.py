@@ -5,7 +5,7 @@ not define themselves stands for the program's object. Calling it sends the argu
 plain data, rebuilt here from Python's own types. So what a test compares has no methods of the program's, and what it
 compares with never leaves this jail.
 
-An object of the program's that is no plain data is a `Remote`. It may be called, indexed and iterated over, its attributes
+An object of the program's that is no plain data is a `RemoteObject`. It may be called, indexed and iterated over, its attributes
 may be read and set, it has a length and a text. Whether it is equal, true, or less, it may not say: a test that asks the
 program for a verdict fails. A function of the tests' that is passed as an argument can be called by the program, no more.
 
@@ -29,8 +29,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from posttrain.sandbox.plain import NotPlain, decode, encode, named
-from posttrain.sandbox.talk import receive, send
+from posttrain.sandbox.json_messages import receive, send
+from posttrain.sandbox.plain_values import NotPlain, decode, encode, named
 
 LONGEST_ANSWER = 64 << 20
 LONGEST_WHY = 300  # characters
@@ -75,7 +75,7 @@ class Examiner:
         self._namespace: dict[str, Any] = {"__name__": "__tests__"}
         self._names: list[str] = []  # that stand for the program's
         self._asked = False  # whether the program has done anything yet
-        self._remotes: dict[int, Remote] = {}
+        self._remotes: dict[int, RemoteObject] = {}
         self._exported: list[Callable[..., Any]] = []
         self._raised: list[Exception] = []  # by the program's functions, during this test
 
@@ -171,7 +171,7 @@ class Examiner:
             raise Unfit(f"gives the program {error}") from None
 
     def _refer(self, value: Any) -> Any:
-        if type(value) is Remote:
+        if type(value) is RemoteObject:
             return {"ref": object.__getattribute__(value, "_number")}
         if (name := named(value)) is not None:
             return {"name": name}
@@ -185,11 +185,11 @@ class Examiner:
         if type(content) is not int or not 0 <= content < known:
             raise NotPlain("a reference that is none")
         if kind == "ref":
-            return self._remotes.setdefault(content, Remote(self, content))
+            return self._remotes.setdefault(content, RemoteObject(self, content))
         return self._exported[content]
 
 
-class Remote:
+class RemoteObject:
     """An object of the program's."""
 
     __slots__ = ("_examiner", "_number")

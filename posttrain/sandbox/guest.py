@@ -31,8 +31,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from posttrain.sandbox.examiner import Examiner, exception
-from posttrain.sandbox.plain import NAMED, decode, encode
-from posttrain.sandbox.talk import receive, send
+from posttrain.sandbox.json_messages import receive, send
+from posttrain.sandbox.plain_values import NAMED, decode, encode
 
 LONGEST_REQUEST = 64 << 20
 LONGEST_TEXT = 2000  # characters of an exception's message

@@ -18,11 +18,11 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from posttrain.sandbox import kernel
-from posttrain.sandbox.limits import Limits, Protections
-from posttrain.sandbox.program import Broken, Program
-from posttrain.sandbox.talk import HEAD
-from posttrain.types import UserError
+from posttrain.core.types import UserError
+from posttrain.sandbox import syscalls
+from posttrain.sandbox.json_messages import HEAD
+from posttrain.sandbox.limits import ProgramLimits, Protections
+from posttrain.sandbox.program import Program, SandboxError
 
 START_SECONDS = 60.0  # for the warm interpreter, on a busy machine with a slow file system
 END_SECONDS = 10.0  # for the warm interpreter to end
@@ -42,7 +42,7 @@ _SET = {
 }
 _BOOT = (
     "import sys; control, root, *allowed = sys.argv[1:]; sys.path.insert(0, root); sys.argv[1:] = []; "
-    "from posttrain.sandbox.warm import main; main(int(control), root, allowed)"
+    "from posttrain.sandbox.fork_server import main; main(int(control), root, allowed)"
 )
 
 
@@ -54,7 +54,7 @@ class Sandbox:
     """
 
     def __init__(self) -> None:
-        if not kernel.LINUX or kernel.release() < (5, 3):
+        if not syscalls.LINUX or syscalls.release() < (5, 3):
             raise UserError(
                 "the sandbox needs Linux 5.3 or later: run this in a virtual machine or container that has it"
             )
@@ -62,7 +62,7 @@ class Sandbox:
         told = os.environ.get(TELL)
         if told not in (None, "", UNPROTECTED, DENIED):
             raise UserError(f"{TELL} may be {UNPROTECTED} or {DENIED}, not {told!r}")
-        self._allowed = () if told == DENIED else tuple(kernel.NAMESPACES)
+        self._allowed = () if told == DENIED else tuple(syscalls.NAMESPACES)
         self._owner = os.getpid()
         self.protections = self._begin()
         if self.protections.missing and told != UNPROTECTED:
@@ -73,7 +73,7 @@ class Sandbox:
                 f"or set {TELL}={UNPROTECTED} to run it all the same"
             )
 
-    def start(self, limits: Limits | None = None, output: bool = False) -> Program:
+    def start(self, limits: ProgramLimits | None = None, output: bool = False) -> Program:
         """A program in a jail of its own, of which nothing is run yet. `output`: keep what it prints.
 
         Raises Broken.
@@ -82,7 +82,7 @@ class Sandbox:
             if self._process.poll() is not None:
                 self._end()
                 self._begin()
-            return Program(self._control, limits or Limits(), output)
+            return Program(self._control, limits or ProgramLimits(), output)
 
     def close(self) -> None:
         """End all programs, and the warm interpreter. May be called twice."""
@@ -116,7 +116,7 @@ class Sandbox:
         try:
             greeting = json.loads(self._greeting()[HEAD:])
             if "failed" in greeting:
-                raise Broken(f"the sandbox does not start: {greeting['failed']}")
+                raise SandboxError(f"the sandbox does not start: {greeting['failed']}")
         except BaseException:
             self._end()
             raise
@@ -127,10 +127,10 @@ class Sandbox:
         try:
             found = self._control.recv(1 << 16)
         except OSError as error:
-            raise Broken(f"the sandbox does not start: {error}") from None
+            raise SandboxError(f"the sandbox does not start: {error}") from None
         self._control.settimeout(None)
         if not found:
-            raise Broken("the sandbox does not start: its interpreter ended")
+            raise SandboxError("the sandbox does not start: its interpreter ended")
         return found
 
     def _end(self) -> None:

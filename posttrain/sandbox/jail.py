@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from posttrain.sandbox import files, kernel, landlock, seccomp
-from posttrain.sandbox.limits import Limits, Protections
+from posttrain.sandbox import filesystem, landlock, seccomp, syscalls
+from posttrain.sandbox.limits import ProgramLimits, Protections
 
 NOBODY = 65534  # the user and the group of programs, where the sandbox may choose
 INSIDE = 1000  # their numbers in a namespace of users
@@ -48,7 +48,7 @@ class Ground:
 class Order:
     """What one program gets."""
 
-    limits: Limits
+    limits: ProgramLimits
     talk: int  # descriptors
     output: int | None
     folder: str
@@ -74,23 +74,23 @@ def become(ground: Ground, order: Order, confining: int, guest: Guest) -> NoRetu
         os._exit(1)
 
 
-def _enter(ground: Ground, limits: Limits) -> None:
+def _enter(ground: Ground, limits: ProgramLimits) -> None:
     """Into new namespaces, as far as they are allowed; that of process ids was made before the fork."""
     kinds = ground.kinds
     with suppress(OSError):
         in_proc(ground.proc, "oom_score_adj", "1000")  # if memory runs out, the system should look here first
-    flags = ground.protections.flags & ~kernel.NEW_PID
+    flags = ground.protections.flags & ~syscalls.NEW_PID
     if flags:
         user, group = os.geteuid(), os.getegid()
-        kernel.unshare(flags)
+        syscalls.unshare(flags)
         if "user" in kinds:
             map_user(ground.proc, user, group, INSIDE)
     if "uts" in kinds:
         socket.sethostname("sandbox")
     if "mount" in kinds:
         owner = NOBODY if ground.protections.other_user and "user" not in kinds else None
-        kernel.mount("none", "/", None, kernel.RECURSIVE | kernel.PRIVATE)
-        files.mount_folder(limits.folder, limits.files, owner)
+        syscalls.mount("none", "/", None, syscalls.RECURSIVE | syscalls.PRIVATE)
+        filesystem.mount_folder(limits.folder, limits.files, owner)
 
 
 def map_user(proc: int, user: int, group: int, inside: int | None = None) -> None:
@@ -114,7 +114,7 @@ def leave_root() -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    kernel.prctl(kernel.DUMPABLE, 1)
+    syscalls.prctl(syscalls.DUMPABLE, 1)
 
 
 def _confine(ground: Ground, order: Order, confining: int) -> None:
@@ -125,16 +125,16 @@ def _confine(ground: Ground, order: Order, confining: int) -> None:
     rules = [*ground.rules, (os.open(".", os.O_PATH | os.O_CLOEXEC), landlock.OWNING)]
     if protections.other_user and "user" not in protections.namespaces:
         leave_root()
-    kernel.prctl(kernel.DEATH_SIGNAL, signal.SIGKILL)
+    syscalls.prctl(syscalls.DEATH_SIGNAL, signal.SIGKILL)
     if _is_cut(confining):
         os._exit(1)  # the warm interpreter has died already
-    kernel.prctl(kernel.NO_NEW_PRIVILEGES, 1)
+    syscalls.prctl(syscalls.NO_NEW_PRIVILEGES, 1)
     if protections.landlock:
         landlock.restrict(protections.landlock, rules)
     _keep_descriptors(order, confining)
     _limit(order.limits, protections)
-    kernel.drop_capabilities()
-    kernel.prctl(kernel.DUMPABLE, 0)
+    syscalls.drop_capabilities()
+    syscalls.prctl(syscalls.DUMPABLE, 0)
     if protections.seccomp:
         seccomp.install(ground.filter)
 
@@ -150,7 +150,7 @@ def _keep_descriptors(order: Order, confining: int) -> None:
     os.dup2(output, 2)
     os.dup2(talk, TALK)
     for first, last in ((TALK + 1, confining - 1), (confining + 1, (1 << 32) - 1)):
-        kernel.call("close_range", first, last, 0)
+        syscalls.call("close_range", first, last, 0)
 
 
 def _is_cut(pipe: int) -> bool:
@@ -160,7 +160,7 @@ def _is_cut(pipe: int) -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def _limit(limits: Limits, protections: Protections) -> None:
+def _limit(limits: ProgramLimits, protections: Protections) -> None:
     wanted = {
         resource.RLIMIT_CPU: limits.cpu,
         resource.RLIMIT_AS: limits.memory,

@@ -12,7 +12,7 @@ import stat
 import struct
 from collections.abc import Sequence
 
-from posttrain.sandbox import kernel
+from posttrain.sandbox import syscalls
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER, REMOVE_FOLDER, REMOVE_FILE = (1 << n for n in range(6))
 MAKE_DEVICE, MAKE_FOLDER, MAKE_FILE, MAKE_SOCKET, MAKE_PIPE, MAKE_BLOCK_DEVICE, MAKE_LINK = (
@@ -38,7 +38,7 @@ _OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | CONTROL_DEVICE
 def abi() -> int:
     """What this kernel knows; 0: it has no Landlock, or is booted without it."""
     try:
-        return kernel.call("landlock_create_ruleset", None, 0, _VERSION)
+        return syscalls.call("landlock_create_ruleset", None, 0, _VERSION)
     except OSError:
         return 0
 
@@ -62,10 +62,10 @@ def restrict(version: int, rules: Sequence[tuple[int, int]]) -> None:
     files, network, scopes = handled(version)
     size = 8 if version < 4 else 16 if version < 6 else 24
     head = struct.pack("QQQ", files, network, scopes)[:size]
-    ruleset = kernel.call("landlock_create_ruleset", _buffer(head), size, 0)
+    ruleset = syscalls.call("landlock_create_ruleset", _buffer(head), size, 0)
     for place, rights in rules:
-        kernel.call("landlock_add_rule", ruleset, _BENEATH, _buffer(struct.pack("=Qi", rights & files, place)), 0)
-    kernel.call("landlock_restrict_self", ruleset, _QUIET if version >= 7 else 0)
+        syscalls.call("landlock_add_rule", ruleset, _BENEATH, _buffer(struct.pack("=Qi", rights & files, place)), 0)
+    syscalls.call("landlock_restrict_self", ruleset, _QUIET if version >= 7 else 0)
     os.close(ruleset)
 
 

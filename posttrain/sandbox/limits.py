@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from posttrain.sandbox import kernel
+from posttrain.sandbox import syscalls
 
 COUNTED_BY_NAMESPACE = (5, 14)  # from this Linux on a namespace of users counts its own processes
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Of one program."""
 
     cpu: int = 5  # seconds of processor time, of each of its processes
@@ -43,12 +43,12 @@ class Protections:
     def processes(self) -> bool:
         """Whether a program may start processes and threads: they are counted, which root's are not, and end with it."""
         held = {"user", "pid"} <= set(self.namespaces) and not self.root
-        return held and kernel.release() >= COUNTED_BY_NAMESPACE
+        return held and syscalls.release() >= COUNTED_BY_NAMESPACE
 
     @property
     def flags(self) -> int:
         """Of unshare."""
-        return sum(kernel.NAMESPACES[kind] for kind in self.namespaces)
+        return sum(syscalls.NAMESPACES[kind] for kind in self.namespaces)
 
     @property
     def missing(self) -> list[str]:

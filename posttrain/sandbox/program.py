@@ -1,7 +1,7 @@
 """The caller's end of one program in the sandbox.
 
 What goes wrong is one of two things. `Ended`: the program did it, by taking too long or too much, by ending itself, or by
-saying what cannot be read. `Broken`: the sandbox did it, which says nothing about the program.
+saying what cannot be read. `SandboxError`: the sandbox did it, which says nothing about the program.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from posttrain.sandbox.limits import Limits
-from posttrain.sandbox.talk import HEAD, framed, length
+from posttrain.sandbox.json_messages import HEAD, framed, length
+from posttrain.sandbox.limits import ProgramLimits
 
 MOST_ANSWER = 1 << 20  # bytes of a program's answer
 END_SECONDS = 10.0  # for the warm interpreter to report a program's end
@@ -26,14 +26,14 @@ class Ended(Exception):
     """The program is over, or is given up, by its own fault."""
 
 
-class Broken(Exception):
+class SandboxError(Exception):
     """The sandbox could not do its work."""
 
 
 class Program:
     """Our end of one program. `ask` and what builds on it raise Ended and Broken, each time again once it is over."""
 
-    def __init__(self, control: socket.socket, limits: Limits, output: bool) -> None:
+    def __init__(self, control: socket.socket, limits: ProgramLimits, output: bool) -> None:
         self.limits = limits
         self.printed = bytearray()
         self.report: dict[str, Any] | None = None  # how it ended: exit, cpu (seconds), peak (bytes), over
@@ -52,7 +52,7 @@ class Program:
             socket.send_fds(control, [json.dumps(limits.as_dict()).encode()], descriptors)
         except OSError as error:
             self.close()
-            raise Broken(f"the sandbox is gone: {error}") from None
+            raise SandboxError(f"the sandbox is gone: {error}") from None
         finally:
             for end in theirs:
                 end.close()
@@ -184,7 +184,7 @@ class Program:
             self._over = Ended("ended by itself")
             try:
                 report = self.finish()
-            except Broken as error:
+            except SandboxError as error:
                 self._over = error
                 return error
             with suppress(Ended):
@@ -200,9 +200,9 @@ class Program:
                 found += more
             report: dict[str, Any] = json.loads(found)
         except (OSError, ValueError):
-            raise Broken("the sandbox lost a program") from None
+            raise SandboxError("the sandbox lost a program") from None
         if "broken" in report:
-            raise Broken(f"the sandbox could not start a program: {report['broken']}")
+            raise SandboxError(f"the sandbox could not start a program: {report['broken']}")
         return report
 
 
@@ -211,7 +211,7 @@ def _is_raised(answer: dict[str, Any]) -> bool:
     return isinstance(raised, list) and len(raised) == 3 and all(isinstance(part, str) for part in raised)
 
 
-def _how(report: dict[str, Any], limits: Limits) -> str:
+def _how(report: dict[str, Any], limits: ProgramLimits) -> str:
     """How it ended, in words."""
     if report["over"]:
         return "took too long" if report["over"] == "life" else "wrote too much into its folder"

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from posttrain.sandbox import kernel
+from posttrain.sandbox import syscalls
 
 ALLOWED = """
 read write readv writev pread64 pwrite64 preadv pwritev close close_range lseek fstat newfstatat stat lstat statx access
@@ -52,7 +52,7 @@ SOCKET_OPTIONS = (
     39,
 )  # type, error, sizes, protocol, domain; not who is at the other end (SO_PEERPIDFD)
 LOCAL, STREAM, STREAM_FLAGS = 1, 1, 0o2004000  # AF_UNIX, SOCK_STREAM, SOCK_CLOEXEC | SOCK_NONBLOCK
-NEW_NAMESPACES = sum(kernel.NAMESPACES.values()) | 0x02000000  # and one of cgroups
+NEW_NAMESPACES = sum(syscalls.NAMESPACES.values()) | 0x02000000  # and one of cgroups
 NO_CLONE = NEW_NAMESPACES | 0x8000 | 0x2000 | 0x1000  # CLONE_PARENT, CLONE_PTRACE, CLONE_PIDFD
 
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
@@ -72,17 +72,17 @@ class Instruction(NamedTuple):
     value: int
 
 
-def program(processes: bool, commands: bool = False, machine: str = kernel.MACHINE) -> bytes:
+def program(processes: bool, commands: bool = False, machine: str = syscalls.MACHINE) -> bytes:
     """The filter, as the kernel reads it. `processes`: new ones are allowed; `commands`: for programs of any kind."""
     return b"".join(struct.pack("<HBBI", *i) for i in instructions(processes, commands, machine))
 
 
-def instructions(processes: bool, commands: bool = False, machine: str = kernel.MACHINE) -> list[Instruction]:
-    known = kernel.numbers(machine)
+def instructions(processes: bool, commands: bool = False, machine: str = syscalls.MACHINE) -> list[Instruction]:
+    known = syscalls.numbers(machine)
     allowed = [*ALLOWED, *(OF_PROCESSES if processes else ()), *(OF_COMMANDS if commands else ())]
     found = [
         Instruction(_LOAD, 0, 0, _ARCHITECTURE),
-        Instruction(_EQUAL, 1, 0, kernel.ARCHITECTURES[machine]),
+        Instruction(_EQUAL, 1, 0, syscalls.ARCHITECTURES[machine]),
         Instruction(_RETURN, 0, 0, KILL),
         Instruction(_LOAD, 0, 0, _NUMBER),
         Instruction(_AT_LEAST, 0, 1, _X32),
@@ -114,7 +114,7 @@ def installable(filter: bytes) -> ctypes.Array[ctypes.c_char]:
 
 def install(filter: ctypes.Array[ctypes.c_char]) -> None:
     """From here on this thread, and what it starts, is bound by it. Needs `NO_NEW_PRIVILEGES`."""
-    kernel.call("seccomp", _SET_FILTER, 0, filter)
+    syscalls.call("seccomp", _SET_FILTER, 0, filter)
 
 
 def _verdict(value: int) -> Instruction:

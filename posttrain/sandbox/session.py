@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from posttrain.sandbox.limits import Limits
+from posttrain.sandbox.limits import ProgramLimits
 from posttrain.sandbox.program import Ended, Program
-from posttrain.sandbox.shared import STEP, shared
+from posttrain.sandbox.shared_sandbox import STEP, shared
 
 SECONDS = 5.0  # of a call, by the clock
 SHARE = 0.5  # of a step of the environment, that a call may take at most
-LIMITS = Limits(cpu=60, life=3600.0)  # of all calls together
+LIMITS = ProgramLimits(cpu=60, life=3600.0)  # of all calls together
 SHOWN = 2000  # characters of what a call printed; more is cut in the middle
 
 
-class Session:
+class InterpreterSession:
     """The interpreter of one episode. It begins with the first call, and again after one that ended it."""
 
-    def __init__(self, seconds: float = SECONDS, limits: Limits = LIMITS, shown: int = SHOWN) -> None:
+    def __init__(self, seconds: float = SECONDS, limits: ProgramLimits = LIMITS, shown: int = SHOWN) -> None:
         self._seconds = min(seconds, SHARE * float(os.environ.get(STEP, "inf")))
         self._limits = replace(limits, output=max(limits.output, 4 * shown))
         self._shown = shown

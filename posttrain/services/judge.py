@@ -12,13 +12,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.endpoint import Endpoint, Failed, key_in
-from posttrain.protocols import Service
-from posttrain.services.cache import Cache
-from posttrain.services.judging import (
+from posttrain.core.protocols import Service
+from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
+from posttrain.services.answer_cache import AnswerCache
+from posttrain.services.judge_prompt import (
     ENDED,
-    Question,
-    Said,
+    JudgeAnswer,
+    JudgeQuestion,
     again,
     kept,
     read_completion,
@@ -27,8 +27,8 @@ from posttrain.services.judging import (
     request,
     schema,
 )
-from posttrain.services.recipe import Criterion, Recipe
-from posttrain.types import Invalid, InvalidKind, Reasoned, UserError, bare
+from posttrain.services.judge_recipe import Criterion, Recipe
+from posttrain.system.endpoint import Endpoint, EndpointFailure, key_in
 
 FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """What a comparison is worth to the reply that was shown as A."""
@@ -37,20 +37,20 @@ TRIED = ("What is 2 + 2?", "2 + 2 is 4.", "2 + 2 is 5.")
 
 
 class Judge:
-    """See `posttrain.protocols.Service`.
+    """See `posttrain.core.protocols.Service`.
 
     Answers are Reasoned, with the texts of the calls that they were read from. That of a scalar judge is a number of its
     scale, that of a pairwise one 1 (the first is better), 0.5 or 0. With several criteria it is a dict with each of them and
     their weighted mean as "reward".
     """
 
-    def __init__(self, recipe: Recipe, name: str = "judge", cache: Cache | None = None) -> None:
+    def __init__(self, recipe: Recipe, name: str = "judge", cache: AnswerCache | None = None) -> None:
         """`cache`: instead of the user's. Raises UserError if the recipe's key is not in the environment."""
         self.recipe, self.name = recipe, name
         key = key_in(recipe.key_env) if recipe.key_env else None
         if recipe.key_env and key is None:
             raise UserError(f"{name}: the environment variable {recipe.key_env} (key_env) holds no key: set it")
-        self.cache = (cache or Cache()) if recipe.cache else None
+        self.cache = (cache or AnswerCache()) if recipe.cache else None
         self.endpoint = Endpoint(
             recipe.endpoint, key, recipe.calls, recipe.requests_per_minute, recipe.seconds, recipe.retries
         )
@@ -103,9 +103,9 @@ class Judge:
     def problem(self) -> str | None:
         """Why the endpoint cannot judge, in words, found out by one short question; None: it can."""
         replies = TRIED[1:] if self.recipe.kind == "pairwise" else TRIED[1:2]
-        body = request(self.recipe, Question(TRIED[0], replies), self.recipe.parts)
+        body = request(self.recipe, JudgeQuestion(TRIED[0], replies), self.recipe.parts)
         found = self.endpoint.try_once(self._call(body, retries=1))
-        if not isinstance(found, Failed):
+        if not isinstance(found, EndpointFailure):
             return None
         key = f"look at {self.recipe.key_env}" if self.recipe.key_env else "name its variable as key_env"
         way = found.way(key, "the recipe's endpoint and model")
@@ -113,7 +113,7 @@ class Judge:
 
     # -- on the event loop ---------------------------------------------------------------------------------------------
 
-    async def _judge(self, question: Question) -> Any:
+    async def _judge(self, question: JudgeQuestion) -> Any:
         parts = self.recipe.parts
         groups = [parts] if self.recipe.together else [(part,) for part in parts]
         verdicts = await asyncio.gather(*(self._verdict(question, group) for group in groups))
@@ -126,13 +126,13 @@ class Judge:
         return Reasoned(self._joined([values[part.name] for part in parts]), said)
 
     async def _verdict(
-        self, question: Question, criteria: Sequence[Criterion]
+        self, question: JudgeQuestion, criteria: Sequence[Criterion]
     ) -> tuple[dict[str, float] | Invalid, list[str]]:
         """A value for each of these criteria, and the answers that they were read from."""
         if self.recipe.kind == "scalar":
             found, said = await self._asked(question, criteria)
             return found if isinstance(found, Invalid) else {c.name: float(found[c.name]) for c in criteria}, said
-        swapped = Question(question.asked, question.replies[::-1])
+        swapped = JudgeQuestion(question.asked, question.replies[::-1])
         (one, said), (other, more) = await asyncio.gather(
             self._asked(question, criteria), self._asked(swapped, criteria)
         )
@@ -146,7 +146,7 @@ class Judge:
         return values, [*said, *more]
 
     async def _asked(
-        self, question: Question, criteria: Sequence[Criterion]
+        self, question: JudgeQuestion, criteria: Sequence[Criterion]
     ) -> tuple[dict[str, Any] | Invalid, list[str]]:
         """The verdict of one call: from the cache, or from the endpoint, which may be asked twice. And the last answer."""
         body, wanted = request(self.recipe, question, criteria), schema(self.recipe, criteria)
@@ -159,9 +159,9 @@ class Judge:
         problem, texts = "", list[str]()
         for _ in range(2):
             said = await self._call(body)
-            if isinstance(said, Failed) and not said.rubbish:
+            if isinstance(said, EndpointFailure) and not said.rubbish:
                 return self._invalid(said.reason), texts
-            if isinstance(said, Said):
+            if isinstance(said, JudgeAnswer):
                 found, texts = self._read(said, wanted), [kept(said.text)]
                 if not isinstance(found, str):
                     if self.cache is not None:
@@ -173,15 +173,15 @@ class Judge:
             self._counts["rubbish"] += 1
         return self._invalid(f"rubbish twice: {problem}"), texts
 
-    def _read(self, said: Said, wanted: dict[str, Any]) -> dict[str, Any] | str:
+    def _read(self, said: JudgeAnswer, wanted: dict[str, Any]) -> dict[str, Any] | str:
         """The verdict of an answer, or what is wrong with it."""
         if said.ended:
             return ENDED[said.ended].format(most=self.recipe.max_tokens)
         return read_verdict(said.text, wanted)
 
-    async def _call(self, body: dict[str, Any], retries: int | None = None) -> Said | Failed:
+    async def _call(self, body: dict[str, Any], retries: int | None = None) -> JudgeAnswer | EndpointFailure:
         said = await self.endpoint.call(PATH, _written(body), read_completion, retries)
-        if isinstance(said, Said):
+        if isinstance(said, JudgeAnswer):
             self._counts["tokens/prompt"] += said.prompt_tokens
             self._counts["tokens/reply"] += said.reply_tokens
         return said

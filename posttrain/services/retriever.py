@@ -1,7 +1,7 @@
 """A retriever as a service: environments ask for passages, `found = yield Ask("retriever", {"query": ..., "k": 3})`.
 
 The answer is a list of {"id", "contents", "score"}, the best first; it may be empty. Behind it stands a server that speaks
-the protocol of `posttrain.retrieval.protocol`, or an index of this machine, which one process opens for all workers.
+the protocol of `posttrain.services.retrieval.search_protocol`, or an index of this machine, which one process opens for all workers.
 Decided here: what a server cannot answer is Invalid, never an empty list, which would say that there is nothing to find.
 """
 
@@ -17,16 +17,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.children import Child, pair
-from posttrain.endpoint import Endpoint, Failed
-from posttrain.envs.asking import made_up_passages
-from posttrain.envs.wire import Frames, framed
-from posttrain.messages import clip, short
-from posttrain.protocols import Service
-from posttrain.retrieval.folder import Manifest
-from posttrain.retrieval.protocol import LONGEST_QUERY, MOST_TOPK, PATH, is_score, read_answer, written_request
-from posttrain.retrieval.worker import Setup
-from posttrain.types import Invalid, InvalidKind, UserError
+from posttrain.core.messages import clip, short
+from posttrain.core.protocols import Service
+from posttrain.core.types import Invalid, InvalidKind, UserError
+from posttrain.envs.play.service_client import made_up_passages
+from posttrain.envs.play.worker_protocol import Frames, framed
+from posttrain.services.retrieval.index_folder import Manifest
+from posttrain.services.retrieval.search_protocol import (
+    LONGEST_QUERY,
+    MOST_TOPK,
+    PATH,
+    is_score,
+    read_answer,
+    written_request,
+)
+from posttrain.services.retrieval.search_worker import SearchSetup
+from posttrain.system.child_processes import Child, pair
+from posttrain.system.endpoint import Endpoint, EndpointFailure
 
 CALLS, SECONDS, RETRIES = 64, 30.0, 5
 """Of a server: calls at once, the limit of each, how often it is made again."""
@@ -39,10 +46,10 @@ TRIED = "water"  # what a server is asked at the beginning
 def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Service:
     """The retriever at an address (http://host:8000, or host:8000), or that of an index in a folder. Raises UserError."""
     if re.match(r"https?://", place):
-        return Remote(place, name, retries)
+        return RemoteRetriever(place, name, retries)
     if re.fullmatch(r"[\w.-]+:\d+(/\w*)?|localhost", place) and not Path(place).exists():
-        return Remote(f"http://{place}", name, retries)
-    return Local(place, name)
+        return RemoteRetriever(f"http://{place}", name, retries)
+    return LocalRetriever(place, name)
 
 
 def _read_question(content: Any) -> tuple[str, int] | str:
@@ -59,8 +66,8 @@ def _read_question(content: Any) -> tuple[str, int] | str:
     return asked["query"][:LONGEST_QUERY], k
 
 
-class Remote:
-    """See `posttrain.protocols.Service`. Asks a server."""
+class RemoteRetriever:
+    """See `posttrain.core.protocols.Service`. Asks a server."""
 
     def __init__(self, address: str, name: str, retries: int = RETRIES) -> None:
         """`address`: with or without the path. Raises UserError for what is none."""
@@ -82,7 +89,7 @@ class Remote:
     def problem(self) -> str | None:
         """Why the server cannot be used, in one line, from a short question; None: it answers."""
         found = self.endpoint.try_once(self._ask(TRIED, 1, retries=0))
-        if isinstance(found, Failed):
+        if isinstance(found, EndpointFailure):
             way = found.way("no key is sent", "--retriever")
             return f"--retriever {self.endpoint.address} does not answer: {found.reason}; {way}"
         return None
@@ -115,20 +122,22 @@ class Remote:
     async def _find(self, query: str, k: int) -> Any:
         """Rubbish is asked for again once: it may be the page of a proxy whose server had just gone."""
         found = await self._ask(query, k)
-        if isinstance(found, Failed) and found.rubbish:
+        if isinstance(found, EndpointFailure) and found.rubbish:
             self._counts["rubbish"] += 1
             found = await self._ask(query, k)
-        if isinstance(found, Failed):
+        if isinstance(found, EndpointFailure):
             return Invalid(f"{self.name}: {self.endpoint.address}: {found.reason}", InvalidKind.UNANSWERED)
         return found[0]
 
-    async def _ask(self, query: str, k: int, retries: int | None = None) -> list[list[dict[str, Any]]] | Failed:
+    async def _ask(
+        self, query: str, k: int, retries: int | None = None
+    ) -> list[list[dict[str, Any]]] | EndpointFailure:
         body = written_request([query], k)
         return await self.endpoint.call(PATH, body, lambda message: read_answer(message, 1, k), retries)
 
 
-class Local:
-    """See `posttrain.protocols.Service`. Asks a process of its own, in which the index is open."""
+class LocalRetriever:
+    """See `posttrain.core.protocols.Service`. Asks a process of its own, in which the index is open."""
 
     def __init__(self, folder: str, name: str) -> None:
         """Raises UserError if there is no index, or if it cannot be opened."""
@@ -136,8 +145,8 @@ class Local:
         self._manifest = Manifest.read(Path(self.folder))
         self._socket, theirs = pair()
         with theirs:
-            self._child = Child("posttrain.retrieval.worker:main", [theirs.fileno()])
-        self._frames, self._unsent = Frames(MOST_ANSWER), bytearray(framed(pickle.dumps(Setup(self.folder))))
+            self._child = Child("posttrain.services.retrieval.search_worker:main", [theirs.fileno()])
+        self._frames, self._unsent = Frames(MOST_ANSWER), bytearray(framed(pickle.dumps(SearchSetup(self.folder))))
         self._socket.setblocking(False)
         self._asked: deque[tuple[int, str, int]] = deque()
         self._pending: set[int] = set()
@@ -267,5 +276,5 @@ def _is_passage(one: Any) -> bool:
 
 
 if TYPE_CHECKING:
-    _remote: Callable[..., Service] = Remote
-    _local: Callable[..., Service] = Local
+    _remote: Callable[..., Service] = RemoteRetriever
+    _local: Callable[..., Service] = LocalRetriever

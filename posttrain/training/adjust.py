@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from posttrain.algorithms.credit import GAE, Baselined, Decoupled, Earned, PassAtK, Process, Unrewarded
-from posttrain.algorithms.critic import SoftQ, Value
+from posttrain.algorithms.credit import GAE, Baselined, Decoupled, Earned, PassAtK, StepRewards, Unrewarded
+from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, Pretraining
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change, check_ranges, choose, flags
 from posttrain.algorithms.surrogate import ExpectedQ
 from posttrain.algorithms.teacher import Distillation
 from posttrain.config import RL, Distill
-from posttrain.part import Limits, Need
-from posttrain.types import UserError
+from posttrain.core.component import Need, RunLimits
+from posttrain.core.types import UserError
 
 
 def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
@@ -34,7 +34,7 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
     if not _given(run, "minibatches") and row.replay is None:
         # An update needs a group, and a paper's number of updates is one of larger steps.
         row = replace(row, minibatches=min(row.minibatches, run.prompts))
-    row = row.configured(Limits(_episode_tokens(run, single_turn), run.temperature))
+    row = row.configured(RunLimits(_episode_tokens(run, single_turn), run.temperature))
     if Need.EPISODE_TOKENS in row.needs:
         counting = row.needing(Need.EPISODE_TOKENS)
         parts = f"{' and '.join(counting)} {'counts' if len(counting) == 1 else 'count'}"
@@ -199,7 +199,7 @@ def _of_penalty(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         "its KL is to the policy that sampled, and 0 when rewards are given: leave out --kl-where",
     )
     yield (
-        kl is not None and kl.where == "reward" and isinstance(row.advantage, Process),
+        kl is not None and kl.where == "reward" and isinstance(row.advantage, StepRewards),
         "compares the rewards of steps, from which no KL is subtracted: leave out --kl-where reward",
     )
     yield (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.types import UserError, succeeds
+from posttrain.core.types import UserError, succeeds
 
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]

@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from posttrain.batch import Stats, Step
-from posttrain.protocols import Learner, Objective, Source
+from posttrain.core.batch import Stats, TrainingStep
+from posttrain.core.protocols import Learner, Objective, Source
 
-Hook = Callable[["Trained"], bool | None]
+Hook = Callable[["FinishedStep"], bool | None]
 """What is called after a step. True: training ends here."""
 
 
 @dataclass(frozen=True)
-class Trained:
+class FinishedStep:
     """What a hook sees of a finished step."""
 
-    step: Step
+    step: TrainingStep
     stats: Stats  # of source and updates
     seconds: dict[str, float]  # "rollout" (the source's part), "update"
     last: bool  # whether training ends here, as planned or by interruption
@@ -61,7 +61,7 @@ def train(
         between, updated = begin - updated, time.perf_counter()
         seconds = {"rollout": produced - begin, "update": updated - produced}
         last = number == steps or interrupted()
-        ended = [hook(Trained(step, stats, seconds, last, between, fed)) for hook in hooks]
+        ended = [hook(FinishedStep(step, stats, seconds, last, between, fed)) for hook in hooks]
         if last or any(ended):
             break
     gc.unfreeze()

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 
 from posttrain.config import Passes, RewardModelling
-from posttrain.data.convert import Convert
+from posttrain.core.messages import clip
+from posttrain.core.protocols import Learner, Model
+from posttrain.core.types import Task, UserError
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.kernels import build
-from posttrain.messages import clip
-from posttrain.models.fused import compiles
-from posttrain.protocols import Learner, Model
-from posttrain.sources.made import Made, steps_per_epoch
-from posttrain.sources.packing import Read
-from posttrain.sources.recording import Recording
-from posttrain.sources.showing import Showing
+from posttrain.data.tasks_from_rows import Convert
+from posttrain.models.native.fused import compiles
+from posttrain.models.native.kernels import build
 from posttrain.training.setup import (
     amount,
     microbatch_tokens,
@@ -25,7 +22,10 @@ from posttrain.training.setup import (
     split_tasks,
     warn,
 )
-from posttrain.types import Task, UserError
+from posttrain.training.sources.example_recording import ExampleRecording
+from posttrain.training.sources.example_stream import ExampleStream, steps_per_epoch
+from posttrain.training.sources.packing import Read
+from posttrain.training.sources.token_recording import TokenRecording
 
 READ_FOR_REPEATED = 1000  # rows
 LEAST_REPEATED = 8  # characters of a prompt: a response may begin with a shorter one by chance
@@ -66,24 +66,24 @@ def must_end(config: Passes, tasks: Tasks | Stream) -> None:
         raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
 
 
-def check(items: Made[Any], held_out: Made[Any] | None) -> None:
+def check(items: ExampleStream[Any], held_out: ExampleStream[Any] | None) -> None:
     """Raise UserError where nothing of the rows fits, before a run's folder is made."""
     for made in filter(None, (items, held_out)):
         made.check()
 
 
-def updates(config: Passes, made: Made[Any]) -> int:
+def updates(config: Passes, made: ExampleStream[Any]) -> int:
     """Optimizer updates of the run."""
     return config.steps or max(1, round(steps_per_epoch(made, config.rows) * config.epochs))
 
 
-def showing(config: Passes, learner: Learner, tokens_per_microbatch: int, read: Read = "next") -> Showing:
+def showing(config: Passes, learner: Learner, tokens_per_microbatch: int, read: Read = "next") -> ExampleRecording:
     """Who records some of the rows."""
-    return Showing(_recording(config), learner, tokens_per_microbatch, read)
+    return ExampleRecording(_recording(config), learner, tokens_per_microbatch, read)
 
 
-def _recording(config: Passes) -> Recording:
-    return Recording(config.record, config.record_after, config.seed)
+def _recording(config: Passes) -> TokenRecording:
+    return TokenRecording(config.record, config.record_after, config.seed)
 
 
 def sizes(

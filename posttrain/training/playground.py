@@ -15,21 +15,21 @@ from typing import Any
 import torch
 
 from posttrain.config import RL, SFT, Chat, Check, Evaluation, Label, Sample, named_services
+from posttrain.core.protocols import Alone, Engine, World
+from posttrain.core.types import Env, Sampling, UserError
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.envs.asked import unscored
-from posttrain.envs.asking import Services
-from posttrain.envs.journal import Journal
+from posttrain.envs.builtin.service_reward import unscored
 from posttrain.envs.load import about
-from posttrain.envs.play import Bounds, Player, TooLong
-from posttrain.envs.pool import EnvPool
-from posttrain.envs.seen import Viewer
-from posttrain.models.outline import Outline, outline
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Alone, Engine, World
+from posttrain.envs.play.answer_journal import AnswerJournal
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import EpisodeLimits, Player, TooLong
+from posttrain.envs.play.service_client import Services
+from posttrain.envs.preview import Viewer
+from posttrain.models.checkpoint_summary import Outline, outline
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
-from posttrain.services.recipe import Generative, Recipe, read_recipe
+from posttrain.services.judge_recipe import Generative, Recipe, read_recipe
 from posttrain.training.setup import rehearse, warn
-from posttrain.types import Env, Sampling, UserError
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Playground:
     services: Services
     sampling: Sampling
     too_long: TooLong = "refuse"
-    bounds: Bounds = Bounds()
+    bounds: EpisodeLimits = EpisodeLimits()
     about: tuple[str, ...] = ()  # what the environment stands on
     models: tuple[Outline, ...] = ()  # those that are to play
     world: World = field(default_factory=Alone)  # the processes that play together
@@ -75,7 +75,7 @@ def open_playground(
     with ExitStack() as opened:
         services = opened.enter_context(open_services(config, device, resumed))
         if folder is not None and services:
-            services.journal = Journal(folder, resumed, world.rank if world else 0)
+            services.journal = AnswerJournal(folder, resumed, world.rank if world else 0)
         limits = config.env_workers, config.env_seconds, config.env_memory
         if isinstance(config, Sample) and not (env or config.env):
             env, limits = unscored, (0, *limits[1:])
@@ -91,7 +91,9 @@ def open_playground(
             yield Playground(pool, services, Sampling(), config.too_long, about=told, models=known)
             return
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
-        bounds = Bounds(config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_seconds)
+        bounds = EpisodeLimits(
+            config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_seconds
+        )
         yield Playground(pool, services, sampling, config.too_long, bounds, told, known, world or Alone())
 
 
@@ -124,12 +126,12 @@ def open_services(
         _ask_endpoints(recipes, services, resumed)
         _open_retrievers(config, services, resumed)
         for name, model in named_services(getattr(config, "reward_model", ()), "reward-model"):
-            from posttrain.services.reward_model import RewardModel
+            from posttrain.services.reward_model_service import RewardModelService
 
-            services.named[name] = RewardModel(resolve(model), device)
+            services.named[name] = RewardModelService(resolve(model), device)
         for name, recipe in recipes.items():
             if isinstance(recipe, Generative):
-                from posttrain.services.generative import GenerativeJudge
+                from posttrain.services.generative_judge import GenerativeJudge
 
                 services.named[name] = GenerativeJudge(recipe, name, device)
     except BaseException:
@@ -166,10 +168,10 @@ def _open_retrievers(
 ) -> None:
     """Open indices, and ask servers once."""
     for name, place in named_services(getattr(config, "retriever", ()), "retriever"):
-        from posttrain.services.retriever import Remote, retriever
+        from posttrain.services.retriever import RemoteRetriever, retriever
 
         found = services.named[name] = retriever(place, name)
-        if isinstance(found, Remote) and (problem := found.problem()) is not None:
+        if isinstance(found, RemoteRetriever) and (problem := found.problem()) is not None:
             _tell_problem(problem, resumed)
 
 

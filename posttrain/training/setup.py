@@ -12,24 +12,24 @@ from typing import Any
 import torch
 
 from posttrain.config import Data, Evaluation, Label, Sample, Training
-from posttrain.data.convert import Conversion, Convert, is_script
+from posttrain.core.conversation import TextEncoder
+from posttrain.core.messages import clip
+from posttrain.core.protocols import Model
+from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
-from posttrain.envs.asking import Services
-from posttrain.envs.chat import Texts
+from posttrain.data.tasks_from_rows import Conversion, Convert, is_script
 from posttrain.envs.load import is_generator_env, load_converter, load_env
-from posttrain.envs.pool import Done, EnvPool
-from posttrain.envs.seen import Seen, Viewer
-from posttrain.kernels import build
-from posttrain.learners.local import Optimization
-from posttrain.messages import clip
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.protocols import Model
-from posttrain.runs.output import Output, columns, wrapped
-from posttrain.sources.lengths import Prompts, TooLong
-from posttrain.training.unseen import seen
-from posttrain.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
-from posttrain.user_code import load_named
+from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.service_client import Services
+from posttrain.envs.preview import Seen, Viewer
+from posttrain.learners.local_learner import Optimization
+from posttrain.models.native.kernels import build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.terminal.output import Output, columns, wrapped
+from posttrain.system.user_code import load_named
+from posttrain.training.held_out_check import seen
+from posttrain.training.sources.length_filter import Prompts, TooLong
 
 TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word which it does not contain
 READ_FOR_UNKNOWN = 20  # tasks
@@ -203,13 +203,13 @@ def mind_unknown(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[st
         _mind_unknown(tokenizer, texts, "the tasks' text", warn)
 
 
-def mind_unknown_episodes(tokenizer: Texts, texts: Iterable[str], warn: Callable[[str], None] = warn) -> None:
+def mind_unknown_episodes(tokenizer: TextEncoder, texts: Iterable[str], warn: Callable[[str], None] = warn) -> None:
     """The same of what an environment shows."""
     if tokenizer.unknown_id is not None:
         _mind_unknown(tokenizer, texts, "what the environment shows", warn)
 
 
-def _mind_unknown(tokenizer: Texts, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
+def _mind_unknown(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
     unknown = tokenizer.unknown_id
     assert unknown is not None
     encoded = [(text, tokenizer.encode(text)) for text in texts]

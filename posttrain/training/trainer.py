@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.batch import Stats
-from posttrain.beside import Beside
 from posttrain.config import Training
-from posttrain.models.tokenizer import Tokenizer
-from posttrain.options import as_dict
-from posttrain.pictures import FOLDER, PICTURES
-from posttrain.protocols import TRAINING, Learner, Objective, Source
+from posttrain.config.resolve import as_dict
+from posttrain.core.batch import Stats
+from posttrain.core.pictures import FOLDER, PICTURES
+from posttrain.core.protocols import TRAINING, Learner, Objective, Source
+from posttrain.core.types import Invalid, Outcome, SpanKind, UserError
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs.curves import curves
-from posttrain.runs.display import Display
-from posttrain.runs.files import writing
 from posttrain.runs.health import Health
-from posttrain.runs.opening import RunFolder
-from posttrain.runs.reading import read_metrics, read_run
-from posttrain.training.loop import Trained, interruptible, train
-from posttrain.types import Invalid, Outcome, SpanKind, UserError
+from posttrain.runs.run_files import writing
+from posttrain.runs.run_folder import RunFolder
+from posttrain.runs.run_reading import read_metrics, read_run
+from posttrain.runs.terminal.display import Display
+from posttrain.system.worker_thread import WorkerThread
+from posttrain.training.loop import FinishedStep, interruptible, train
 
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
 LATELY = 5  # steps that it is measured over
@@ -79,7 +79,7 @@ class Trainer:
         self.display = Display(quiet=self.config.quiet)
         self.saved = run.checkpoint  # the newest checkpoint
         self.saving: Future[Path] | None = None  # the one after it, which the disk has not got yet
-        self._beside: Beside | None = None
+        self._beside: WorkerThread | None = None
         self.health = Health() if self.config.health != "off" else None
         self.ill: str | None = None  # what the health check stops the run for
         self.done = 0  # the last whole step: trained and recorded
@@ -183,7 +183,7 @@ class Trainer:
         self.stopping = self.stopping or any(self.world.gather(asked))
         return self.stopping
 
-    def _after(self, trained: Trained) -> bool:
+    def _after(self, trained: FinishedStep) -> bool:
         """Record a step. Returns whether the run is to end here."""
         number, config = trained.step.number, self.config
         stats = trained.stats
@@ -222,7 +222,7 @@ class Trainer:
             if finding.fatal or (self.config.health == "stop" and not finding.good):
                 self.ill = finding.message
 
-    def _mind_invalid(self, trained: Trained) -> None:
+    def _mind_invalid(self, trained: FinishedStep) -> None:
         """Say once why a reward was invalid: a few of them do not end a run, and are shown as a share alone."""
         reasons = [r.reward.reason for r in trained.step.played if isinstance(r.reward, Invalid)]
         if reasons and not self.told_invalid:
@@ -252,7 +252,7 @@ class Trainer:
             self.record.flush()
         draft = checkpoints.Draft(self.folder, self.done, self._write)
         state = checkpoints.save_state({"source": self.whole[1]})
-        self._beside = self._beside or Beside("saving")
+        self._beside = self._beside or WorkerThread("saving")
         self.saving = self._beside.call(lambda: draft.finish(self.config.keep, lambda folder: state(folder / TRAINING)))
 
     def _settle(self) -> None:
@@ -281,7 +281,7 @@ class Trainer:
         return f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume"
 
 
-def _timing(trained: Trained) -> dict[str, float]:
+def _timing(trained: FinishedStep) -> dict[str, float]:
     """A line of timing.jsonl: all of a step that depends on the clock."""
     seconds = {**trained.step.seconds, **trained.seconds}
     timing = {f"seconds/{name}": value for name, value in seconds.items()}

@@ -8,10 +8,9 @@ verdict is Invalid for the fault of a task or of the machine, never for what a p
 
 from posttrain.verify.answer import final_answer, last_boxed
 from posttrain.verify.citation import cited, cites_every_sentence, cites_what_was_shown, quotes_verbatim
-from posttrain.verify.code import passes_tests, share_of_tests
-from posttrain.verify.data import find_json, matches_schema
 from posttrain.verify.fenced import code_in, fenced, without_thoughts
 from posttrain.verify.format import between, sections, tags
+from posttrain.verify.json_schema import find_json, matches_schema
 from posttrain.verify.language import in_language, language_share
 from posttrain.verify.length import count, length_error, length_penalty, within
 from posttrain.verify.pattern import matches
@@ -21,6 +20,7 @@ from posttrain.verify.short_answer import contains_answer, exact_match, f1
 from posttrain.verify.similarity import bleu, chrf, edit_similarity, rouge_l
 from posttrain.verify.syntax import defines, parses, tree_similarity
 from posttrain.verify.toxicity import clean, toxicity
+from posttrain.verify.unit_tests import passes_tests, share_of_tests
 from posttrain.verify.verdict import final_score, final_verdict
 from posttrain.verify.weighted import Weighted
 

@@ -2,7 +2,7 @@ r"""Decides whether two mathematical answers are equal. Runs in the limited proc
 
 Formulas are read by math-verify's parser with a name in place of every number, so that it can neither round numbers,
 nor add up what stands side by side ("2(3)" is 5 to it), nor drop the base of "10_2". They are then compared by their
-values (`posttrain.verify.values`), at random points where they have variables: two formulas that agree there are equal
+values (`posttrain.verify.formula_values`), at random points where they have variables: two formulas that agree there are equal
 but for a set of points of measure zero. Sets, and relations in other words, are compared by math-verify itself.
 
 Decided here: lists may be in any order and count every part; sets neither; tuples and intervals need the same
@@ -25,9 +25,9 @@ import sympy
 from latex2sympy2_extended import latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
+from posttrain.verify.formula_values import Number, OutsideDomain, TooLarge, Unknown, Values, fixed, values, written_out
 from posttrain.verify.spelling import in_base, tight
 from posttrain.verify.structure import Form, Unreadable, interval, mirrored, read_form
-from posttrain.verify.values import Number, OutsideDomain, TooLarge, Unknown, Values, fixed, values, written_out
 
 POINTS = 6  # at which formulas with variables are compared; the first half has positive coordinates only
 

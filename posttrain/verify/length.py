@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from posttrain.types import UserError
+from posttrain.core.types import UserError
 
 Unit = Literal["characters", "words", "sentences", "lines", "paragraphs"] | Callable[[str], int]
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from posttrain.types import Invalid
+from posttrain.core.types import Invalid
 from posttrain.verify.answer import final_answer, last_boxed
-from posttrain.verify.limit import Failed, limited
+from posttrain.verify.limited_process import CheckFailed, limited
 from posttrain.verify.numeric import equal_numbers, read_number, written_tolerance
 from posttrain.verify.spelling import balanced, clean, depth, in_base, tight, words
 
@@ -68,7 +68,7 @@ def verify(reply: str, gold: str, *, seconds: float = 2.0, ratios: bool = True) 
     equal = limited("posttrain.verify.algebra:equal", answer, gold, seconds=seconds)
     if isinstance(equal, Invalid):
         return equal
-    return 0.0 if isinstance(equal, Failed) else float(equal)
+    return 0.0 if isinstance(equal, CheckFailed) else float(equal)
 
 
 def _check(gold: str, seconds: float) -> Invalid | None:
@@ -83,7 +83,7 @@ def _check(gold: str, seconds: float) -> Invalid | None:
             return readable
         if len(_unreadable) >= REMEMBERED:
             _unreadable.clear()
-        trouble = readable.reason if isinstance(readable, Failed) else "it does not equal itself"
+        trouble = readable.reason if isinstance(readable, CheckFailed) else "it does not equal itself"
         _unreadable[gold] = None if readable is True else trouble
     found = _unreadable[gold]
     return None if found is None else Invalid(f"gold answer {gold[:80]!r} cannot be compared: {found}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from posttrain.types import Invalid
-from posttrain.verify.limit import Failed, limited
+from posttrain.core.types import Invalid
+from posttrain.verify.limited_process import CheckFailed, limited
 
 LONGEST = 2**20  # characters of a reply that are looked at
 
@@ -29,7 +29,7 @@ def matches(
     found = limited("posttrain.verify.pattern:search", pattern, reply[:LONGEST], int(flags), whole, seconds=seconds)
     if isinstance(found, Invalid):
         return found
-    return 0.0 if isinstance(found, Failed) else float(found is wanted)
+    return 0.0 if isinstance(found, CheckFailed) else float(found is wanted)
 
 
 def search(pattern: str, text: str, flags: int, whole: bool) -> bool:

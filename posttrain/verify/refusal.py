@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from posttrain.types import Invalid
+from posttrain.core.types import Invalid
 from posttrain.verify.fenced import without_thoughts
 
 BEGINNING = 400  # characters of a reply in which a refusal declares itself

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from posttrain.types import UserError
+from posttrain.core.types import UserError
 from posttrain.verify.length import words
 
 if TYPE_CHECKING:  # numpy is imported where an array is made

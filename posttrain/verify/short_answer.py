@@ -14,7 +14,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from posttrain.types import Invalid
+from posttrain.core.types import Invalid
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from posttrain.types import Invalid, UserError
+from posttrain.core.types import Invalid, UserError
 
 LONGEST = 20_000  # characters of a text
 

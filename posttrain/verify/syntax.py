@@ -10,9 +10,9 @@ import ast
 from collections import Counter
 from typing import Any
 
-from posttrain.types import Invalid, UserError
+from posttrain.core.types import Invalid, UserError
 from posttrain.verify.fenced import code_in
-from posttrain.verify.limit import Failed, limited
+from posttrain.verify.limited_process import CheckFailed, limited
 
 LONGEST = 200_000  # characters of code; longer code is wrong
 SECONDS = 2.0  # of processor time for one call
@@ -59,9 +59,9 @@ def tree_similarity(reply: str, reference: str) -> float | Invalid:
     1.0
     """
     found = limited("posttrain.verify.syntax:similarity", code_in(reply)[:LONGEST], code_in(reference), seconds=SECONDS)
-    if isinstance(found, Failed):
+    if isinstance(found, CheckFailed):
         alone = limited("posttrain.verify.syntax:similarity", "", code_in(reference), seconds=SECONDS)
-        if isinstance(alone, (Failed, Invalid)):
+        if isinstance(alone, (CheckFailed, Invalid)):
             return Invalid(f"the reference cannot be compared: {alone.reason}")
         found = alone
     if isinstance(found, Invalid):
@@ -75,7 +75,7 @@ def _asked(function: str, code: str, *more: Any) -> float | Invalid:
     found = limited(function, code, *more, seconds=SECONDS)
     if isinstance(found, Invalid):
         return found
-    return 0.0 if isinstance(found, Failed) else float(found)
+    return 0.0 if isinstance(found, CheckFailed) else float(found)
 
 
 # -- in a process with limits ------------------------------------------------------------------------------------------

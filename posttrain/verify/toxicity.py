@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
-from posttrain.types import Invalid
+from posttrain.core.types import Invalid
 from posttrain.verify.length import words
 
 TOXIC = frozenset(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.types import Invalid, InvalidKind, Task, UserError
+from posttrain.core.types import Invalid, InvalidKind, Task, UserError
 
 Judge = Callable[[Task, str], "float | bool | Invalid"]
 """(task, reply) -> a number or Invalid."""

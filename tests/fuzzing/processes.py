@@ -27,10 +27,10 @@ RENEWED = 300  # cases of one worker
 
 PRELOADED = (
     *(
-        "posttrain.training.assembly",
+        "posttrain.training.verbs.rl",
         "posttrain.cli.commands",
-        "posttrain.cli.looking",
-        "posttrain.runs.display",
+        "posttrain.cli.inspect_commands",
+        "posttrain.runs.terminal.display",
         "transformers",
         "datasets",
         "jinja2",

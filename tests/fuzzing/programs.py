@@ -484,7 +484,7 @@ def algorithm(random: Random, place: Path, samples: Path) -> Case:
     write_rows(place / "rows.jsonl", rows())
     (place / "env.py").write_text("def reward(task, reply):\n    return len(reply) / 9\n")
     head = "from dataclasses import replace\nfrom posttrain.algorithms.policy import Algorithm\n"
-    head += "from posttrain.algorithms.table import TABLE\n"
+    head += "from posttrain.algorithms.policy_table import TABLE\n"
     body = random.choice(ROWS)
     (place / "own.py").write_text(head + body + "\n")
     spec = random.choice(["own.py:row"] * 5 + ["own.py:raw", "own.py", "nowhere.py:row"])

@@ -75,9 +75,9 @@ def make(folder: Path) -> None:
     """All samples, as folders inside `folder`."""
     import torch
 
-    from posttrain.models.decoder import DecoderConfig, new_decoder
-    from posttrain.models.folder import save_model
-    from posttrain.models.tokenizer import Tokenizer
+    from posttrain.models.checkpoint_folder import save_model
+    from posttrain.models.native.decoder import DecoderConfig, new_decoder
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
 
     torch.set_num_threads(1)
     characters = Tokenizer.train([LETTERS], 64, "characters")

@@ -12,48 +12,48 @@ COST = "it decides how much is done at once, or looked at, and no result"
 ANNOTATION = "types are not looked at when the code runs"
 SQUARED = "the difference is squared"
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
-    ("learners/local.py", "start = ", "nn.utils.parameters_to_vector(parameters).detach().clone()",
+    ("learners/local_learner.py", "start = ", "nn.utils.parameters_to_vector(parameters).detach().clone()",
      "nn.utils.parameters_to_vector(parameters).detach()"): "parameters_to_vector copies already",
-    ("learners/local.py", "free = ", 'limit <= 0 or (self.trust_region is not None and part.name == "policy")',
+    ("learners/local_learner.py", "free = ", 'limit <= 0 or (self.trust_region is not None and part.name == "policy")',
      "(limit <= 0)"): "the natural step has the length that the KL allows, whatever that of the gradient",
-    ("learners/natural.py", "residual, direction = ", "b.clone()", "b"): "nothing is changed in place",
-    ("learners/natural.py", "return nothing", "return nothing", "pass"):
+    ("learners/natural_gradient.py", "residual, direction = ", "b.clone()", "b"): "nothing is changed in place",
+    ("learners/natural_gradient.py", "return nothing", "return nothing", "pass"):
         "a gradient of 0 gives a direction of 0 without curvature, which is no step either",
     ("algorithms/credit.py", "own.flip(0)", "0", "(-1)"): ONE_AXIS,
     ("algorithms/ratio.py", "cumsum(0)", "0", "(-1)"): ONE_AXIS,
     ("algorithms/ratio.py", "torch.cat([running", "0", "(-1)"): ONE_AXIS,
-    ("algorithms/critic.py", "bounded = ", "moved - batch.returns", "(batch.returns - moved)"): SQUARED,
-    ("algorithms/critic.py", "error = ", "outputs.value - batch.returns", "(batch.returns - outputs.value)"): SQUARED,
+    ("algorithms/critic_loss.py", "bounded = ", "moved - batch.returns", "(batch.returns - moved)"): SQUARED,
+    ("algorithms/critic_loss.py", "error = ", "outputs.value - batch.returns", "(batch.returns - outputs.value)"): SQUARED,
     ("algorithms/policy.py", "exact = ", "~old.isfinite()", "old.isfinite()"): "what it weakens is an assertion of our own",
     ("engines/request.py", "len(s.encode())", "4", "5"): "a wider window finds the same stop strings",
-    ("models/likelihood.py", "return in_chunks(kl,", "0", "1"): "it decides only how large the chunks are",
-    ("sources/packing.py", "last = ", "s.learned and s.length", "s.learned"): "a transcript has no empty spans",
+    ("models/losses/likelihood.py", "return in_chunks(kl,", "0", "1"): "it decides only how large the chunks are",
+    ("training/sources/packing.py", "last = ", "s.learned and s.length", "s.learned"): "a transcript has no empty spans",
     ("algorithms/credit.py", ".flip(0)", "0", "(-1)"): ONE_AXIS,
     ("algorithms/ratio.py", ".cumsum(0)", "0", "(-1)"): ONE_AXIS,
     ("algorithms/credit.py", "groups = int(", "0", "1"): "where there are no rollouts, nothing is looked up",
     ("algorithms/policy.py", "return frozenset[str]()", "frozenset[str]", "frozenset"): ANNOTATION,
     ("types.py", "Verdict = ", "float | dict[str, float]", "float"): ANNOTATION,
     ("types.py", "Verdict = ", "float | dict[str, float] | Graded", "Graded"): ANNOTATION,
-    ("sources/collecting.py", "cursor: int", "False", "True"): "nobody gives it",
-    ("sources/diversity.py", "GROUPS = ", "16", "15"): COST,
-    ("sources/diversity.py", "GROUPS = ", "16", "17"): COST,
-    ("sources/sft.py", "rows = [[t]", "sorted(transcripts, key=len)", "list(transcripts)"): COST,
-    ("sources/packing.py", "logp", "x is not None", "True"): "used only where none is None",
-    ("sources/packing.py", "behind", "fork > prompt", "(fork >= prompt)"): "there is a cut behind the prompt already",
-    ("learners/natural.py", "square.item()", "square.item() <= 1e-10 * start", "(square.item() < 1e-10 * start)"):
+    ("training/sources/collector.py", "cursor: int", "False", "True"): "nobody gives it",
+    ("training/sources/diversity.py", "GROUPS = ", "16", "15"): COST,
+    ("training/sources/diversity.py", "GROUPS = ", "16", "17"): COST,
+    ("training/sources/sft_source.py", "rows = [[t]", "sorted(transcripts, key=len)", "list(transcripts)"): COST,
+    ("training/sources/packing.py", "logp", "x is not None", "True"): "used only where none is None",
+    ("training/sources/packing.py", "behind", "fork > prompt", "(fork >= prompt)"): "there is a cut behind the prompt already",
+    ("learners/natural_gradient.py", "square.item()", "square.item() <= 1e-10 * start", "(square.item() < 1e-10 * start)"):
         "no sum of squares is that very number",
-    ("models/likelihood.py", "chunk = ", "CHUNK_LOGITS // vocabulary", "CHUNK_LOGITS"): COST,
-    ("models/linear.py", "manual_seed", "0", "1"): "any random numbers will do",
-    ("models/linear.py", "if collects(", "collects(self.weight) and torch.is_grad_enabled()", "collects(self.weight)"):
+    ("models/losses/likelihood.py", "chunk = ", "CHUNK_LOGITS // vocabulary", "CHUNK_LOGITS"): COST,
+    ("models/native/linear.py", "manual_seed", "0", "1"): "any random numbers will do",
+    ("models/native/linear.py", "if collects(", "collects(self.weight) and torch.is_grad_enabled()", "collects(self.weight)"):
         "without gradients it is the same product",
     ("engines/request.py", "len(s.encode())", "4", "3"): "three bytes of a character that was cut are all there can be",
-    ("engines/local.py", "keep = ", "sorted(set(range(count)) - set(out))", "list(set(range(count)) - set(out))"):
+    ("engines/local/local_engine.py", "keep = ", "sorted(set(range(count)) - set(out))", "list(set(range(count)) - set(out))"):
         "sets of small numbers are in order",
-    ("engines/local.py", "free >= max", "self.slots // 8", "self.slots"): COST,
-    ("engines/local.py", "free >= max", "not self.running or free >= max(1, self.slots // 8)",
+    ("engines/local/local_engine.py", "free >= max", "self.slots // 8", "self.slots"): COST,
+    ("engines/local/local_engine.py", "free >= max", "not self.running or free >= max(1, self.slots // 8)",
      "(not self.running and free >= max(1, self.slots // 8))"): COST,
-    ("engines/local.py", "min(self.slots, waiting)", "min(self.slots, waiting)", "self.slots"): COST,
-    ("sources/views.py", "torch.zeros(0)", "0", "1"): "every place is written to",
+    ("engines/local/local_engine.py", "min(self.slots, waiting)", "min(self.slots, waiting)", "self.slots"): COST,
+    ("training/sources/model_outputs.py", "torch.zeros(0)", "0", "1"): "every place is written to",
 }  # fmt: skip
 """(module, a piece of the statement, what is replaced, by what) -> why it is none."""
 

@@ -48,7 +48,7 @@ FUNCTIONS = {"exp", "exp_", "abs", "square", "sqrt", "log", "log_", "expm1", "cl
 class Mutant:
     """One mistake."""
 
-    module: str  # "sources/rl.py", in the package
+    module: str  # "training/sources/rl_source.py", in the package
     kind: str
     line: int
     lines: tuple[int, int]  # first and last line of the statement: a test that runs none of them cannot notice

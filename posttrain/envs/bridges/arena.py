@@ -16,9 +16,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.envs.bridges.episodes import Broken, Chance, Manner, Step, need, number_of, played, task_seed
-from posttrain.envs.generated import write
-from posttrain.types import Reply, Task, Turn, UserError, Verdict
+from posttrain.core.types import Reply, Task, Turn, UserError, Verdict
+from posttrain.envs.bridges.bridge import BridgeError, Chance, GameStep, Manner, need, number_of, played, task_seed
+from posttrain.envs.builtin.generated import write
 
 need("textarena", "textarena")
 
@@ -66,18 +66,18 @@ class _Episode:
         self.env: Any = None
         self.mistakes = 0
 
-    def begin(self) -> Step:
+    def begin(self) -> GameStep:
         with self.chance.own():
             self.env = self._made()
             try:
                 self.env.reset(num_players=self.how.players, seed=self.seed)
             except AssertionError as error:
-                raise Broken(f"{self.how.game} is not for {self.how.players} players: {error}") from error
+                raise BridgeError(f"{self.how.game} is not for {self.how.players} players: {error}") from error
             if hasattr(self._state, "error_allowance"):
                 self._state.error_allowance = PATIENT if self.how.invalid == "answer" else 0
             return self._after(done=False)
 
-    def act(self, reply: str) -> Step:
+    def act(self, reply: str) -> GameStep:
         with self.chance.own():
             before = self._mistakes()
             seat = self._state.current_player_id
@@ -106,25 +106,25 @@ class _Episode:
         raw = self.how.game if self.how.game.endswith("-raw") else f"{self.how.game}-raw"
         return ActionFormattingWrapper(textarena.make(raw, **self.how.make))
 
-    def _after(self, done: bool) -> Step:
+    def _after(self, done: bool) -> GameStep:
         """What the policy sees next: others move until it is its turn."""
         import textarena
 
         moves = 0
         while not done and not self._of_the_policy(self._state.current_player_id):
             if self.how.opponent is None or moves >= self.how.turns * self.how.players:
-                raise Broken(f"{self.how.game} asks player {self._state.current_player_id} again and again")
+                raise BridgeError(f"{self.how.game} asks player {self._state.current_player_id} again and again")
             _, said = self.env.get_observation()
             done, _ = self.env.step(self.how.opponent(_words(said, textarena.GAME_ID, self._state.current_player_id)))
             moves += 1
         if not done:
             seat, said = self.env.get_observation()
-            return Step(_words(said, textarena.GAME_ID, seat), side=self._side(seat))
+            return GameStep(_words(said, textarena.GAME_ID, seat), side=self._side(seat))
         rewards, _ = self.env.close()
         earned = {seat: number_of((rewards or {}).get(seat), "the game's reward") for seat in range(self.how.players)}
         if not self._side(0):
-            return Step("", earned.get(self.how.seat, 0.0), True)
-        return Step("", done=True, earned={self._side(seat): reward for seat, reward in earned.items()})
+            return GameStep("", earned.get(self.how.seat, 0.0), True)
+        return GameStep("", done=True, earned={self._side(seat): reward for seat, reward in earned.items()})
 
     def _of_the_policy(self, seat: int) -> bool:
         return seat == self.how.seat or bool(self._side(seat))

@@ -15,19 +15,19 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.envs.bridges.episodes import (
+from posttrain.core.types import Reply, Task, Turn, UserError, Verdict
+from posttrain.envs.bridges.bridge import (
     Chance,
+    GameStep,
     Manner,
     NotAnAction,
-    Step,
     as_text,
     need,
     number_of,
     played,
     task_seed,
 )
-from posttrain.envs.generated import write
-from posttrain.types import Reply, Task, Turn, UserError, Verdict
+from posttrain.envs.builtin.generated import write
 
 need("gymnasium", "gymnasium")
 
@@ -66,17 +66,17 @@ class _Episode:
         self.chance = Chance(self.seed)
         self.env: Any = None
 
-    def begin(self) -> Step:
+    def begin(self) -> GameStep:
         with self.chance.own():
             self.env = self._made()
             observation, _ = self.env.reset(seed=self.seed, options=self.task.get("options"))
-            return Step(self._text(observation))
+            return GameStep(self._text(observation))
 
-    def act(self, reply: str) -> Step:
+    def act(self, reply: str) -> GameStep:
         action = self._action(reply)
         with self.chance.own():
             observation, reward, terminated, truncated, _ = self.env.step(action)
-            return Step(self._text(observation), number_of(reward, "the reward"), bool(terminated or truncated))
+            return GameStep(self._text(observation), number_of(reward, "the reward"), bool(terminated or truncated))
 
     def close(self) -> None:
         if self.env is not None:

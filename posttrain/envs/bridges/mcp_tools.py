@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from posttrain.envs.bridges.episodes import LONGEST, Broken, need, shown
+from posttrain.core.messages import clip, inline, near_or_all, short
+from posttrain.core.types import Reply, Task, Turn, UserError
+from posttrain.envs.bridges.bridge import LONGEST, BridgeError, need, shown
 from posttrain.envs.load import opening
-from posttrain.messages import clip, inline, near_or_all, short
-from posttrain.types import Reply, Task, Turn, UserError
 
 need("mcp", "mcp")
 
@@ -46,7 +46,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """What a tool said; `failed`: that it could not do what was asked."""
 
     text: str
@@ -81,14 +81,18 @@ class Server:
         """What it offers. Raises Broken if it does not say."""
         return list((await self._connection().opened())[1].values())
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """What a tool answers. A tool that fails, or that there is not, says so. Raises Broken if the server fails."""
         connection = self._connection()
         client, tools = await connection.opened()
         if name not in tools:
-            return Answer(f"there is no tool {clip(name)!r}; there are: {', '.join(tools)}", True)
+            return ToolAnswer(f"there is no tool {clip(name)!r}; there are: {', '.join(tools)}", True)
         found = await connection.within(self.seconds, name, client.call_tool(name, dict(arguments)))
-        return found if isinstance(found, Answer) else Answer(shown(_text(found), self.longest), bool(found.is_error))
+        return (
+            found
+            if isinstance(found, ToolAnswer)
+            else ToolAnswer(shown(_text(found), self.longest), bool(found.is_error))
+        )
 
     async def close(self) -> None:
         """End the connection of this event loop, and with it the process of a command."""
@@ -141,7 +145,7 @@ class _Connection:
                 return await asyncio.shield(self._ready)
         except TimeoutError:
             self.stop.set()
-            raise Broken(f"{self.server} did not start within {self.server.start_seconds:g} s") from None
+            raise BridgeError(f"{self.server} did not start within {self.server.start_seconds:g} s") from None
 
     async def within(self, seconds: float, name: str, call: Any) -> Any:
         """The result of a call, or what the server says against it as an Answer. Raises Broken."""
@@ -157,16 +161,16 @@ class _Connection:
         if not done:
             if self.answers == before:  # it answers nobody
                 self.stop.set()
-            raise Broken(f"the tool {name} did not answer within {seconds:g} s")
+            raise BridgeError(f"the tool {name} did not answer within {seconds:g} s")
         try:
             found = task.result()
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 self.stop.set()
-                raise Broken(f"the server ended during a call of {name}") from error
-            found = Answer(shown(error.message, self.server.longest), True)
+                raise BridgeError(f"the server ended during a call of {name}") from error
+            found = ToolAnswer(shown(error.message, self.server.longest), True)
         except Exception as error:  # of its own kinds for each thing that is no result
-            raise Broken(f"the answer of {name} is none: {inline(str(error))}") from error
+            raise BridgeError(f"the answer of {name} is none: {inline(str(error))}") from error
         self.answers += 1
         return found
 
@@ -184,7 +188,7 @@ class _Connection:
         finally:
             self.stop.set()
             if not self._ready.done():
-                self._ready.set_exception(Broken(f"{self.server} cannot be used: {reason}"))
+                self._ready.set_exception(BridgeError(f"{self.server} cannot be used: {reason}"))
 
 
 def _client(server: Server) -> Any:
@@ -261,7 +265,7 @@ class Agent:
             return None if self.malformed == "end" else f"error: {error}"
         try:
             answer = await self.server.call(name, arguments)
-        except Broken:
+        except BridgeError:
             if self.failure == "invalid":
                 raise
             return None if self.failure == "end" else "error: the tool cannot be used"

@@ -20,19 +20,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.envs.bridges.episodes import (
-    Broken,
+from posttrain.core.messages import inline, short
+from posttrain.core.types import Reply, Task, UserError
+from posttrain.envs.bridges.bridge import (
+    BridgeError,
+    GameStep,
     Manner,
     NotAnAction,
-    Step,
     begun,
     need,
     number_of,
     ran_out,
     task_seed,
 )
-from posttrain.messages import inline, short
-from posttrain.types import Reply, Task, UserError
 
 need("websockets", "openenv")
 
@@ -63,7 +63,7 @@ class OpenEnv(Manner):
                     break
                 reply: Reply = yield how.turn(step, not number)
                 if ran_out(reply):
-                    step = Step("")
+                    step = GameStep("")
                     break
                 try:
                     step = await session.act(reply)
@@ -98,7 +98,7 @@ class _Session:
         self.how = how
         self._socket: Any = None
 
-    async def begin(self, task: Task) -> Step:
+    async def begin(self, task: Task) -> GameStep:
         """Raises Broken if there is no server, it has no place for us until the time is over, or it answers rubbish."""
         if not self.how.url:
             raise UserError('the task has no column "url", the address of an OpenEnv server')
@@ -112,11 +112,11 @@ class _Session:
             if found["type"] == "observation":
                 return replace(self._read(found["data"]), reward=0.0)  # nothing was said that could have earned it
             if _code(found) != "CAPACITY_REACHED" or asyncio.get_running_loop().time() > end:
-                raise Broken(f"{self.how.url} refuses to begin: {_message(found)}")
+                raise BridgeError(f"{self.how.url} refuses to begin: {_message(found)}")
             await self.close()
             await asyncio.sleep(PAUSE)
 
-    async def act(self, reply: str) -> Step:
+    async def act(self, reply: str) -> GameStep:
         """Raises NotAnAction, or Broken if the server fails."""
         action = {self.how.action: reply} if isinstance(self.how.action, str) else self.how.action(reply)
         if action is None:
@@ -126,7 +126,7 @@ class _Session:
             return self._read(found["data"])
         if _code(found) == "VALIDATION_ERROR":
             raise NotAnAction(f"That is no action: {_message(found)}.")
-        raise Broken(f"{self.how.url} failed: {_message(found)}")
+        raise BridgeError(f"{self.how.url} failed: {_message(found)}")
 
     async def close(self) -> None:
         from websockets.exceptions import ConnectionClosed
@@ -148,7 +148,7 @@ class _Session:
                 address, open_timeout=max(OPENING, self.how.seconds), close_timeout=1.0, max_size=LARGEST, proxy=None
             )
         except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
-            raise Broken(f"there is no OpenEnv server at {self.how.url}: {inline(str(error))}") from error
+            raise BridgeError(f"there is no OpenEnv server at {self.how.url}: {inline(str(error))}") from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """The answer: an observation, or an error. Raises Broken."""
@@ -160,24 +160,24 @@ class _Session:
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = await self._socket.recv()
         except TimeoutError as error:
-            raise Broken(f"{self.how.url} did not answer within {self.how.seconds:g} s") from error
+            raise BridgeError(f"{self.how.url} did not answer within {self.how.seconds:g} s") from error
         except ConnectionClosed as error:
-            raise Broken(f"{self.how.url} closed the connection: {inline(str(error))}") from error
+            raise BridgeError(f"{self.how.url} closed the connection: {inline(str(error))}") from error
         try:
             found = json.loads(answer)
         except (ValueError, RecursionError):
             found = None
         known = isinstance(found, dict) and found.get("type") in ("observation", "error")
         if not known or not isinstance(found.get("data"), dict):
-            raise Broken(f"{self.how.url} answers {answer[:60]!r}, which is no message of OpenEnv")
+            raise BridgeError(f"{self.how.url} answers {answer[:60]!r}, which is no message of OpenEnv")
         return found
 
-    def _read(self, data: Mapping[str, Any]) -> Step:
+    def _read(self, data: Mapping[str, Any]) -> GameStep:
         """What an observation's message says."""
         observation, done = data.get("observation"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
-            raise Broken(f"{self.how.url} sends an observation that is none: {json.dumps(data)[:100]}")
-        return Step(self._text(observation), number_of(data.get("reward"), "the server's reward"), done)
+            raise BridgeError(f"{self.how.url} sends an observation that is none: {json.dumps(data)[:100]}")
+        return GameStep(self._text(observation), number_of(data.get("reward"), "the server's reward"), done)
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         observe = self.how.observe

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.envs.bridges.episodes import need
-from posttrain.envs.generated import write
-from posttrain.messages import near
-from posttrain.seeds import seed_of
-from posttrain.types import Invalid, Task, UserError
+from posttrain.core.messages import near
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Invalid, Task, UserError
+from posttrain.envs.bridges.bridge import need
+from posttrain.envs.builtin.generated import write
 from posttrain.verify.format import between
-from posttrain.verify.limit import Failed, limited
+from posttrain.verify.limited_process import CheckFailed, limited
 
 need("reasoning_gym", "reasoning_gym")
 
@@ -63,11 +63,11 @@ def reward(task: Task, reply: str) -> float | Invalid:
         return float(answer == task["entry"]["answer"])
     config = json.dumps(task.get("config") or {})
     score = _score(dataset, config, entry, answer)
-    if not isinstance(score, Failed):
+    if not isinstance(score, CheckFailed):
         return score
     own = task["entry"].get("answer") if isinstance(task["entry"], Mapping) else None
     known = _score(dataset, config, entry, own if isinstance(own, str) else "none")
-    return Invalid(f"the scorer of {dataset} fails: {score.reason}") if isinstance(known, Failed) else 0.0
+    return Invalid(f"the scorer of {dataset} fails: {score.reason}") if isinstance(known, CheckFailed) else 0.0
 
 
 def harmless(dataset: str, answer: str) -> bool:
@@ -83,13 +83,13 @@ def harmless(dataset: str, answer: str) -> bool:
     return dataset != "complex_arithmetic" or "nan" not in answer.lower()  # its distance from that is none: full score
 
 
-def _score(dataset: str, config: str, entry: str, answer: str) -> float | Invalid | Failed:
+def _score(dataset: str, config: str, entry: str, answer: str) -> float | Invalid | CheckFailed:
     answer = answer.encode("utf-8", "replace").decode()
     found = limited(f"{__name__}:scored", dataset, config, entry, answer, seconds=SECONDS)
-    if isinstance(found, Failed | Invalid):
+    if isinstance(found, CheckFailed | Invalid):
         return found
     if not isinstance(found, int | float) or not 0 <= found <= 1:
-        return Failed(f"its score is {found!r:.40}")
+        return CheckFailed(f"its score is {found!r:.40}")
     return float(found)
 
 

@@ -1,0 +1,246 @@
+"""What every experiment shares: one measurement per seed, kept on the disk, and a verdict that follows from intervals.
+
+An experiment says beforehand in which range each of its figures must lie for the paper to be right. The claim is *seen*
+only if the whole 95% interval over the seeds lies there, and *contradicted* only if the whole interval lies outside;
+anything else is not seen at this scale.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.figure import Panel, draw
+from posttrain.core.types import UserError
+from posttrain.runs.student import student_interval
+
+Settings = Mapping[str, Any]
+"""Numbers and names that decide an experiment's size; plain JSON."""
+
+Numbers = dict[str, Any]
+"""What one seed gave; plain JSON."""
+
+Say = Callable[[str], None]
+
+
+class Verdict(StrEnum):
+    """What came of a claim."""
+
+    SEEN = "seen"
+    PARTLY = "partly seen"
+    UNSEEN = "not seen at this scale"
+    CONTRADICTED = "contradicted"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.mean:.3g}"
+        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure, and the range in which the claim says that it lies."""
+
+    what: str
+    found: Estimate
+    at_least: float = -math.inf
+    at_most: float = math.inf
+
+    @property
+    def verdict(self) -> Verdict:
+        low, high = self.found.low, self.found.high
+        if math.isnan(low):  # a single seed has no interval: it shows nothing
+            return Verdict.UNSEEN
+        if self.at_least < low and high < self.at_most:
+            return Verdict.SEEN
+        return Verdict.CONTRADICTED if high < self.at_least or low > self.at_most else Verdict.UNSEEN
+
+    @property
+    def claimed(self) -> str:
+        if self.at_least == -math.inf:
+            return f"below {self.at_most:g}"
+        return f"above {self.at_least:g}" if self.at_most == math.inf else f"{self.at_least:g} to {self.at_most:g}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an experiment ends in: a table beside the published figures, a plot, a verdict with intervals."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    comparisons: Sequence[Comparison]
+    panels: Sequence[Panel]
+    notes: Sequence[str] = ()  # what a reader must know to read the table
+    seeds: Sequence[int] = ()
+    plot: Path | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        verdicts = {c.verdict for c in self.comparisons}
+        if verdicts == {Verdict.SEEN}:
+            return Verdict.SEEN
+        if Verdict.SEEN in verdicts:
+            return Verdict.PARTLY
+        return Verdict.CONTRADICTED if verdicts == {Verdict.CONTRADICTED} else Verdict.UNSEEN
+
+    @property
+    def judged(self) -> list[list[str]]:
+        """A row for each comparison: what, found, claimed, verdict."""
+        return [[c.what, str(c.found), c.claimed, c.verdict.value] for c in self.comparisons]
+
+    def as_dict(self) -> Numbers:
+        comparisons = [{**asdict(c), "verdict": c.verdict.value} for c in self.comparisons]
+        return {
+            "verdict": self.verdict.value,
+            "comparisons": [{k: _finite(v) for k, v in c.items()} for c in comparisons],
+            "table": [list(self.columns), *map(list, self.rows)],
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A claim of a paper and how it is tested."""
+
+    name: str
+    claim: str
+    paper: str
+    settings: Settings
+    measure: Callable[[int, Settings, Path, Say], Numbers] = field(repr=False)
+    """(seed, settings, folder of this seed, say) -> what that seed gave."""
+    conclude: Callable[[Mapping[int, Numbers], Settings], Finding] = field(repr=False)
+    """(seed -> what it gave, settings) -> finding."""
+
+    def run(self, seeds: Sequence[int], out: Path, settings: Settings | None = None, say: Say = print) -> Finding:
+        """Measure every seed that was not measured with these settings yet, conclude, write to `out`.
+
+        Writes result.json, table.md, figure.png and seed-N.json for each seed. Raises UserError for settings that do
+        not exist or are of another kind, and where nothing can be written.
+        """
+        if not seeds:
+            raise UserError("an experiment needs a seed: --seeds 0 1 2")
+        seeds, chosen = sorted(set(seeds)), self._settings(settings or {})
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{out} cannot be written: {error.strerror}; give another --out") from error
+        numbers = {seed: self._of_seed(seed, chosen, out, say) for seed in seeds}
+        found = self.conclude(numbers, chosen)
+        plot = draw(found.panels, out / "figure.png", f"{self.name}: {found.verdict.value}")
+        finding = replace(found, seeds=tuple(seeds), plot=plot)
+        about = {"name": self.name, "claim": self.claim, "paper": self.paper, "settings": chosen, "seeds": list(seeds)}
+        _write(out / "result.json", json.dumps({**about, **finding.as_dict()}, indent=1) + "\n")
+        _write(out / "table.md", self._markdown(finding, chosen))
+        return finding
+
+    def _settings(self, given: Settings) -> dict[str, Any]:
+        if unknown := sorted(given.keys() - self.settings.keys()):
+            known = ", ".join(self.settings)
+            raise UserError(f"{self.name} has no setting {', '.join(unknown)}: there are {known}")
+        for name, value in given.items():
+            kind = (int, float) if isinstance(self.settings[name], float) else type(self.settings[name])
+            if not isinstance(value, kind):
+                raise UserError(f"{self.name}: setting {name} is like {self.settings[name]!r}, not {value!r}")
+        return {**self.settings, **given}
+
+    def _of_seed(self, seed: int, settings: Settings, out: Path, say: Say) -> Numbers:
+        kept = out / f"seed-{seed}.json"
+        if kept.exists():
+            content = json.loads(kept.read_text())
+            if content["settings"] == json.loads(json.dumps(settings)):
+                say(f"{self.name}: seed {seed} is kept from before")
+                numbers: Numbers = content["numbers"]
+                return numbers
+        torch.set_num_threads(1)  # the models are tiny, and seconds are comparable
+        begin = time.perf_counter()
+        numbers = self.measure(seed, settings, out / f"seed-{seed}", say)
+        seconds = time.perf_counter() - begin
+        say(f"{self.name}: seed {seed} took {seconds:.0f} s")
+        content = {"settings": settings, "seconds": round(seconds, 1), "numbers": numbers}
+        _write(kept, json.dumps(content) + "\n")
+        return json.loads(json.dumps(numbers))  # as it will be read next time
+
+    def _markdown(self, finding: Finding, settings: Settings) -> str:
+        seeds = " ".join(map(str, finding.seeds))
+        changed = "".join(
+            f" --settings.{k.replace('_', '-')} {v}" for k, v in settings.items() if v != self.settings[k]
+        )
+        listed = ", ".join(f"{k} {v}" for k, v in settings.items())
+        parts = [
+            f"# {self.name}",
+            f"    posttrain reproduce {self.name} --seeds {seeds}{changed}",
+            f"{time.strftime('%Y-%m-%d')}, one thread, {platform.machine()}, torch {version('torch')}.",
+            f"Claim ({self.paper}): {self.claim}",
+            f"Verdict: **{finding.verdict.value}**. Mean over {len(finding.seeds)} seeds, 95% interval (Student).",
+            _grid(("figure", "found", "claimed", "verdict"), finding.judged),
+            _grid(finding.columns, finding.rows),
+            *finding.notes,
+            f"Settings: {listed}.",
+            f"![{self.name}](figure.png)",
+        ]
+        return "\n\n".join(parts) + "\n"
+
+
+def read_settings(given: Mapping[str, str]) -> dict[str, Any]:
+    """Settings as they stand on a command line: numbers and lists in JSON, anything else is text."""
+
+    def value(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    return {name.replace("-", "_"): value(text) for name, text in given.items()}
+
+
+# -- intervals ---------------------------------------------------------------------------------------------------------
+
+
+def over_seeds(values: Sequence[float]) -> Estimate:
+    """Mean with Student's 95% interval; of one value, the interval is (nan, nan)."""
+    low, high = student_interval(values)
+    return Estimate(float(np.mean(values)), low, high)
+
+
+def differences(numbers: Mapping[int, Numbers], one: str, other: str, figure: Callable[[Numbers], float]) -> Estimate:
+    """figure(one arm) - figure(other arm), seed by seed: both begin with the same model and tasks."""
+    return over_seeds([figure(n[one]) - figure(n[other]) for n in numbers.values()])
+
+
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [list(columns), ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _finite(value: Any) -> Any:
+    """As JSON can hold it, which knows neither infinity nor not-a-number."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: a half-written file must not pass for a finished seed."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,166 @@
+"""What a row of reward models is: link x margin x penalty, over scores that a head gives instead of words.
+
+N    readings of a micro-batch: hidden states that are scored    U    scores    C    comparisons    V    labels
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison, PerPrompt
+from posttrain.algorithms.links import CrossEntropy, Pairs, PlackettLuce, PreferenceLink, Sigmoid, SquaredError
+from posttrain.algorithms.lookup import lookup
+from posttrain.algorithms.preference import Margin
+from posttrain.algorithms.row import Row
+from posttrain.core.batch import Batch, Outputs, Preferences, Stats
+from posttrain.core.component import Component, setting
+from posttrain.core.lazy_torch import torch
+from posttrain.core.protocols import Objective
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScorePenalty(Component):
+    """Keeps scores near 0, which comparisons leave free, with better responses above it and worse ones below.
+
+    sign (relu(-r_w) + relu(r_l)) + size (r_w^2 + r_l^2).
+    """
+
+    sign: float = setting(
+        0.1, "sign-penalty", "Weight of better scores below 0, and of worse ones above.", least=0, creates=True
+    )
+    size: float = setting(0.01, "size-penalty", "Weight of the squares of the scores.", least=0, creates=True)
+    source = "size: Eisenstein et al., arXiv 2312.09244, section 2; sign: hinges at 0 on either side"
+
+    @property
+    def formula(self) -> str:
+        return f"{self.sign:g} (relu(-r_w) + relu(r_l)) + {self.size:g} (r_w^2 + r_l^2)"
+
+    def __call__(self, better: Tensor, worse: Tensor) -> Tensor:
+        """Scores [C] -> penalties [C]."""
+        sign = torch.relu(-better) + torch.relu(worse)
+        return self.sign * sign + self.size * (better.square() + worse.square())
+
+
+LINKS: dict[str, PreferenceLink] = {
+    "sigmoid": Sigmoid(1.0),
+    "plackett-luce": PlackettLuce(),
+    "cross-entropy": CrossEntropy(),
+    "squared-error": SquaredError(),
+}
+
+
+@dataclass(frozen=True)
+class Scoring(Row):
+    """A row of the table of reward models."""
+
+    link: PreferenceLink = setting(flag="link", help="What is done with the scores of responses.", choices=LINKS)
+    denominator: Denominator = setting(
+        PerComparison(), "denominator", "What weighs the same: every comparison, or every prompt.", choices=DENOMINATORS
+    )
+    margin: Margin | None = None
+    penalty: ScorePenalty | None = None
+    idea: str = ""  # what is new about it, in at most eight words
+
+
+@dataclass(frozen=True)
+class ScoringObjective:
+    """The loss of one micro-batch of items, and what is known of their scores."""
+
+    row: Scoring
+    mean: bool = False  # whether a score is the mean over the readings of a response; else each reading is one
+    wants = frozenset({"score"})
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        said = batch.preferences
+        assert said is not None
+        scores = self.scores(outputs, batch)
+        row = self.row
+        if row.link.reads_labels:
+            losses = row.link.judge(scores[said.labelled], said.label, batch.coefficients)
+            loss = (said.label_weight * losses).sum()
+        else:
+            better, worse = scores[said.better], scores[said.worse]
+            margin = torch.zeros_like(better) if row.margin is None else row.margin(said.margin)
+            losses = row.link.compare(Pairs(better, worse, margin, said.better, batch.coefficients))
+            if row.penalty is not None:
+                losses = losses + row.penalty(better, worse)
+            loss = (said.weight * losses).sum()
+        self.measure(scores.detach(), said, stats)
+        return loss
+
+    def scores(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """float64 [U]."""
+        assert outputs.score is not None
+        given = outputs.score.double()
+        if not self.mean:
+            return given
+        length = torch.bincount(batch.transcript)
+        return given.new_zeros(len(length)).index_add(0, batch.transcript, given) / length
+
+    def measure(self, scores: Tensor, said: Preferences, stats: Stats, before: str = "") -> None:
+        """Add accuracy, margin and mean scores to the metrics, their names beginning with `before`."""
+        stats.add(f"{before}score", scores.sum().item(), len(scores))
+        if len(said.better):
+            margin = scores[said.better] - scores[said.worse]
+            won = (margin > 0).double() + 0.5 * (margin == 0).double()
+            stats.add(f"{before}accuracy", won.sum().item(), len(margin))
+            stats.add(f"{before}margin", margin.sum().item(), len(margin))
+        elif len(said.label) and isinstance(self.row.link, CrossEntropy):
+            right = (scores[said.labelled] > 0) == (said.label > 0.5)
+            stats.add(f"{before}accuracy", right.double().sum().item(), len(right))
+        elif len(said.label):
+            error = (scores[said.labelled] - said.label).square()
+            stats.add(f"{before}squared_error", error.sum().item(), len(error))
+
+
+_ROWS = (
+    Scoring(
+        "bradley-terry",
+        "A reward model from pairs (InstructGPT, arXiv 2203.02155; margins of the rows: Llama 2, arXiv 2307.09288)",
+        link=Sigmoid(1.0),
+        margin=Margin(0.0, 1.0),
+        idea="Better responses are likelier to win",
+    ),
+    Scoring(
+        "k-wise",
+        "A reward model from all comparisons of a prompt as one element (InstructGPT, arXiv 2203.02155, eq. 1)",
+        link=Sigmoid(1.0),
+        denominator=PerPrompt(),
+        idea="All comparisons of a prompt are one element",
+    ),
+    Scoring(
+        "plackett-luce",
+        "A reward model from rankings (Plackett 1975; arXiv 2305.18290, appendix A.3)",
+        link=PlackettLuce(),
+        denominator=PerPrompt(),
+        idea="A ranking is a row of choices",
+    ),
+    Scoring(
+        "outcome",
+        "A verifier from labels of whole responses, or of their steps (arXiv 2110.14168; steps: arXiv 2305.20050)",
+        link=CrossEntropy(),
+        idea="The probability that it is right",
+    ),
+    Scoring(
+        "regression",
+        "A reward model from scores (HelpSteer2, arXiv 2406.08673)",
+        link=SquaredError(),
+        idea="The score that people gave",
+    ),
+)
+SCORINGS: dict[str, Scoring] = {row.name: row for row in _ROWS}
+
+
+def find_scoring(name: str) -> Scoring:
+    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
+    return lookup(name, SCORINGS, {Scoring: "posttrain.algorithms.reward_model_table"})
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Objective] = ScoringObjective

@@ -1,0 +1,114 @@
+"""Correlations and changes of means, with intervals that resample whole prompts: the replies to one are not independent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite, nan, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.training.intervals import clustered_interval
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95% interval; nan where nothing can be said."""
+
+    value: float
+    low: float = nan
+    high: float = nan
+
+    def __str__(self) -> str:
+        if not isfinite(self.value):
+            return "-"
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]" if isfinite(self.low) else f"{self.value:.2f}"
+
+    def as_dict(self) -> dict[str, float | None]:
+        numbers = {"value": self.value, "low": self.low, "high": self.high}
+        return {name: number if isfinite(number) else None for name, number in numbers.items()}
+
+
+def pearson(x: Floats, y: Floats) -> float:
+    """Pearson's correlation of [n] and [n]; nan where one of them does not vary."""
+    return float(_correlated(_sums(x, y, np.zeros(len(x), dtype=np.int64)))[0])
+
+
+def ranks(x: Floats) -> Floats:
+    """[n] ranks from 1 on; equal values share the mean of theirs."""
+    _, place, count = np.unique(x, return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    return ((2 * last - count + 1) / 2)[place]
+
+
+def correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Estimate:
+    """Pearson's correlation with a percentile bootstrap over prompts. `prompt`: [n], from 0 on."""
+    sums = _sums(x, y, prompt)
+    value = float(_correlated(sums.sum(0, keepdims=True))[0])
+    return Estimate(value, *clustered_interval(sums, _correlated, seed=seed)) if isfinite(value) else Estimate(nan)
+
+
+def rank_correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Estimate:
+    """Spearman's correlation, that of the ranks. Resamples keep the ranks of the whole sample."""
+    return correlation(ranks(x), ranks(y), prompt, seed)
+
+
+def centred(x: Floats, cell: Integers) -> Floats:
+    """[n] without the mean of each cell [n]: what is left are differences between replies to one prompt in one step."""
+    count = np.bincount(cell)
+    centre = np.bincount(cell, weights=x) / np.maximum(count, 1)
+    out: Floats = x - centre[cell]
+    out[np.abs(out) < 1e-12 * max(1.0, float(np.abs(x).max(initial=0.0)))] = 0.0  # rounding is no difference
+    return out
+
+
+def change(x: Floats, late: NDArray[np.bool_], prompt: Integers, seed: int = 0) -> Estimate:
+    """Mean of x where `late` minus its mean elsewhere, resampled over prompts. nan if either side is empty."""
+    if late.all() or not late.any():
+        return Estimate(nan)
+    size = int(prompt.max()) + 1
+    sums: Floats = np.stack(
+        [
+            np.bincount(prompt[side], weights=weights, minlength=size)
+            for side in (late, ~late)
+            for weights in (x[side], np.ones(int(side.sum())))
+        ],
+        axis=1,
+    )
+
+    def difference(totals: Floats) -> Floats:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found: Floats = totals[:, 0] / totals[:, 1] - totals[:, 2] / totals[:, 3]
+        return found
+
+    return Estimate(float(difference(sums.sum(0, keepdims=True))[0]), *clustered_interval(sums, difference, seed=seed))
+
+
+def _sums(x: Floats, y: Floats, prompt: Integers) -> Floats:
+    """[prompts, 6]: number, x, y, xx, yy, xy of each. Values are shifted and scaled first, which no correlation feels."""
+    x, y = _standard(x), _standard(y)
+    columns = (np.ones(len(x)), x, y, x * x, y * y, x * y)
+    return np.stack([np.bincount(prompt, weights=column) for column in columns], axis=1)
+
+
+def _standard(x: Floats) -> Floats:
+    if not len(x):
+        return x
+    moved = x - x.mean()
+    spread = sqrt(float(np.mean(moved * moved)))
+    constant = float(x.max()) == float(x.min())
+    return np.zeros_like(x) if constant else moved / spread
+
+
+def _correlated(totals: Floats) -> Floats:
+    """[r, 6] -> [r]."""
+    n, x, y, xx, yy, xy = totals.T
+    with np.errstate(invalid="ignore", divide="ignore"):
+        of_x, of_y = xx - x * x / n, yy - y * y / n
+        found = (xy - x * y / n) / np.sqrt(of_x * of_y)
+    found[(of_x <= 1e-12 * n) | (of_y <= 1e-12 * n)] = nan
+    clipped: Floats = np.clip(found, -1.0, 1.0)
+    return clipped

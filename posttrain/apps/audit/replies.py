@@ -1,0 +1,137 @@
+"""The replies of a run as arrays: what the audit looks at. Reads rollouts as they were written, and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.apps.audit.correlation import Floats, Integers
+from posttrain.core.types import StopReason, Task, UserError
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.record.rollout_rows import Row
+from posttrain.runs.record.schema import SCALARS
+from posttrain.runs.run_files import Folder
+from posttrain.runs.run_reading import read_run, rollout_steps
+
+STEPS = 40  # that are read unless more are asked for
+WINDOW = 0.2  # share of the steps read, at each end, that is called early or late
+
+
+@dataclass(frozen=True, eq=False)
+class Replies:
+    """Every reply with a valid reward of some steps of a run, in order. n: how many."""
+
+    step: Integers  # [n]
+    prompt: Integers  # [n], number of its task, from 0 on: the unit of resampling
+    cell: Integers  # [n], number of its group: one prompt in one step
+    text: list[str]  # [n], what was sampled, the turns of an episode joined by line ends
+    length: Floats  # [n], sampled tokens
+    reward: Floats  # [n]
+    parts: dict[str, Floats]  # name -> [n]; nan where a reply lacks it
+    stop: list[StopReason]  # [n], why the last reply of each ended
+    tasks: list[Task]  # [n], what rollouts tell of the task: id, prompt, answer
+    steps: list[int]  # that were read
+    recorded: int  # steps whose rollouts are there
+    invalid: int = 0  # replies without a valid reward, left out
+    single: bool = field(default=True)  # whether every episode had one reply
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def ends(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """([n] early, [n] late): those of the first and of the last fifth of the steps; nothing where there is one step."""
+        count = max(1, round(WINDOW * len(self.steps))) if len(self.steps) > 1 else 0
+        early, late = self.steps[:count], self.steps[len(self.steps) - count :]
+        return np.isin(self.step, early), np.isin(self.step, late)
+
+    def part(self, name: str) -> Floats:
+        """[n] of a part of the reward. UserError with the names that there are."""
+        if name not in self.parts:
+            known = ", ".join(self.parts) or "none: return a dict from the reward, such as {'reward': r, 'gold': g}"
+            raise UserError(f"the rollouts have no part of the reward named {name!r}; there are {known}")
+        return self.parts[name]
+
+    def with_tasks(self, tasks: Iterable[Task]) -> Replies:
+        """With all columns of their tasks, found by id. What the rollouts say of them stays."""
+        known = {str(task["id"]): task for task in tasks}
+        return replace(self, tasks=[{**known.get(str(own["id"]), {}), **_told(own)} for own in self.tasks])
+
+
+def holds_replies(run: Folder) -> bool:
+    """Whether the run holds what its policy said: others keep the rows that they were given."""
+    return read_run(run)["verb"] in ("rl", "distill") and bool(rollout_steps(run))
+
+
+def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
+    """The replies of at most so many steps, evenly spread, the first and the last among them.
+
+    Raises UserError if the folder holds no run, or no rollouts with a valid reward.
+    """
+    read_run(run)
+    there = rollout_steps(run)
+    if not holds_replies(run):
+        raise UserError(f"{run} holds no rollouts: audit a run of posttrain rl, after its first step")
+    places = sorted({round(p) for p in np.linspace(0, len(there) - 1, min(most_steps, len(there)))})
+    steps = [there[p] for p in places]
+    rows = [(step, row) for step in steps for row in read_rollouts(run, step, SCALARS.names)]
+    valid = [(step, row) for step, row in rows if row["reward"] is not None]
+    if not valid:
+        raise UserError(f"{run}: none of its {len(rows)} rollouts has a valid reward, so there is nothing to audit")
+    said = [_said(row) for _, row in valid]
+    names = sorted({name for _, row in valid for name in row["parts"]})
+    return Replies(
+        step=np.array([step for step, _ in valid], dtype=np.int64),
+        prompt=_numbered([_task_of(row["group"]) for _, row in valid]),
+        cell=_numbered([f"{step} {row['group']}" for step, row in valid]),
+        text=["\n".join(texts) for texts in said],
+        length=np.array([_length(row) for _, row in valid], dtype=np.float64),
+        reward=np.array([row["reward"] for _, row in valid], dtype=np.float64),
+        parts={name: np.array([_part(row, name) for _, row in valid], dtype=np.float64) for name in names},
+        stop=[StopReason(row["stop"]) for _, row in valid],
+        tasks=[
+            {
+                "id": _task_of(row["group"]),
+                "prompt": row["prompt"],
+                "answer": row["columns"].get("answer", row["columns"].get("answers")),
+            }
+            for _, row in valid
+        ],
+        steps=steps,
+        recorded=len(there),
+        invalid=len(rows) - len(valid),
+        single=all(len(texts) == 1 for texts in said),
+    )
+
+
+def _told(task: Task) -> Task:
+    return {name: value for name, value in task.items() if value is not None}
+
+
+def _said(row: Row) -> list[str]:
+    """What the policy said, reply by reply."""
+    said = [turn["text"] for turn in row["turns"] if turn["role"] == "sampled"]
+    return said or [row["text"]]
+
+
+def _task_of(group: str) -> str:
+    """A group is named after its task and the visit: "17#0"."""
+    return group.rpartition("#")[0] or group
+
+
+def _length(row: Row) -> int:
+    sampled: int = row["sampled"]
+    return sampled
+
+
+def _part(row: Row, name: str) -> float:
+    value = row["parts"].get(name)
+    return float("nan") if value is None else float(value)
+
+
+def _numbered(names: list[str]) -> Integers:
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)

@@ -1,0 +1,63 @@
+"""A second score of the replies of a run: a part of the reward that the rollouts carry, or any reward, computed now."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from posttrain.apps.audit.correlation import Floats
+from posttrain.apps.audit.replies import Replies
+from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError
+from posttrain.envs.load import BUILTIN, is_generator_env, load_env
+from posttrain.envs.play.env_pool import Done, EnvPool
+
+
+def score_of(replies: Replies, name: str) -> Floats:
+    """[n] the part of the reward of that name, or what the reward "my.py:name" gives each text; nan where invalid.
+
+    Raises UserError for a name that is neither, a part that no reply has, and a reward that can score nothing.
+    """
+    if name in replies.parts or not (name in BUILTIN or re.fullmatch(r"[^\s:]+:\w+", name)):
+        return replies.part(name)
+    if is_generator_env(load_env(name)):
+        raise UserError(
+            f"--gold {name} is an environment that asks: give a reward of a task and a reply, (task, reply)"
+        )
+    if not replies.single:
+        raise UserError(
+            "--gold FILE:NAME scores runs of one reply an episode: log the gold score as a part of the reward"
+        )
+    scores, reasons = scored(name, replies.tasks, replies.text, replies.stop)
+    if not np.isfinite(scores).any():
+        raise UserError(f"--gold {name} scored none of the {len(replies)} replies; the first reason: {reasons[0]}")
+    return scores
+
+
+def scored(
+    env: str, tasks: Sequence[Task], texts: Sequence[str], stops: Sequence[StopReason]
+) -> tuple[Floats, list[str]]:
+    """([n] rewards, nan where invalid; why those are), each different pair of task and reply scored once."""
+    scores = np.full(len(texts), np.nan)
+    reasons: list[str] = []
+    places: dict[tuple[str, str, StopReason], list[int]] = {}
+    for place, (task, text, stop) in enumerate(zip(tasks, texts, stops, strict=True)):
+        places.setdefault((f"{task['id']} {task.get('answer')}", text, stop), []).append(place)
+    pairs = list(places.items())
+    with EnvPool(env) as pool:
+        for id, (_, at) in enumerate(pairs):
+            pool.start(id, tasks[at[0]])
+        waiting = len(pairs)
+        while waiting:
+            for id, event in pool.poll(None):
+                (_, text, stop), at = pairs[id]
+                if not isinstance(event, Done):
+                    pool.send(id, Reply(text, stop))
+                    continue
+                waiting -= 1
+                if isinstance(event.reward, Invalid):
+                    reasons.append(event.reward.reason)
+                else:
+                    scores[at] = event.reward
+    return scores, reasons

@@ -1,0 +1,239 @@
+"""`posttrain plan`: simulates a pilot's job in many settings, and says which is best and what limits it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from posttrain.apps.planning.job import PlanSetting
+from posttrain.apps.planning.pilot import Pilot, read_pilot
+from posttrain.apps.planning.simulation import Simulation, SimulationResult
+from posttrain.config import Plan
+from posttrain.core.types import UserError
+
+SHOWN = 10  # settings, so that all fits a terminal of 24 lines
+SPLITS = 12  # of many devices, that are tried before the best one's neighbours are
+FEWEST, MOST, REPLIES = 16, 48, 12_000  # steps that are simulated, and replies that are enough
+ALIKE = 0.01  # steps per hour that differ by less are the same
+HELP = {
+    "decoding": "engines decode all the time: more of them, or shorter replies",
+    "tail": "engines wait for their longest replies: --tokens-per-step helps",
+    "weights": "engines wait for new weights: --ahead, or more learners",
+    "learners": "learners work all the time: more of them, not more engines",
+    "environments": "engines wait for environments: --env-workers, --prompts, --ahead",
+    "reading": "engines spend their time on prompts, and between replies",
+    "loading": "the hand-over of weights takes the time: fewer, larger steps",
+}
+"""What limits a setting -> what helps."""
+
+
+def plan(run: str, config: Plan) -> int:
+    """Print what a pilot run's job would do in other settings. Returns the exit code."""
+    _check(config)
+    pilot = read_pilot(run, config.prompts, config.group, config.handover_seconds, config.gradients)
+    steps = config.steps or _enough(pilot, config)
+
+    @cache
+    def outcome(setting: PlanSetting) -> SimulationResult:
+        return Simulation(pilot.job, setting, steps).run()
+
+    alone = outcome(PlanSetting(1, shared=True))
+    found = _tried(config, outcome)
+    best = _best(found)
+    if config.json:
+        print(json.dumps(_data(pilot, alone, found, best), indent=1))
+    else:
+        print("\n".join(_lines(pilot, alone, found, best, config)))
+    return 0
+
+
+def _enough(pilot: Pilot, config: Plan) -> int:
+    """Steps to simulate: fewer large ones, so that a plan takes seconds."""
+    replies = pilot.job.prompts * pilot.size[1]
+    return max(FEWEST, min(MOST, REPLIES // replies)) + 4 * max(config.ahead)
+
+
+def _check(config: Plan) -> None:
+    if config.gpus is not None and (config.engines or config.learners):
+        raise UserError("--gpus tries every split of them; --engines and --learners name splits: give one or the other")
+    for name in ("engines", "learners", "ahead"):
+        least = 0 if name == "ahead" else 1
+        if wrong := [value for value in getattr(config, name) if not least <= value <= 10_000]:
+            raise UserError(f"--{name} {wrong[0]} must be from {least} to 10000")
+    if not config.ahead:
+        raise UserError("--ahead is empty: give at least one number, or leave it out")
+
+
+def _tried(config: Plan, outcome: Callable[[PlanSetting], SimulationResult]) -> list[SimulationResult]:
+    """The outcomes of all settings that are asked for."""
+    cuts: tuple[int | None, ...] = (None,) if config.tokens_per_step is None else (None, config.tokens_per_step)
+    ways = [(ahead, cut) for ahead in config.ahead for cut in cuts]
+    if config.gpus is None:
+        return [
+            outcome(PlanSetting(engines, learners, ahead, cut))
+            for engines in config.engines or (1, 2, 4)
+            for learners in config.learners or (1,)
+            for ahead, cut in ways
+        ]
+    gpus = config.gpus
+    found = [outcome(PlanSetting(gpus, gpus, shared=True))]
+    for ahead, cut in ways if gpus > 1 else ():
+        found += _splits(gpus, ahead, cut, outcome)
+    return found
+
+
+def _splits(
+    gpus: int, ahead: int, cut: int | None, of: Callable[[PlanSetting], SimulationResult]
+) -> list[SimulationResult]:
+    """All splits of a few devices; of many some, and then the neighbours of the best until none is better.
+
+    Each process of a run has engines of its own, so there are at least as many engines as learners.
+    """
+
+    def outcome(engines: int) -> SimulationResult:
+        return of(PlanSetting(engines, gpus - engines, ahead, cut))
+
+    there = set(range(-(-gpus // 2), gpus))
+    tried = {round(gpus * part / (SPLITS + 1)) for part in range(1, SPLITS + 1)} & there or there
+    if gpus <= SPLITS + 1:
+        tried = there
+    while True:
+        best = max(sorted(tried), key=lambda engines: outcome(engines).steps_per_hour)
+        further = {best - 1, best + 1} & there - tried
+        if not further:
+            return [outcome(engines) for engines in sorted(tried)]
+        tried |= further
+
+
+def _best(found: Iterable[SimulationResult]) -> SimulationResult:
+    """The fastest; among those as fast, the one least ahead, with the fewest devices."""
+    ordered = sorted(found, key=lambda o: (o.setting.ahead, o.setting.tokens or 0, o.setting.devices))
+    most = max(o.steps_per_hour for o in ordered)
+    return next(o for o in ordered if o.steps_per_hour >= most * (1 - ALIKE))
+
+
+# -- what is said --------------------------------------------------------------------------------------------------------
+
+
+def _lines(
+    pilot: Pilot, alone: SimulationResult, found: list[SimulationResult], best: SimulationResult, config: Plan
+) -> list[str]:
+    # what differs by nothing that is shown goes by what it takes
+    order = sorted(
+        found, key=lambda o: (o is not best, -float(f"{o.steps_per_hour:.3g}"), o.setting.ahead, o.setting.devices)
+    )
+    shown = order[:SHOWN]
+    head = f"{'engines':>7} {'learners':>8} {'ahead':>5} {'tokens':>6} {'steps/h':>8} {'times':>6}  {'idle':<12}  limited by"
+    lines = [*_about(pilot, alone), "", head]
+    lines += [_row(o, alone) for o in shown]
+    if len(order) > SHOWN:
+        lines.append(f"... and {len(order) - SHOWN} slower ones (--json has all)")
+    return [*lines, "", *_advice(best, alone, config)]
+
+
+def _about(pilot: Pilot, alone: SimulationResult) -> list[str]:
+    """The pilot in a few lines."""
+    episodes = [episode for group in pilot.groups for episode in group.episodes]
+    lengths = sorted(episode.sampled + 1 for episode in episodes)
+    speed, most = pilot.job.speed, len(lengths)
+    turns = sum(len(episode.stages) for episode in episodes) / most
+    decoding = ", ".join(f"{requests:.0f}: {_ms(seconds)}" for requests, seconds in _thinned(speed.decoding))
+    far = alone.steps_per_hour / pilot.steps_per_hour - 1
+    measured = "" if pilot.resized else f"{pilot.steps_per_hour:,.0f} steps/h measured, "
+    compared = f" ({far:+.0%})" if measured else ""
+    prompts, group = pilot.size
+    handed = f"hand-over {speed.load:.2g} s" if speed.load > 1e-3 else "no hand-over (--handover-seconds)"
+    return [
+        f"pilot     {pilot.folder}: {pilot.steps} steps measured; a step is {prompts} prompts x {group} replies",
+        f"replies   {sum(lengths) / most:,.0f} tokens, 95% up to {lengths[int(0.95 * (most - 1))]:,}, "
+        f"longest {lengths[-1]:,}; {turns:.1f} turns; environment {pilot.waits:.2g} s",
+        f"decoding  ms a step, by requests: {decoding}",
+        f"learner   {pilot.update_tokens:,.0f} tokens/s, {pilot.job.learning.step:.2g} s between; {handed}",
+        f"as it ran {measured}{alone.steps_per_hour:,.0f} in the simulation{compared}",
+    ]
+
+
+def _thinned(curve: tuple[tuple[float, float], ...]) -> list[tuple[float, float]]:
+    return [curve[place] for place in sorted({0, len(curve) // 3, 2 * len(curve) // 3, len(curve) - 1})]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}"
+
+
+def _rate(o: SimulationResult) -> str:
+    """Steps an hour, of which four digits tell something."""
+    return f"{float(f'{o.steps_per_hour:.4g}'):,.12g}"
+
+
+def _row(o: SimulationResult, alone: SimulationResult) -> str:
+    s = o.setting
+    learners = "same" if s.shared else str(s.learners)
+    engines, learning = (f"{share:.0%}" for share in o.idle)
+    return (
+        f"{s.engines:>7} {learners:>8} {s.ahead:>5} {s.tokens or '-':>6} {_rate(o):>8} "
+        f"{o.steps_per_hour / alone.steps_per_hour:>6.2f}  {engines + ', ' + learning:<12}  {NAMES[o.limit]}"
+    )
+
+
+NAMES = {"tail": "longest replies", "reading": "prompts", "loading": "hand-over"} | {
+    name: name for name in ("decoding", "weights", "learners", "environments")
+}
+
+
+def _advice(best: SimulationResult, alone: SimulationResult, config: Plan) -> list[str]:
+    s, times = best.setting, best.steps_per_hour / alone.steps_per_hour
+    what = (
+        f"{s.engines} processes that play and learn in turns"
+        if s.shared
+        else (f"{s.engines} engine{'s' * (s.engines > 1)}, {s.learners} learner{'s' * (s.learners > 1)}")
+    )
+    options = [f"--processes {s.learners}"] if s.learners > 1 else []
+    options += [f"--replicas {s.engines}"] if not s.shared else []
+    options += [f"--ahead {s.ahead}"] if s.ahead else []
+    options += [f"--tokens-per-step {s.tokens}"] if s.tokens else []
+    of = f" of {config.gpus} GPUs" if config.gpus else ""
+    return [
+        f"best{of}: {what}: {_rate(best)} steps/h, {times:.2f} times one process",
+        f"options   {' '.join(options) or 'none: one process'}",
+        f"limit     {HELP[best.limit]}",
+    ]
+
+
+def _data(
+    pilot: Pilot, alone: SimulationResult, found: list[SimulationResult], best: SimulationResult
+) -> dict[str, Any]:
+    speed, learning = pilot.job.speed, pilot.job.learning
+    about = {
+        "run": pilot.folder,
+        "steps": pilot.steps,
+        "prompts": pilot.size[0],
+        "group": pilot.size[1],
+        "steps_per_hour": pilot.steps_per_hour,
+        "simulated_steps_per_hour": alone.steps_per_hour,
+        "decoding": [{"requests": requests, "seconds": seconds} for requests, seconds in speed.decoding],
+        "seconds_per_token_read": speed.read,
+        "handover_seconds": speed.load,
+        "update_tokens_per_second": pilot.update_tokens,
+        "seconds_between_steps": learning.step,
+        "environment_seconds": pilot.waits,
+    }
+    return {"pilot": about, "settings": [_as_data(o) for o in found], "best": _as_data(best)}
+
+
+def _as_data(o: SimulationResult) -> dict[str, Any]:
+    s = o.setting
+    return {
+        "engines": s.engines,
+        "learners": s.learners,
+        "shared": s.shared,
+        "gpus": s.devices,
+        "ahead": s.ahead,
+        "tokens_per_step": s.tokens,
+        "steps_per_hour": o.steps_per_hour,
+        "idle": dict(zip(("engines", "learners"), o.idle, strict=True)),
+        "engine_time": o.engines,
+        "limit": NAMES[o.limit],
+    }

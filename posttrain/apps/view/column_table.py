@@ -1,0 +1,404 @@
+"""The rollouts of a run as they were at some moment, in columns of memory that never change.
+
+Rows stand in the order of their steps, evaluations behind the step, and their places there: of equal rows the earlier comes
+first in every order. Texts are numbers into a dictionary of distinct ones, numbers are float64 with nan for null.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.sql_text import OF_GROUPS
+
+Floats = NDArray[np.float64]
+Codes = NDArray[np.int32]
+Mask = NDArray[np.bool_]
+Places = NDArray[np.int64]
+
+KEPT = 8  # answers that are remembered
+FIGURES = ("n", "valid", "right_n", "mean", "sd", "low", "high", "replies", "first", "length")
+"""What is known of a group: rollouts, those with a reward, those that are right, statistics of the reward, distinct replies,
+the least index, the mean length."""
+_OF_TEXTS, ALL = "whole: ", "whole: all columns"  # begins the names of what follows from whole texts
+_WHOLE = ("n", "valid", "right_n", "replies", "first")
+
+
+def merged(tables: Sequence[pa.Table]) -> pa.Table:
+    """All rows of some tables in order, each text once in its column's dictionary."""
+    table = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
+    key = keys(table)
+    if not _in_order(key):  # steps lie in pieces, one after the other, and evaluations behind those of 50 steps
+        begins = np.flatnonzero(np.diff(key >> 32, prepend=-1))
+        parts = np.argsort(key[begins], kind="stable")
+        pairs = list(zip(begins[parts].tolist(), np.append(begins[1:], len(key))[parts].tolist(), strict=True))
+        table = pa.concat_tables([table.slice(begin, end - begin) for begin, end in pairs])
+        key = np.concatenate([key[begin:end] for begin, end in pairs])
+    table = table.combine_chunks()
+    return table if _in_order(key) else table.take(pa.array(np.argsort(key, kind="stable"))).combine_chunks()
+
+
+def _in_order(key: NDArray[Any]) -> bool:
+    return bool((key[1:] >= key[:-1]).all())
+
+
+def sorted_within(values: Places, begins: Places) -> Places:
+    """Values, each stretch between two of these places sorted: many short sorts are faster than one of all."""
+    ends = [*begins[1:].tolist(), len(values)]
+    for begin, end in zip(begins.tolist(), ends, strict=True):
+        values[begin:end].sort()
+    return values
+
+
+def keys(table: pa.Table) -> Places:
+    """A number for each row, by which rows are ordered and found."""
+    key = _plain(table["step"]).astype(np.int64)
+    for name, bits in (("held_out", 1), ("index", 32)):
+        key <<= bits
+        key |= _plain(table[name])
+    return key
+
+
+def key_of(part: RolloutPart, index: int) -> int:
+    return (part.step << 33) | (int(part.held_out) << 32) | index
+
+
+def outside(table: pa.Table, parts: Iterable[RolloutPart]) -> pa.Table:
+    """The rows of a table that belong to none of these parts."""
+    gone = np.array([key_of(part, 0) >> 32 for part in parts], dtype=np.int64)
+    return table.filter(pa.array(~np.isin(keys(table) >> 32, gone)))
+
+
+class RolloutColumns:
+    """The rollouts of a run. `limit`: the reward from which on a reply is right; `texts`: whole ones, as far as held."""
+
+    def __init__(self, table: pa.Table, limit: float | None = None, texts: pa.Table | None = None) -> None:
+        self.table, self._texts = table, texts
+        self.parts = [name.removeprefix("part.") for name in table.column_names if name.startswith("part.")]
+        best = limit if limit is not None else pc.max(table["reward"]).as_py()
+        self.limit = (0.0 if best is None else float(best)) - 1e-6  # rounding may take as much
+        self._columns: dict[str, Any] = {}
+        self._answers: OrderedDict[Any, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def with_texts(self, texts: pa.Table) -> RolloutColumns:
+        """The same rows, and what is known of them, with other whole texts."""
+        other = copy(self)
+        other._texts, other._answers = texts, OrderedDict()
+        other._columns = {name: column for name, column in self._columns.items() if not name.startswith(_OF_TEXTS)}
+        if other.long:
+            other.__dict__.pop("groups", None)  # it counts distinct replies
+        return other
+
+    @property
+    def long(self) -> bool:
+        """Whether any whole reply is held, beyond the beginnings."""
+        return self._texts is not None and self._texts["text"].null_count < len(self._texts)
+
+    @cached_property
+    def key(self) -> Places:
+        return keys(self.table)
+
+    @cached_property
+    def begins(self) -> Places:
+        """The first row of each part."""
+        return np.flatnonzero(np.diff(self.key >> 32, prepend=-1))
+
+    def place(self, part: RolloutPart, index: int) -> int | None:
+        """The number of a row."""
+        wanted = key_of(part, index)
+        found = int(np.searchsorted(self.key, wanted))
+        return found if found < len(self) and self.key[found] == wanted else None
+
+    def of_part(self, part: RolloutPart) -> slice:
+        """The rows of a step, or of an evaluation."""
+        begin, end = np.searchsorted(self.key, [key_of(part, 0), key_of(part, 0) + (1 << 32)])
+        return slice(int(begin), int(end))
+
+    def number(self, name: str) -> Floats:
+        """A column of numbers, or a figure of the groups, for each row; nan: null."""
+        if name in FIGURES and name != "length":
+            return self.of_groups(name)[self.gid]
+        return self.kept(name, lambda: _numbers(self.table[name]))
+
+    def flag(self, name: str) -> Mask:
+        return self.kept(name, lambda: _plain(self.table[name]))
+
+    def codes(self, name: str) -> Codes:
+        """Which of `values` each row has; -1: null."""
+        return self.kept(name, lambda: _codes(self.table[name]))
+
+    def values(self, name: str) -> pa.Array:
+        return _one(self.table[name]).dictionary
+
+    def whole(self, name: str) -> tuple[Codes, pa.Array]:
+        """Codes and values of whole texts; -1 where they are null, or not held."""
+        if self._texts is None:
+            return np.full(len(self), -1, dtype=np.int32), pa.array([], pa.string())
+        values = _one(self._texts[name]).dictionary
+        return self.kept(f"{_OF_TEXTS}{name}", lambda: self._aligned(name)), values
+
+    def fullest(self, name: str) -> tuple[Codes, pa.Array]:
+        """Codes and values of whole texts, and of beginnings where a whole one is not held."""
+        codes, values = self.whole(name)
+        starts = f"{name}_start"
+        if starts not in self.table.column_names:
+            return codes, values
+        codes = np.where((codes < 0) & (self.codes(starts) >= 0), self.codes(starts) + len(values), codes)
+        return codes.astype(np.int32), pa.concat_arrays([values, self.values(starts)])
+
+    def _aligned(self, name: str) -> Codes:
+        assert self._texts is not None
+        codes, key = _codes(self._texts[name]), keys(self._texts)
+        if np.array_equal(key, self.key):
+            return codes
+        at = np.minimum(np.searchsorted(key, self.key), max(0, len(key) - 1))
+        return np.where(key[at] == self.key, codes[at], -1).astype(np.int32) if len(key) else np.full_like(self.gid, -1)
+
+    def commonest(self, name: str, places: Places) -> str | None:
+        """The text that most of some rows have."""
+        codes, times = np.unique(self.codes(name)[places], return_counts=True)
+        code = int(codes[times.argmax()])
+        return None if code < 0 else str(self.values(name)[code])
+
+    def equal(self, name: str, value: str) -> Mask:
+        """Which rows have this text in a column."""
+        code = pc.index(self.values(name), value).as_py()
+        found: Mask = self.codes(name) == code if code >= 0 else np.zeros(len(self), dtype=bool)
+        return found
+
+    def sortable(self, name: str) -> Floats:
+        """What rows are sorted by: a number for each, nan: null."""
+        if name == "right":
+            return self.of_groups(name)[self.gid]
+        if name in FIGURES or not pa.types.is_dictionary(self.table.schema.field(name).type):
+            return self.number(name)
+        return self.kept(f"rank {name}", lambda: self._rank(name))
+
+    def _rank(self, name: str) -> Floats:
+        values, codes = self.values(name), self.codes(name)
+        rank = np.full(len(values) + 1, np.nan)  # the last one is that of -1
+        rank[pc.array_sort_indices(values).to_numpy()] = np.arange(len(values))
+        return rank[codes]
+
+    def rows(self, places: NDArray[Any], names: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Some rows as they are answered: these columns, or all with the figures of their groups."""
+        table = self.table.select(names or self.table.column_names).take(pa.array(places))
+        columns = {name: table[name].to_pylist() for name in table.column_names}
+        if not names:
+            columns["prompt"], columns["text"] = columns.pop("prompt_start"), columns.pop("text_start")
+            columns["side"] = [side or "" for side in columns["side"]]
+            gid = self.gid[places]
+            columns |= {name: plain(self.groups[name][gid], name) for name in OF_GROUPS}
+        return _rows(columns)
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def gid(self) -> Codes:
+        """The group of each row: those of a step with the same name and side, numbered in the order of their first rows."""
+        part = np.repeat(np.arange(len(self.begins)), np.diff(np.append(self.begins, len(self))))
+        group, side = (self.codes(name).astype(np.int64) + 1 for name in ("group", "side"))
+        key = (part * (len(self.values("group")) + 1) + group) * (len(self.values("side")) + 1) + side
+        begins = np.flatnonzero(np.diff(key, prepend=-1))
+        sizes = np.diff(np.append(begins, len(key)))
+        if _in_order(key[begins]):  # a group at a time, and each new to the dictionary: as a run writes them
+            return np.repeat(np.arange(len(begins), dtype=np.int32), sizes)
+        _, first, inverse = np.unique(key[begins], return_index=True, return_inverse=True)
+        order = np.empty(len(first), dtype=np.int32)
+        order[np.argsort(first)] = np.arange(len(first))
+        return np.repeat(order[inverse], sizes).astype(np.int32)
+
+    @cached_property
+    def _order(self) -> tuple[Places, Places]:
+        """Rows group by group, and where each group begins among them."""
+        in_order = _in_order(self.gid)
+        order = np.arange(len(self)) if in_order else np.argsort(self.gid, kind="stable")
+        return order, np.flatnonzero(np.diff(self.gid[order], prepend=-1))
+
+    @property
+    def first_rows(self) -> Places:
+        """The first row of each group."""
+        order, begins = self._order
+        return order[begins]
+
+    def members(self, gid: int) -> Places:
+        """The rows of a group."""
+        order, begins = self._order
+        return order[begins[gid] : begins[gid + 1] if gid + 1 < len(begins) else None]
+
+    @cached_property
+    def groups(self) -> dict[str, Floats]:
+        """FIGURES of each group."""
+        order, begins = self._order
+        if not len(begins):
+            return {name: np.zeros(0) for name in FIGURES}
+
+        def total(values: NDArray[Any]) -> Floats:
+            return np.add.reduceat(values, begins, dtype=np.float64)
+
+        reward = self.number("reward")[order]
+        known = ~np.isnan(reward)
+        n, valid = np.diff(np.append(begins, len(order))).astype(np.float64), total(known)
+        low, high = np.fmin.reduceat(reward, begins), np.fmax.reduceat(reward, begins)
+        mean = np.where(low == high, low, total(np.where(known, reward, 0.0)) / _nonzero(valid))
+        apart = np.where(known, reward - np.repeat(mean, n.astype(np.int64)), 0.0)
+        return {
+            "n": n,
+            "valid": valid,
+            "right_n": total(reward >= self.limit),
+            "mean": mean,
+            "sd": np.sqrt(total(apart * apart) / _nonzero(valid)),
+            "low": low,
+            "high": high,
+            "replies": self._distinct(len(begins)),
+            "first": np.minimum.reduceat(self.number("index")[order], begins),
+            "length": total(self.number("length")[order]) / n,
+        }
+
+    def of_groups(self, name: str) -> Floats:
+        """A number of each group: one of FIGURES, the share that is right, or what its first row has."""
+        if name == "right":
+            return self.groups["right_n"] / _nonzero(self.groups["valid"])
+        return self.groups[name] if name in FIGURES else self.sortable(name)[self.first_rows]
+
+    def _distinct(self, count: int) -> Floats:
+        """Replies of each group that differ, as far as their texts are held: a part's are, or its beginnings alone."""
+        codes, values = self.fullest("text") if self.long else (self.codes("text_start"), self.values("text_start"))
+        many = len(values) + 1
+        pairs = sorted_within(self.gid.astype(np.int64) * many + codes + 1, self.begins)
+        pairs = pairs[np.diff(pairs, prepend=-1) != 0]
+        pairs = pairs[pairs % many != 0]  # null
+        return np.bincount(pairs // many, minlength=count).astype(np.float64)
+
+    @cached_property
+    def _task(self) -> NDArray[np.int64]:
+        """The task of each group, as a number: the same in other steps."""
+        at = self.first_rows
+        key = self.flag("held_out")[at].astype(np.int64)
+        for name in ("kind", "task", "side"):
+            key = key * (len(self.values(name)) + 1) + self.codes(name)[at] + 1
+        return np.unique(key, return_inverse=True)[1].astype(np.int64)
+
+    @cached_property
+    def last_visits(self) -> tuple[Mask, Floats, Floats]:
+        """Of each group: whether it is the last visit to its task; shares that were right at the best visit and at this one.
+
+        Groups without any reward are no visits.
+        """
+        task, valid, share = self._task, np.flatnonzero(self.groups["valid"]), self.of_groups("right")
+        last, best = np.full(task.max(initial=-1) + 1, -1), np.full(task.max(initial=-1) + 1, -1.0)
+        last[task[valid]] = valid  # groups stand in the order of steps: the last one stays
+        np.maximum.at(best, task[valid], share[valid])
+        return last[task] == np.arange(len(task)), best[task], share
+
+    def visits(self, gid: int) -> Places:
+        """The groups of the same task."""
+        return np.flatnonzero(self._task == self._task[gid])
+
+    def groups_as(self, gids: NDArray[Any]) -> list[dict[str, Any]]:
+        """Some groups as they are answered."""
+        names = ("step", "held_out", "kind", "group", "side", "task", "epoch")
+        table = self.table.select(names).take(pa.array(self.first_rows[gids]))
+        columns = {name: table[name].to_pylist() for name in names}
+        columns["side"] = [side or "" for side in columns["side"]]
+        columns |= {"gid": gids.tolist()} | {name: plain(self.groups[name][gids], name) for name in FIGURES}
+        return _rows(columns)
+
+    # -- what was worked out already -----------------------------------------------------------------------------------
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """A column that was made once."""
+        if name not in self._columns:
+            self._columns[name] = make()
+        return self._columns[name]
+
+    def remembered(self, question: Any, answer: Callable[[], Any]) -> Any:
+        """An answer, kept for who asks the same next."""
+        found = self._answers.get(question)
+        if found is None:
+            found = self._answers[question] = answer()
+            while len(self._answers) > KEPT:
+                self._answers.popitem(last=False)
+        return found
+
+
+def first(values: Floats, down: bool, count: int) -> Places:
+    """Places of the `count` first in order, nulls last; of equal ones the earlier is first."""
+    own = -values if down else values
+    if count >= len(own):
+        return np.argsort(own, kind="stable")
+    limit = np.fmin.reduce(own)
+    if (own == limit).sum() < count:  # else a partition, which is slow where many are equal, is not needed
+        limit = np.partition(own, count - 1)[count - 1]
+    equal = np.isnan(own) if np.isnan(limit) else own == limit
+    before = np.flatnonzero(~equal if np.isnan(limit) else own < limit)
+    before = before[np.argsort(own[before], kind="stable")]
+    return np.concatenate([before, np.flatnonzero(equal)[: count - len(before)]])
+
+
+def plain(values: NDArray[Any], name: str = "") -> list[Any]:
+    """As JSON has them."""
+    known = np.isfinite(values)
+    whole = name in _WHOLE
+    return [
+        None if not there else int(value) if whole else value
+        for value, there in zip(values.tolist(), known.tolist(), strict=True)
+    ]
+
+
+def counts(rows: RolloutColumns, name: str, chosen: Places | None = None) -> Mapping[str | None, int]:
+    """How many rows have which text of a column."""
+    codes = rows.codes(name) if chosen is None else rows.codes(name)[chosen]
+    found = np.bincount(codes + 1, minlength=1).tolist()
+    values = [None, *rows.values(name).to_pylist()]
+    return {value: n for value, n in zip(values, found, strict=False) if n}
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    assert column.num_chunks == 0
+    return pa.array([], column.type)
+
+
+def _numbers(column: pa.ChunkedArray) -> Floats:
+    found: Floats = _one(column).to_numpy(zero_copy_only=False).astype(np.float64, copy=False)
+    return found
+
+
+def _plain(column: pa.ChunkedArray) -> NDArray[Any]:
+    """Whole numbers, or whether; null is 0 and false."""
+    if column.num_chunks > 1:
+        return np.concatenate([_plain(pa.chunked_array([chunk])) for chunk in column.chunks])
+    array = _one(column)
+    found: NDArray[Any] = array.fill_null(False if pa.types.is_boolean(array.type) else 0).to_numpy(
+        zero_copy_only=False
+    )
+    return found
+
+
+def _codes(column: pa.ChunkedArray) -> Codes:
+    indices = _one(column).indices
+    found: Codes = (indices.fill_null(-1) if indices.null_count else indices).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _nonzero(values: Floats) -> Floats:
+    """Divided by, it gives nan where there is nothing."""
+    return np.where(values == 0, np.nan, values)

@@ -1,0 +1,211 @@
+"""Two runs, or two checkpoints of one, paired on the same tasks: what differs, by how much, task by task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.apps.view.open_run import OpenRun, differing
+from posttrain.core.types import UserError
+from posttrain.runs.run_reading import split_of
+from posttrain.training.intervals import bootstrap_interval, paired_interval
+
+MOST = 200  # tasks that are listed
+RESAMPLES = 1000
+VISITS = 200  # that are offered
+CURVES = (
+    "reward",
+    "eval/accuracy",
+    "eval/reward",
+    "eval/loss",
+    "accuracy",
+    "loss",
+    "entropy",
+    "length",
+    "kl",
+    "grad_norm",
+)
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_turns", "stop", "eval_samples", "eval_limit")
+
+
+def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any]:
+    """`a`, `b`: the numbers of runs; `of_a`, `of_b`: which of their rollouts, see `choices`."""
+    a, b = sides(runs, query)
+    number_a, number_b = runs.index(a), runs.index(b)
+    offered = choices(a), choices(b)
+    of_a = _chosen(query.get("of_a", ""), offered[0], first=True, alone=a is b)
+    of_b = _chosen(query.get("of_b", ""), offered[1], first=False, alone=a is b)
+    common = [c["name"] for c in offered[0] if c in offered[1]]
+    if a is not b and not query.get("of_a") and not query.get("of_b") and common:
+        of_a = of_b = max((n for n in common if n.startswith("eval")), key=_after, default=common[-1])
+    found: dict[str, Any] = {
+        "a": {"run": number_a, "name": a.name, "of": of_a, "choices": offered[0]},
+        "b": {"run": number_b, "name": b.name, "of": of_b, "choices": offered[1]},
+        "options": differing(a.about, b.about),
+        "warnings": _warnings(a, b, of_a, of_b),
+        "curves": _curves(a, b) if a is not b else [],
+    }
+    if of_a and of_b:
+        found |= _paired(a, b, of_a, of_b)
+    return found
+
+
+def sides(runs: Sequence[OpenRun], query: Mapping[str, str]) -> tuple[OpenRun, OpenRun]:
+    """The runs A and B: the first two where none are named."""
+    return runs[_run(query.get("a", "0"), runs)], runs[_run(query.get("b", str(min(1, len(runs) - 1))), runs)]
+
+
+def choices(run: OpenRun) -> list[dict[str, Any]]:
+    """What of a run may be compared: its evaluations, and its visits to each training task."""
+    rows = run.store.rows
+    held, step, epoch = rows.flag("held_out")[rows.first_rows], rows.of_groups("step"), rows.of_groups("epoch")
+    found = [
+        {"name": f"eval-{after:.0f}", "says": f"held-out, after step {after:.0f}"} for after in np.unique(step[held])
+    ]
+    for visit in np.unique(epoch[~held & ~np.isnan(epoch)])[:VISITS]:
+        own = step[~held & (epoch == visit)]
+        says = f"visit {visit + 1:.0f} to each task, steps {own.min():.0f}–{own.max():.0f}"
+        found.append({"name": f"visit-{visit:.0f}", "says": says})
+    return found
+
+
+def _after(name: str) -> int:
+    return int(name.partition("-")[2])
+
+
+def _run(text: str, runs: Sequence[OpenRun]) -> int:
+    if not text.isdecimal() or len(text) > 9 or int(text) >= len(runs):
+        raise UserError(f"there are {len(runs)} runs here, 0 to {len(runs) - 1}: none is {text[:20]!r}")
+    return int(text)
+
+
+def _chosen(name: str, offered: list[dict[str, Any]], first: bool, alone: bool) -> str:
+    """The name, if it is offered; else the first visit, or the last one that saw most tasks."""
+    names = [choice["name"] for choice in offered]
+    if name in names:
+        return name
+    if name:
+        raise UserError(f"there is no {name[:40]!r} to compare: one of {', '.join(names[:8]) or 'none'}")
+    evals = [n for n in names if n.startswith("eval-")]
+    visits = [n for n in names if n.startswith("visit-")]
+    of = evals if len(evals) > alone else visits
+    if not of:
+        return ""
+    return of[0] if first and alone else of[-1] if of is evals or len(of) < 3 else of[-2]
+
+
+def _figures(run: OpenRun, of: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """(task, side) -> its group: the mean reward, how many are right."""
+    kind, _, number = of.partition("-")
+    rows = run.store.rows
+    held = rows.flag("held_out")[rows.first_rows]
+    named = held if kind == "eval" else ~held
+    named &= rows.of_groups("step" if kind == "eval" else "epoch") == int(number)
+    found = rows.groups_as(np.flatnonzero(named & (rows.groups["valid"] > 0)))
+    return {(group["task"], group["side"]): group for group in found if group["task"] is not None}
+
+
+def _paired(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> dict[str, Any]:
+    own, other = _figures(a, of_a), _figures(b, of_b)
+    both = [key for key in own if key in other]
+    found: dict[str, Any] = {"n": len(both), "alone": {"a": len(own) - len(both), "b": len(other) - len(both)}}
+    if not both:
+        return found
+    x, y = np.array([own[k]["mean"] for k in both]), np.array([other[k]["mean"] for k in both])
+    low, high = paired_interval(y.tolist(), x.tolist(), resamples=RESAMPLES)
+    order = np.argsort(y - x, kind="stable")
+
+    def shown(i: int) -> dict[str, Any]:
+        key = both[i]
+        sides = {"a": _side(own[key]), "b": _side(other[key])}
+        return {"task": key[0], "side": key[1], **sides, "difference": float(y[i] - x[i])}
+
+    return {
+        **found,
+        "mean": {"a": _interval(x), "b": _interval(y)},
+        "difference": {"mean": float((y - x).mean()), "low": _number(low), "high": _number(high)},
+        "better": int((y > x).sum()),
+        "worse": int((y < x).sum()),
+        "grid": _grid(x, y),
+        "lost": [shown(int(i)) for i in order[:MOST] if y[i] < x[i]],
+        "gained": [shown(int(i)) for i in order[::-1][:MOST] if y[i] > x[i]],
+        "never": [shown(i) for i in range(len(both)) if y[i] == x[i] == min(x.min(), y.min()) and y.max() > y[i]][
+            :MOST
+        ],
+    }
+
+
+def _side(row: dict[str, Any]) -> dict[str, Any]:
+    name = f"{row['step']}{'e' if row['held_out'] else ''}"
+    return {"part": name, "index": row["first"], "mean": row["mean"], "right": row["right_n"], "n": row["n"]}
+
+
+def _interval(values: Any) -> dict[str, Any]:
+    low, high = bootstrap_interval(values.tolist(), resamples=RESAMPLES)
+    return {"mean": float(values.mean()), "low": _number(low), "high": _number(high)}
+
+
+def _grid(x: Any, y: Any) -> dict[str, Any]:
+    """How many tasks went from which mean reward to which: nine steps between the least and the greatest."""
+    low, high = float(min(x.min(), y.min())), float(max(x.max(), y.max()))
+    width = (high - low) / 8 or 1.0
+    places = [np.clip(np.rint((v - low) / width), 0, 8).astype(int) for v in (x, y)]
+    counts = np.zeros((9, 9), dtype=int)
+    np.add.at(counts, tuple(places), 1)
+    return {"low": low, "high": high, "counts": counts.tolist()}
+
+
+def _warnings(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> list[str]:
+    """Why a difference may be none of the training's."""
+    if a is b:
+        return []
+    found = []
+    inputs = [run.about.get("inputs") or {} for run in (a, b)]
+    for name, word in (("tasks", "training tasks"), ("eval_tasks", "held-out tasks")):
+        digests = [own.get(name, {}).get("digest") if isinstance(own.get(name), dict) else None for own in inputs]
+        if digests[0] != digests[1]:
+            found.append(f"their {word} differ: only tasks of the same id are paired")
+    if a.about.get("seed") != b.about.get("seed"):
+        found.append(f"their seeds differ ({a.about.get('seed')}, {b.about.get('seed')}): order and sampling do too")
+    configs = [run.about["config"] for run in (a, b)]
+    for name in SAMPLING:
+        if configs[0].get(name) != configs[1].get(name):
+            found.append(f"they sample differently: {name} is {configs[0].get(name)} and {configs[1].get(name)}")
+    if of_a and of_b and of_a.split("-")[0] != of_b.split("-")[0]:
+        found.append("one side is held out, the other is not")
+    splits = [split_of(config) for config in configs]
+    if splits[0] != splits[1] and all(share for share, _ in splits):
+        (one, seed), (other, other_seed) = splits
+        held = f"{one:g} by seed {seed}, {other:g} by seed {other_seed}"
+        found.append(
+            f"they hold out other tasks ({held}): runs with the same --held-out and --split-seed hold out the same"
+        )
+    for run in (a, b):
+        if run.on:
+            found.append(f"{run.name} has not ended")
+    return found
+
+
+def _curves(a: OpenRun, b: OpenRun) -> list[dict[str, Any]]:
+    """The metrics that both have, laid over each other."""
+    (steps_a, of_a), (steps_b, of_b) = a.series(), b.series()
+    steps = sorted({*steps_a, *steps_b})
+    found = []
+    for name in CURVES:
+        if name not in of_a or name not in of_b:
+            continue
+        lines = []
+        for label, own, values, colour in (("A", steps_a, of_a[name], "red"), ("B", steps_b, of_b[name], "blue")):
+            by_step = dict(zip(own, values, strict=True))
+            lines.append({"name": label, "values": [by_step.get(s) for s in steps], "colour": colour})
+        kept = [i for i in range(len(steps)) if any(line["values"][i] is not None for line in lines)]
+        lines = [{**line, "values": [line["values"][i] for i in kept]} for line in lines]
+        found.append({"title": name, "steps": [steps[i] for i in kept], "lines": lines})
+    return found
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

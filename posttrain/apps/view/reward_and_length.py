@@ -1,0 +1,115 @@
+"""Whether rewards go with the length of the reply, and whether that is paid for: over a run's last steps, within groups.
+
+Replies to one prompt are compared with each other alone, so a task that is long and hard says nothing. Length may follow
+from being right, or partial credit from how far a reply came; a correlation is therefore no sign by itself. A sign is that
+wrong replies which are longer earn more of a part than right ones of their group: partial credit never gives that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.rollout_store import Store
+
+STRONG = 0.7  # a correlation
+LEAST = 40  # degrees of freedom behind one
+PAIRS, MORE = 30, 0.8  # a right reply and a wrong, longer one; share of these pairs in which the wrong one earns more
+GRADED = 5  # values from which on a part is no check
+SHARE, STEPS, MOST = 20, 5, 20_000  # steps looked at: one in so many, at least so many, of so many rollouts in all
+REWARD = "reward"
+
+Array = NDArray[Any]
+
+
+class Length(NamedTuple):
+    """What is known of a part, or of the whole reward."""
+
+    name: str
+    correlation: float  # with the tokens of the reply, within groups
+    paid: float | None = None  # share of pairs in which a longer, wrong reply earns more; None: too few
+    scored: bool = False  # whether a model gave it, so that nothing says what is right
+
+
+def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
+    """The parts whose correlation is strong, and the reward's if it is."""
+    rows = store.rows
+    steps = np.unique(rows.key[rows.begins[~rows.flag("held_out")[rows.begins]]] >> 33)
+    if not len(steps):
+        return []
+    last = slice(
+        rows.of_part(RolloutPart(int(steps[-min(len(steps), max(STEPS, len(steps) // SHARE))]), False)).start, len(rows)
+    )
+    meant = (
+        (rows.number("sampled")[last] > 0) & np.isfinite(rows.number("reward")[last]) & rows.equal("kind", "rl")[last]
+    )
+    for flag in ("held_out", "replayed", "truncated"):
+        meant &= ~rows.flag(flag)[last]
+    places = last.start + np.flatnonzero(meant)[-MOST:]
+    group, length = rows.gid[places], rows.number("sampled")[places]
+    names = [REWARD, *(f"part.{part}" for part in rows.parts)]
+    values = {name: rows.number(name)[places] for name in names}
+    right = _right(values, rows.limit if store.success is not None else None)
+    scored = bool(config.get("reward_model") or config.get("judge"))
+    found = []
+    for name, own in values.items():
+        correlation = _correlation(group, length, own)
+        if correlation is None or abs(correlation) < STRONG:
+            continue
+        graded = len(np.unique(np.round(own[np.isfinite(own)], 6))) >= GRADED
+        paid = _paid(group, length, own, right) if graded and right is not None and correlation > 0 else None
+        found.append(Length(name.removeprefix("part."), correlation, paid, scored and graded))
+    return found
+
+
+def _right(values: Mapping[str, Array], limit: float | None) -> Array | None:
+    """Which replies are right: those that pass every check, else those whose reward counts as right. None: nobody knows."""
+    checks = [
+        own
+        for name, own in values.items()
+        if name != REWARD and 1 < len(np.unique(np.round(own[np.isfinite(own)], 6))) < GRADED
+    ]
+    if checks:
+        found: Array = np.logical_and.reduce([own >= np.nanmax(own) - 1e-9 for own in checks])
+        return found
+    return values[REWARD] >= limit if limit is not None else None
+
+
+def _centred(group: Array, values: Array) -> Array:
+    """Values less the mean of their group."""
+    _, place = np.unique(group, return_inverse=True)
+    found: Array = values - (np.bincount(place, values) / np.bincount(place))[place]
+    return found
+
+
+def _correlation(group: Array, length: Array, values: Array) -> float | None:
+    """Pearson's, of what is left when group means are taken away. None: too little to tell."""
+    kept = np.isfinite(values)
+    group, length, values = group[kept], length[kept].astype(np.float64), values[kept]
+    if not len(values):
+        return None
+    x, y = _centred(group, length), _centred(group, values)
+    varied = np.isin(group, group[(np.abs(x) > 1e-9)])  # a group of one length says nothing
+    freedom = int(varied.sum()) - len(np.unique(group[varied]))
+    spread = float(np.sqrt((x @ x) * (y[varied] @ y[varied])))
+    if freedom < LEAST or spread <= 1e-12:
+        return None
+    return float(x @ y) / spread
+
+
+def _paid(group: Array, length: Array, values: Array, right: Array) -> float | None:
+    """Of pairs of a group, a right reply and a longer one that is wrong: in what share the wrong one earns more."""
+    more = pairs = 0
+    order = np.argsort(group, kind="stable")
+    for own in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+        good, bad = own[right[own]], own[~right[own]]
+        if not len(good) or not len(bad):
+            continue
+        longer = length[bad][:, None] > length[good][None, :]
+        pairs += int(longer.sum())
+        more += int((longer & (values[bad][:, None] > values[good][None, :] + 1e-9)).sum())
+    return more / pairs if pairs >= PAIRS else None

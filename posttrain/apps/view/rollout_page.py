@@ -1,0 +1,262 @@
+"""One rollout with its tokens and their numbers, and a group of them, as the front end draws them.
+
+Numbers go as the bytes of float32 (nan: not recorded), which is what costs least on the way and in a browser.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import parquet
+
+from posttrain.apps.view import silent_defects
+from posttrain.apps.view.rollout_files import RolloutPart, rows
+from posttrain.apps.view.rollout_store import Store
+from posttrain.apps.view.token_texts import TokenPieces
+from posttrain.apps.view.training_reasons import equation, why
+from posttrain.core.types import SpanKind, UserError
+from posttrain.runs.record.older_rollouts import seconds_of_lines
+from posttrain.runs.record.rollout_rows import said_by
+from posttrain.runs.record.schema import NUMBERS
+from posttrain.runs.record.schema import SECONDS as SECONDS_TABLE
+from posttrain.runs.record.table_writer import table_of
+from posttrain.runs.run_files import SECONDS, kept_file
+
+WINDOW = 40_000  # tokens that are handed out at once
+TEXT = 20_000  # characters of a text that are
+GROUP = 64  # rollouts of a group that are drawn side by side
+VISITS = 500  # to a task that are drawn
+_SIBLING = ("index", "member", "reward", "used", "advantage", "fate")
+
+_LONG = ("tokens", "spans", "engine", "kept", "pictures", "forks", *NUMBERS)
+_JSON = ("columns", "notes", "answers", "label")
+
+
+def one(
+    store: Store, pieces: TokenPieces, objective: Sequence[str], part: RolloutPart, index: int, begin: int = 0
+) -> dict[str, Any]:
+    """A rollout and what is known of its group."""
+    [row] = _read(store, part, [index])
+    shown = _shown(row, pieces, begin, WINDOW)
+    held = store.rows
+    place = held.place(part, index)
+    siblings = held.rows(held.members(int(held.gid[place])), _SIBLING) if place is not None else []
+    rewards = [s["used"] if s["used"] is not None else s["reward"] for s in siblings]
+    seconds = _seconds(store.folder, part, index)
+    scored = _places(row["spans"] or [], "learned")
+    leaks = silent_defects.contains_answer(
+        row["prompt"], shown["columns"] if isinstance(shown["columns"], dict) else None
+    )
+    return {
+        **shown,
+        "siblings": siblings,
+        "sides": _sides(store, part, index),
+        "pushed": scored[silent_defects.pushed(row, objective)].tolist(),
+        "leaks": leaks and silent_defects.leaks(store) is not None,
+        "why": why(row),
+        "equation": equation(row, rewards, objective),
+        "seconds": seconds,
+        "first": _first(store, part, index) if row["replayed"] else None,
+    }
+
+
+def _sides(store: Store, part: RolloutPart, index: int) -> list[dict[str, Any]]:
+    """The other sides of its episode, where each has as many rollouts of the group: the n-th of them belong together."""
+    held = store.rows
+    own = held.place(part, index)
+    if own is None or held.codes("side")[own] < 0:
+        return []
+    among = held.of_part(part)
+    places = among.start + np.flatnonzero(held.codes("group")[among] == held.codes("group")[own])
+    places = places[held.flag("replayed")[places] == held.flag("replayed")[own]]
+    side, member = held.codes("side")[places], held.number("member")[places]
+    if len(set(np.unique(side, return_counts=True)[1].tolist())) != 1:
+        return []
+    return held.rows(
+        places[(member == held.number("member")[own]) & (side != held.codes("side")[own])], ("index", "side")
+    )
+
+
+def _first(store: Store, part: RolloutPart, index: int) -> dict[str, Any] | None:
+    """Where a rollout was played that a later step learns from again."""
+    held = store.rows
+    own = held.place(part, index)
+    if own is None:
+        return None
+    same = ~held.flag("replayed") & ~held.flag("held_out") & (held.number("step") < part.step)
+    for name in ("group", "side"):
+        same &= held.codes(name) == held.codes(name)[own]
+    same &= held.number("member") == held.number("member")[own]
+    places = np.flatnonzero(same)[-1:]
+    return next(iter(held.rows(places, ("step", "index"))), None)
+
+
+def group(store: Store, pieces: TokenPieces, part: RolloutPart, index: int) -> dict[str, Any]:
+    """All rollouts of the group that one belongs to, and the other visits to the same task."""
+    held = store.rows
+    place = held.place(part, index)
+    if place is None:
+        raise _missing(part, index)
+    gid = int(held.gid[place])
+    [about] = held.groups_as(np.array([gid]))
+    own = held.number("index")[held.members(gid)].astype(int).tolist()
+    read = _read(store, part, own[:GROUP])
+    window = max(500, WINDOW // max(1, len(read)))
+    visits = held.groups_as(held.visits(gid)[:VISITS])
+    shown = [{**_shown(row, pieces, 0, window), "why": why(row)} for row in read]
+    return {
+        "group": about,
+        "rollouts": shown,
+        "visits": [{**v, "index": v["first"]} for v in visits],
+        "hidden": len(own) - len(read),
+    }
+
+
+def text_of(store: Store, part: RolloutPart, index: int) -> str:
+    """The whole reply, however long."""
+    if part not in store.files:
+        raise _missing(part, index)
+    found = rows(part, store.files[part], [index], ["index", "text"]).to_pylist()
+    if not found:
+        raise _missing(part, index)
+    return str(found[0]["text"])
+
+
+def _read(store: Store, part: RolloutPart, indices: Iterable[int]) -> list[dict[str, Any]]:
+    indices = list(indices)
+    if part not in store.files:
+        raise _missing(part, indices[0] if indices else 0)
+    try:
+        table = rows(part, store.files[part], indices)
+    except IndexError:
+        raise _missing(part, indices[0]) from None
+    if table.num_rows != len(set(indices)):
+        raise _missing(part, indices[0])
+    long = {name: table[name] for name in _LONG if name in table.column_names}
+    found = table.drop_columns(list(long)).to_pylist()
+    for place, row in enumerate(found):
+        for name, column in long.items():
+            value = column[place]
+            plain = name in ("spans", "pictures", "forks")
+            row[name] = value.as_py() if plain else _array(value)
+    return found
+
+
+def _array(value: Any) -> NDArray[Any] | None:
+    if not value.is_valid:
+        return None
+    found: NDArray[Any] = value.values.to_numpy(zero_copy_only=False)
+    return found
+
+
+def _shown(row: dict[str, Any], pieces: TokenPieces, begin: int, window: int) -> dict[str, Any]:
+    """A row as it is sent: `window` of its tokens from `begin` on."""
+    tokens = row["tokens"] if row["tokens"] is not None else np.zeros(0, dtype=np.int32)
+    begin = min(begin, len(tokens))
+    end = min(len(tokens), begin + window)
+    spans = row["spans"] or []
+    scored, sampled = _places(spans, "learned"), _places(spans, "sampled")
+    numbers = {name: _cut(row[name], scored, begin, end) for name in NUMBERS if row.get(name) is not None}
+    if row["engine"] is not None and len(row["engine"]):
+        numbers["engine"] = _cut(row["engine"], sampled, begin, end)
+    if row.get("kept") is not None:
+        numbers["kept"] = _cut(row["kept"].astype(np.float32), scored, begin, end)
+    own = {name: value for name, value in row.items() if name not in _LONG and name not in _JSON}
+    own |= {name: _json(row.get(name)) for name in _JSON}
+    own["turns"] = [_turn(turn, row) for turn in row["turns"] or []]
+    own["text"], own["prompt"] = _clipped(own["text"]), _clipped(own["prompt"])
+    return {
+        **own,
+        "held_out": row["kind"] == "eval",
+        "spans": [[s["kind"], s["start"], s["length"], s["version"], bool(s["learned"])] for s in spans],
+        "begin": begin,
+        "end": end,
+        "ids": _bytes(tokens[begin:end].astype(np.int32)),
+        "pieces": pieces.of(tokens[begin:end].tolist()),
+        "known": pieces.known,
+        "numbers": {name: values for name, values in numbers.items() if values is not None},
+        "pictures": row["pictures"] or [],
+        "characters": len(row["text"] or ""),
+    }
+
+
+def _places(spans: Sequence[dict[str, Any]], which: str) -> NDArray[np.int64]:
+    """Places of the tokens that are scored, or that were sampled, in order."""
+    chosen = [s for s in spans if (s["learned"] if which == "learned" else s["kind"] == SpanKind.SAMPLED)]
+    runs = [np.arange(s["start"], s["start"] + s["length"]) for s in chosen]
+    return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
+
+
+def _cut(values: NDArray[Any], places: NDArray[np.int64], begin: int, end: int) -> str | None:
+    """[end - begin] float32 by token, nan where a token has no number. None: of none has it any."""
+    found = np.full(end - begin, np.nan, dtype=np.float32)
+    count = min(len(values), len(places))
+    inside = (places[:count] >= begin) & (places[:count] < end)
+    found[places[:count][inside] - begin] = values[:count][inside]
+    return _bytes(found)
+
+
+def _bytes(values: NDArray[Any]) -> str:
+    return b64encode(np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes()).decode("ascii")
+
+
+def _turn(turn: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """With its first token counted over all transcripts."""
+    before = sum((row["transcripts"] or [])[: turn["transcript"]])
+    text = said_by(turn, row["prompt"] or "", row["text"] or "")
+    calls = [{**call, "arguments": _clipped(call["arguments"])} for call in turn["calls"] or ()]
+    return {**turn, "text": _clipped(text), "calls": calls, "first": before + turn["first"]}
+
+
+def _clipped(text: str | None) -> str | None:
+    if text is None or len(text) <= TEXT:
+        return text
+    return f"{text[:TEXT]} … {len(text) - TEXT:,} more characters"
+
+
+def _json(text: str | None) -> Any:
+    """What JSON says; text that is none of it, or a great deal, as it stands."""
+    if text is None:
+        return None
+    if len(text) > 4 * TEXT:
+        return _clipped(text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _seconds(folder: Path, part: RolloutPart, index: int) -> dict[str, Any] | None:
+    """What its turns and its reward took, where that was recorded."""
+    if part.held_out:
+        return None
+    file = kept_file(folder, SECONDS, part.step)
+    if file is None:
+        return None
+    try:
+        seen = file.stat()
+        table = _seconds_of(file, (seen.st_mtime_ns, seen.st_size))
+        own = np.flatnonzero(table["index"].to_numpy() == index)[:1]
+        return next(iter(table.take(pa.array(own)).to_pylist()), None)
+    except (OSError, ValueError, LookupError, UserError):
+        return None
+
+
+@lru_cache(maxsize=8)
+def _seconds_of(file: Path, stamp: tuple[int, int]) -> pa.Table:
+    """`stamp`: of the file, which a resumed run writes anew."""
+    if file.suffix == ".jsonl":
+        return table_of(seconds_of_lines(file), SECONDS_TABLE)
+    return parquet.ParquetFile(file).read(use_threads=False)
+
+
+def _missing(part: RolloutPart, index: int) -> UserError:
+    return UserError(f"there is no rollout {index} in step {part.name} of this run")

@@ -1,0 +1,277 @@
+"""The rollouts of one run in memory, where questions about them are answered within a blink.
+
+It decides what is kept: scalars of every rollout, each text once, and nothing of tokens. Whoever asks takes `rows` as they
+are then; what is read later makes other ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from posttrain.apps.view.column_table import Places, RolloutColumns, merged, outside
+from posttrain.apps.view.query_timeout import QueryTimeout
+from posttrain.apps.view.rollout_files import UNUSED, File, RolloutPart, parts_of, rows, scalars
+from posttrain.apps.view.sql_text import TEXTS
+from posttrain.core.types import UserError
+from posttrain.runs.record.schema import INDEX, START
+
+if TYPE_CHECKING:
+    from posttrain.apps.view.sql_conditions import Conditions
+    from posttrain.apps.view.token_conditions import Marked
+
+TEXT_BYTES = 160 * 2**20  # distinct texts that are held; of more, searches see the beginnings
+FILE_BYTES = 20 * TEXT_BYTES  # of the run's files, beyond which its texts are not even counted
+TOGETHER = 40  # files whose texts are read at once
+SHOWN_AFTER = 3.0  # seconds of reading after which what has been read is shown
+
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+
+
+def _kind(field: pa.Field) -> pa.DataType:
+    return _TEXT if field.type == pa.string() else field.type
+
+
+_KINDS = {field.name: _kind(field) for field in INDEX if field.name not in {*UNUSED, "parts"}}
+_EMPTY = pa.Table.from_batches([], pa.schema(list(_KINDS.items())))
+_NO_TEXTS = pa.schema([*((n, _KINDS[n]) for n in ("step", "held_out", "index")), *((n, _TEXT) for n in TEXTS)])
+
+
+def expecting(parts: Iterable[str]) -> RolloutColumns:
+    """No rollouts, with the columns of a run whose reward has these parts."""
+    empty = pa.table({f"part.{name}": pa.array([], pa.float64()) for name in parts})
+    return RolloutColumns(
+        pa.table({name: _EMPTY[name] for name in _EMPTY.column_names} | {n: empty[n] for n in empty.column_names})
+    )
+
+
+class Store:
+    """The rollouts of a run, as far as they have been read; `follow` reads what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[RolloutPart, File] = {}  # that are in `rows`
+        self.damaged: dict[RolloutPart, tuple[File, str]] = {}  # that are not, and why
+        self.rows = RolloutColumns(_EMPTY)
+        self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
+        self.version = 0  # rises with every change
+        self.vocabulary: Callable[[], Sequence[str]] = list  # texts of tokens, by their ids
+        self._marking = threading.Lock()
+        self.closed = False  # whether nobody asks any more
+        self.searchable = False  # whether texts are held, as far as they will be
+        self.unsearched: str | None = None  # of which texts a search sees their beginnings alone, and why
+        self.progress = 0.0  # share of the parts that are there have been read
+        self._texts: pa.Table = pa.Table.from_batches([], _NO_TEXTS)
+        self._too_many: str | None = None  # why texts are not held at all
+        self._read_of: dict[
+            RolloutPart, tuple[File, str | None]
+        ] = {}  # parts whose texts are read, or why they cannot be
+        self._conditions: Conditions | None = None
+        self._patience = QueryTimeout()
+        self._writing = threading.Lock()
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the reward's."""
+        return self.rows.parts
+
+    def meant(self, rows: RolloutColumns, condition: str) -> Places:
+        """The rows for which a condition in SQL holds. Raises UserError for what is none."""
+        if self._conditions is None:
+            from posttrain.apps.view.sql_conditions import Conditions  # a database, which is opened when it is needed
+
+            self._conditions = Conditions()
+        conditions = self._conditions
+        return self._patience.answer(lambda: conditions.places(rows, condition))
+
+    def close(self) -> None:
+        """Delete what questions have left on disk."""
+        if self._conditions is not None:
+            self._conditions.clean()
+
+    def marked(self, rows: RolloutColumns, condition: str, sizes: Mapping[RolloutPart, int]) -> Marked:
+        """The rows with a token of which a condition in SQL holds, of parts with so many tokens each."""
+        from posttrain.apps.view.token_conditions import (
+            marked,  # a database of its own, which is opened when it is needed
+        )
+
+        stamps = tuple(sorted((part, self.files[part].stamp) for part in sizes if part in self.files))
+        with self._marking:  # a page asks for its rows, their histograms and their means at once
+            found: Marked = rows.remembered(
+                ("tokens", condition, stamps),
+                lambda: self._patience.answer(lambda: marked(self.folder, condition, sizes, self.vocabulary)),
+            )
+        return found
+
+    @property
+    def problem(self) -> str | None:
+        """What could not be read, if anything."""
+        told = [why for _, why in self.damaged.values()]
+        return None if not told else told[0] if len(told) == 1 else f"{told[0]}; and {len(told) - 1} more files"
+
+    # -- scalars -------------------------------------------------------------------------------------------------------
+
+    def follow(self) -> bool:
+        """Read what is new or has changed; whether anything was."""
+        with self._writing:
+            there = parts_of(self.folder)
+            self.damaged = {part: (file, why) for part, (file, why) in self.damaged.items() if there.get(part) == file}
+            gone = [part for part, file in self.files.items() if there.get(part) != file]
+            known = {**self.files, **{part: file for part, (file, _) in self.damaged.items()}}
+            new = {part: file for part, file in there.items() if known.get(part) != file}
+            if not gone and not new:
+                self.progress = 1.0
+                return False
+            if gone:
+                self._forget(gone)
+            self._read(new, len(there))
+            self.version += 1
+            self.progress = 1.0
+            return True
+
+    def settle(self) -> None:
+        """Show what has been read, by what counts as right now."""
+        self.rows = RolloutColumns(self.rows.table, self.success, self._texts)
+
+    def _forget(self, gone: Iterable[RolloutPart]) -> None:
+        self.rows = RolloutColumns(outside(self.rows.table, gone))
+        self._texts = outside(self._texts, gone)
+        for part in gone:
+            del self.files[part]
+            self._read_of.pop(part, None)
+
+    def _read(self, new: dict[RolloutPart, File], among: int) -> None:
+        tables, read, shown = [self.rows.table], 0, time.monotonic()
+        for parts, table in self._tables(new):
+            if self.closed:
+                break
+            why = str(table) if isinstance(table, UserError) else None
+            if not isinstance(table, UserError):
+                try:
+                    tables.append(_held(table))
+                except (pa.ArrowException, LookupError) as error:
+                    why = f"{new[parts[0]].path} cannot be read: {' '.join(str(error).split())[:200]}"
+            if why is not None:
+                self.damaged |= {part: (new[part], why) for part in parts}
+                continue
+            self.files |= {part: new[part] for part in parts}
+            read += len(parts)
+            self.progress = min(0.99, read / max(1, among))
+            if time.monotonic() - shown > SHOWN_AFTER:
+                tables = [merged(tables)]
+                self.rows = RolloutColumns(tables[0], self.success, self._texts)
+                self.version += 1
+                shown = time.monotonic()
+        self.rows = RolloutColumns(merged(tables), self.success, self._texts)
+        del tables
+        pa.default_memory_pool().release_unused()  # what has been read piece by piece is 100 MB
+
+    def _tables(self, new: Mapping[RolloutPart, File]) -> Iterator[tuple[list[RolloutPart], pa.Table | UserError]]:
+        yield from scalars(self.folder, {part: file for part, file in new.items() if not file.lines})
+        lines = {part: file for part, file in new.items() if file.lines}
+        if lines:
+            from posttrain.apps.view import older_columns  # a database of its own, which few runs need
+
+            yield from older_columns.scalars(lines)
+
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    def read_texts(self) -> None:
+        """Hold whole texts too, if they are not too many: searches then see all of them and read no file."""
+        if self._too_many is None and sum(file.stamp[1] for file in self.files.values()) > FILE_BYTES:
+            self._too_many = f"the run's files have more than {FILE_BYTES / 2**30:.1f} GiB"
+        if self._too_many is not None:
+            self._tell(self._too_many)
+            return
+        missing = [part for part, file in self.files.items() if self._read_of.get(part, (None,))[0] != file]
+        long = self._long()
+        for begin in range(0, len(missing), TOGETHER):
+            if self.closed:
+                return
+            tables = [self._texts]
+            for part in missing[begin : begin + TOGETHER]:
+                try:
+                    tables.append(self._texts_of(part, part in long))
+                    self._read_of[part] = self.files[part], None
+                except (UserError, OSError, pa.ArrowException) as error:
+                    self._read_of[part] = self.files[part], str(error)
+            self._texts = merged(tables)
+            if sum(self._texts[name].chunk(0).dictionary.nbytes for name in TEXTS if len(self._texts)) > TEXT_BYTES:
+                self._texts, self._read_of = pa.Table.from_batches([], _NO_TEXTS), {}
+                self._too_many = f"its texts have more than {TEXT_BYTES >> 20} MiB"
+                self._tell(self._too_many)
+                self.rows = self.rows.with_texts(self._texts)
+                return
+        if missing:
+            self.rows = self.rows.with_texts(self._texts)
+            self.version += self.rows.long  # replies are told apart by more now
+        failed = sorted(part for part, (_, why) in self._read_of.items() if why is not None and part in long)
+        if failed:
+            steps = ", ".join(part.name for part in failed[:8]) + (" …" if len(failed) > 8 else "")
+            self._tell(self._read_of[failed[0]][1] or "", f"of step{'s' if len(failed) > 1 else ''} {steps}")
+        else:
+            self.unsearched, self.searchable = None, True
+
+    def _tell(self, why: str, which: str = "of each text") -> None:
+        self.unsearched = f"search sees only the first {START} characters {which}: {why}"
+        self.searchable = True
+
+    def _long(self) -> set[RolloutPart]:
+        """The parts that have texts beyond their beginnings, which are in `rows` anyway."""
+        rows, found = self.rows, np.zeros(len(self.rows), dtype=bool)
+        for name in ("prompt_start", "text_start"):
+            reaches = pc.greater_equal(pc.utf8_length(rows.values(name)), START).to_numpy(zero_copy_only=False)
+            found |= np.append(reaches, False)[rows.codes(name)]  # the last one is that of -1
+        return {RolloutPart(int(key >> 1), bool(key & 1)) for key in np.unique(rows.key[found] >> 32).tolist()}
+
+    def _texts_of(self, part: RolloutPart, long: bool) -> pa.Table:
+        """A part's texts; of one without long ones what else is searched."""
+        file = self.files[part]
+        if file.lines:
+            from posttrain.apps.view import older_columns
+
+            table = older_columns.texts({part: file}).drop_columns(["step", "held_out"])
+        else:
+            table = rows(part, file, names=["index", *(TEXTS if long else ("columns", "notes"))])
+        count = table.num_rows
+        columns = {name: _encoded(table[name]) for name in TEXTS if name in table.column_names}
+        places = {"step": pa.array([part.step] * count, pa.int32()), "held_out": pa.array([part.held_out] * count)}
+        return pa.table({**places, "index": table["index"].cast(pa.int32()), **columns})
+
+
+def _held(table: pa.Table) -> pa.Table:
+    """A table of the index's columns as it is held. Raises ArrowException or LookupError for what is none."""
+    columns = {}
+    for name, kind in _KINDS.items():
+        columns[name] = _encoded(table[name]) if kind == _TEXT else table[name].cast(kind)
+    if table["step"].null_count or table["index"].null_count or (pc.min(table["index"]).as_py() or 0) < 0:
+        raise LookupError("rows without a place")
+    return pa.table(columns | {f"part.{name}": values for name, values in _parts_of(table).items()})
+
+
+def _encoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column.cast(pa.string()))
+
+
+def _parts_of(table: pa.Table) -> dict[str, pa.Array]:
+    """Name of a part of the reward -> its values, null where a row has none of it."""
+    found: dict[str, pa.Array] = {}
+    lists = table["parts"].combine_chunks()
+    if lists.null_count == len(lists) or len(lists.flatten()) == 0:
+        return {}
+    flat, parents = lists.flatten(), np.asarray(pc.list_parent_indices(lists))
+    names, values = flat.field("name").dictionary_encode(), flat.field("value")
+    numbers = values.to_numpy(zero_copy_only=False)
+    codes = names.indices.to_numpy(zero_copy_only=False)
+    for code, name in enumerate(names.dictionary.to_pylist()):
+        column = np.full(len(lists), np.nan)
+        column[parents[codes == code]] = numbers[codes == code]
+        found[name] = pa.array(column, pa.float64(), from_pandas=True)
+    return found

@@ -1,0 +1,221 @@
+"""Signs of silent defects that no curve shows: tokens trained on that the policy did not write, tokens that were pushed
+though they were clipped, prompts that contain the answer.
+
+Each is said only where the record decides it; where other explanations are left, nothing is said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from posttrain.apps.view.rollout_files import File
+from posttrain.apps.view.rollout_store import Store
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import UserError
+from posttrain.runs.record.rollout_reading import read_file
+from posttrain.runs.run_reading import divides_by_sampler
+
+LOOKED = 8  # parts of a run in which its tokens are looked at
+TOKENS = 400_000  # of a part, beyond which only kinds of spans are looked at
+TRAINS = ("rl", "sft", "distill")  # verbs that train on what a policy or a demonstration says
+FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
+ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
+SOME = (0.05, 0.95)  # share of the tasks, beyond what chance would give, between which a leak tells some from others
+
+_PICTURE = re.compile(r"\[sha256:[0-9a-f]{64}\]")
+_PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
+_CLIP = re.compile(r"\[ min\(r A, clip\(r, ([\d.]+), ([\d.]+)\) A\) \]")
+_ALIKE, _APART = (
+    0.008,
+    0.04,
+)  # shares: of pushes that are the same but for rounding to eleven bits, and of ratios that are not
+
+
+# -- where trained tokens come from ------------------------------------------------------------------------------------
+
+
+def origins(store: Store) -> dict[str, int]:
+    """Kind of a span -> tokens of it that were trained on, in some steps from first to last."""
+    found: dict[str, int] = {}
+    for file in looked_at(store):
+        with suppress(UserError):  # it is damaged, which whoever opens it is told
+            for kind, count in _origins(str(file.path), file.stamp):
+                found[kind] = found.get(kind, 0) + count
+    return found
+
+
+def looked_at(store: Store, lines: bool = False) -> list[File]:
+    """Evenly chosen files of steps that were trained on; `lines`: of the older form too."""
+    files = [f for part, f in sorted(store.files.items()) if not part.held_out and (lines or not f.lines)]
+    if len(files) <= LOOKED:
+        return files
+    return [files[round(i * (len(files) - 1) / (LOOKED - 1))] for i in range(LOOKED)]
+
+
+@lru_cache(maxsize=256)
+def _origins(path: str, stamp: tuple[int, int]) -> tuple[tuple[str, int], ...]:
+    table = read_file(Path(path), ("kind", "fate", "spans"), None)
+    trained = pc.fill_null(pc.equal(table["fate"], "trained"), True)  # null: nobody recorded it
+    table = table.filter(pc.and_(trained, pc.is_in(table["kind"], pa.array(TRAINS))))
+    spans = table["spans"].combine_chunks().flatten()
+    spans = spans.filter(pc.fill_null(spans.field("learned"), False))
+    kinds = spans.field("kind").dictionary_encode()
+    lengths = spans.field("length").to_numpy(zero_copy_only=False)
+    counted = np.bincount(kinds.indices.to_numpy(), weights=lengths, minlength=len(kinds.dictionary))
+    return tuple(sorted(zip(kinds.dictionary.to_pylist(), map(int, counted), strict=True)))
+
+
+# -- pushed though clipped ---------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def passes(objective: tuple[str, ...]) -> tuple[float, float, int] | None:
+    """(lowest ratio, greatest, passes over a token) of rows whose clip can be checked; None for all others."""
+    clip = next(filter(None, map(_CLIP.search, objective)), None)
+    exact = any(line.strip().startswith("ratio r: exp(lp - old)") for line in objective)
+    updates = next(filter(None, map(_PASSES.search, objective)), None)
+    if clip is None or updates is None or not exact or divides_by_sampler({"objective": list(objective)}):
+        return None
+    return float(clip[1]), float(clip[2]), int(updates[2] or 1)
+
+
+def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64]:
+    """Which of its scored tokens were pushed by their last pass, though the clip should have taken its gradient.
+
+    With one pass a clipped token has no push at all. With two, the first of them had a ratio of 1 in rollouts of the
+    step's first update: there a push is w A (1 + r) where nothing is clipped, which gives w, and w A where the second is.
+    Two tokens whose ratio has moved must agree on w, or it was not such a rollout. Of other rollouts, and of more passes,
+    the ratios in between are not recorded, so nothing is said.
+    """
+    none, rule = np.zeros(0, dtype=np.int64), passes(tuple(objective))
+    columns = [row.get(name) for name in ("weight", "learner", "before")]
+    if rule is None or any(c is None for c in columns) or row.get("token_advantage") is not None or row.get("flags"):
+        return none
+    if not row.get("advantage") or row.get("fate") != "trained":
+        return none
+    weight, learner, before = (np.asarray(column, dtype=np.float64) for column in columns)
+    if not len(weight) == len(learner) == len(before):
+        return none
+    ratio, (low, high, count) = np.exp(learner - before), rule
+    push = weight / row["advantage"]  # w times the sum of the ratios that were not clipped
+    clipped = ratio < low * (1 - _ALIKE) if row["advantage"] < 0 else ratio > high * (1 + _ALIKE)
+    if count == 1:
+        return np.flatnonzero(clipped & (np.abs(push) > 0))
+    inside = (ratio > low * (1 + _ALIKE)) & (ratio < high * (1 - _ALIKE))
+    if count != 2 or (inside & (np.abs(ratio - 1) > _APART)).sum() < 2:  # nothing tells first updates from others
+        return none
+    each = push[inside] / (1 + ratio[inside])
+    w = float(np.median(each))
+    if not w > 0 or np.abs(each / w - 1).max() > _ALIKE:
+        return none
+    both = np.abs(push / (w * (1 + ratio)) - 1) < _ALIKE
+    return np.flatnonzero(clipped & both & (ratio > _APART))
+
+
+def pushed_in(file: File, objective: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """(index of the rollout, place of the token) of those of a part that were."""
+    if file.lines or passes(tuple(objective)) is None:
+        return ()
+    try:
+        return _pushed(str(file.path), file.stamp, tuple(objective))
+    except UserError:
+        return ()
+
+
+@lru_cache(maxsize=256)
+def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    names = ("index", "fate", "flags", "advantage", "token_advantage", "weight", "learner", "before", "spans")
+    scored = read_file(Path(path), ("scored",), None)["scored"].to_pylist()
+    if sum(count or 0 for count in scored) > TOKENS:
+        return ()
+    found = []
+    table = read_file(Path(path), names, None)
+    for row in table.filter(pc.is_valid(table["weight"])).to_pylist():  # of most nobody kept it
+        learned = [s for s in row["spans"] or () if s["learned"]]
+        if sum(s["length"] for s in learned) == len(row["weight"]):  # else it is damaged, which its page says
+            at = [n for s in learned for n in range(s["start"], s["start"] + s["length"])]
+            found += [(row["index"], at[place]) for place in pushed(row, objective)]
+    return tuple(found)
+
+
+# -- prompts that contain the answer -----------------------------------------------------------------------------------
+
+
+def contains_answer(prompt: str | None, columns: Mapping[str, Any] | None) -> bool:
+    """Whether a prompt has the answer of its task in it, as a word or a number of its own."""
+    return _contains(prompt or "", _answer(columns))
+
+
+def _contains(prompt: str, answer: str | None) -> bool:
+    return answer is not None and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt) is not None
+
+
+def _answer(columns: Mapping[str, Any] | None) -> str | None:
+    for name in ANSWERS:
+        answer = (columns or {}).get(name)
+        if isinstance(answer, str | int | float) and not isinstance(answer, bool) and str(answer).strip():
+            return str(answer).strip()
+    return None
+
+
+def leaks(store: Store) -> float | None:
+    """Share of the tasks whose prompts contain their answers, if that tells some of them from others.
+
+    Of the tasks of some steps from first to last.
+    """
+    tasks: set[tuple[str, str | None]] = set()
+    for file in looked_at(store, lines=True):
+        with suppress(UserError):
+            tasks |= _tasks(str(file.path), file.stamp)
+    if not tasks:
+        return None
+    share = telling(tasks)
+    sure = SOME[0] + 2 * math.sqrt(share * (1 - share) / len(tasks))
+    return share if share <= SOME[1] and share - by_chance(tasks) >= sure else None
+
+
+def by_chance(tasks: Collection[tuple[str, str | None]]) -> float:
+    """Share of prompts that contain the answer of some other task: the numbers of word problems often do."""
+    listed = sorted(tasks, key=lambda task: seed_of("by chance", task[0]))  # neighbours have nothing in common
+    others = [(p, listed[(at + by) % len(listed)][1]) for by in (1, 7, 61) for at, (p, _) in enumerate(listed)]
+    return sum(_contains(prompt, answer) for prompt, answer in others) / len(others)
+
+
+def telling(tasks: Collection[tuple[str, str | None]]) -> float:
+    """Share of (prompt, answer) whose prompt contains its answer.
+
+    A text that stands with several answers tells none of them: "circle or square?" with one picture or another.
+    """
+    answers: dict[str, set[str | None]] = {}
+    for prompt, answer in tasks:
+        answers.setdefault(_PICTURE.sub("", prompt), set()).add(answer)
+    alone = [len(answers[_PICTURE.sub("", prompt)]) == 1 and _contains(prompt, answer) for prompt, answer in tasks]
+    return sum(alone) / len(alone)
+
+
+@lru_cache(maxsize=256)
+def _tasks(path: str, stamp: tuple[int, int]) -> frozenset[tuple[str, str | None]]:
+    """Prompts of a part, each with the answer of its task; those without columns are left out."""
+    table = read_file(Path(path), ("prompt", "columns"), None)
+    pairs = set(zip(table["prompt"].to_pylist(), table["columns"].to_pylist(), strict=True))
+    return frozenset((p or "", _answer(_columns(c))) for p, c in pairs if c is not None)
+
+
+def _columns(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,74 @@
+"""Rollouts with a token of which a condition holds: ratio > 2, or trim(text) = 'wait'.
+
+Tokens are not held in memory. The files of the steps that are meant are looked at, within a time and a memory; of more than
+can be looked at so, those of the last steps, and the answer says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.core.types import UserError
+from posttrain.runs.record.sql_query import Questions
+from posttrain.runs.record.token_view import COLUMNS
+
+SECONDS, GIB = 10.0, 0.1  # that a look may take
+TOKENS = 8_000_000  # that are looked at
+ROLLOUTS = 200_000  # that are remembered
+
+
+class Marked(NamedTuple):
+    """What was found: rows of (step, held out, index, first such token, how many of them), and where nobody looked."""
+
+    rows: Sequence[tuple[int, bool, int, int, int]]
+    parts: Collection[RolloutPart]  # that were looked at
+    whole: bool  # whether these are all that were meant
+
+
+def chosen(sizes: Mapping[RolloutPart, int]) -> tuple[list[RolloutPart], bool]:
+    """The last parts that have TOKENS together, one at least, and whether they are all."""
+    found: list[RolloutPart] = []
+    total = 0
+    for part in sorted(sizes, reverse=True):
+        total += sizes[part]
+        if found and total > TOKENS:
+            return found[::-1], False
+        found.append(part)
+    return found[::-1], True
+
+
+def marked(
+    folder: Path, condition: str, sizes: Mapping[RolloutPart, int], vocabulary: Callable[[], Sequence[str]]
+) -> Marked:
+    """`sizes`: tokens of the parts that are meant. Raises UserError for what is no condition, or takes too long."""
+    parts, whole = chosen(sizes)
+    sql = f"""select step, held_out, "index", min(place), count(*) from tokens where ({condition}\n) group by all"""
+    with Questions(folder, SECONDS, GIB, vocabulary, {(part.step, part.held_out) for part in parts}) as questions:
+        try:
+            names, rows = questions.ask(sql, ROLLOUTS + 1)
+        except UserError as error:
+            raise UserError(_said(str(error))) from None
+    if len(names) != 5 or not all(_is_row(row) for row in rows[:1]):
+        raise UserError("a condition on tokens is part of one SELECT: ratio > 2 and learned")
+    if len(rows) > ROLLOUTS:
+        raise UserError(f"more than {ROLLOUTS:,} rollouts have such a token: name steps, or ask for less")
+    return Marked([(int(s), bool(h), int(i), int(p), int(n)) for s, h, i, p, n in rows], parts, whole)
+
+
+def _is_row(row: tuple[Any, ...]) -> bool:
+    return isinstance(row[1], bool) and all(isinstance(row[n], int) for n in (0, 2, 3, 4))
+
+
+def _said(problem: str) -> str:
+    text = problem.removeprefix("the question cannot be answered: ").removeprefix("the question cannot be read: ")
+    if "not found in FROM clause" in text:
+        first = text.split(" in FROM clause")[0].removeprefix("Binder Error: ")
+        return f"{first}; the columns of a token are {', '.join(COLUMNS)}"
+    if text.startswith("the question took longer"):
+        return f"that took longer than {SECONDS:g} s: name steps"
+    if text.startswith("the question needs more memory"):
+        return "that needs more memory than it may take: name steps"
+    return text

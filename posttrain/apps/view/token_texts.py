@@ -1,0 +1,106 @@
+"""What stands for each token: its text, as nearly as a token has one of its own.
+
+Bytes of one character may be spread over several tokens. Those are decoded together: the first of them has the character,
+the others have nothing, so that the pieces joined are the text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.types import UserError
+from posttrain.runs.run_files import CHECKPOINTS
+from posttrain.runs.run_reading import read_run
+
+if TYPE_CHECKING:
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character
+TOGETHER = 8  # tokens that may share a character
+
+
+def vocabulary_of(run: Path) -> list[str]:
+    """The texts of a run's tokens, by their ids; [] of what is no run, or has no tokenizer."""
+    return TokenPieces(run, read_run(run)).vocabulary() if run.is_dir() else []
+
+
+class TokenPieces:
+    """The texts of a run's tokens; without a tokenizer, their numbers."""
+
+    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
+        self._folder, self._run = folder, run
+        self._tokenizer: Tokenizer | None = None
+        self._known: dict[int, str] = {}
+        self._tried = False
+        self._lock = threading.Lock()
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a tokenizer."""
+        self._open()
+        return self._tokenizer is not None
+
+    def of(self, tokens: Sequence[int]) -> list[str]:
+        """A piece for each token."""
+        self._open()
+        if self._tokenizer is None:
+            return [f"⟨{token}⟩" for token in tokens]
+        for token in set(tokens) - self._known.keys():
+            self._known[token] = self._decoded([token])
+        pieces = [self._known[token] for token in tokens]
+        place = 0
+        while place < len(pieces):
+            if BROKEN in pieces[place]:
+                place = self._join(tokens, pieces, place)
+            else:
+                place += 1
+        return pieces
+
+    def vocabulary(self) -> list[str]:
+        """The text of every entry, by its id; without a tokenizer, []. Bytes that are no character are told by a sign."""
+        self._open()
+        return (
+            [] if self._tokenizer is None else [self._decoded([token]) for token in range(self._tokenizer.vocab_size)]
+        )
+
+    def _join(self, tokens: Sequence[int], pieces: list[str], begin: int) -> int:
+        """Give the first of some tokens the characters that they make together; the place behind them."""
+        for end in range(begin + 2, min(begin + TOGETHER, len(pieces)) + 1):
+            together = self._decoded(list(tokens[begin:end]))
+            if BROKEN not in together:
+                pieces[begin:end] = [together] + [""] * (end - begin - 1)
+                return end
+        return begin + 1
+
+    def _decoded(self, tokens: list[int]) -> str:
+        assert self._tokenizer is not None
+        try:
+            return self._tokenizer.decode(tokens)
+        except UserError:
+            return "".join(f"⟨{token}⟩" for token in tokens)
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._tried:
+                return
+            from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+            for folder in self._places():
+                try:
+                    self._tokenizer = Tokenizer.load(folder)
+                    break
+                except (UserError, OSError):
+                    continue
+            self._tried = True
+
+    def _places(self) -> list[Path]:
+        """Where a tokenizer of this run may lie, the surest first. Nothing is fetched."""
+        own = sorted(self._folder.glob(f"{CHECKPOINTS}/step-*"), reverse=True)
+        named = [self._run.get("initial"), self._run.get("config", {}).get("model")]
+        given = [Path(name) for name in named if isinstance(name, str) and name]
+        tried = [*own, *given, *(newest for path in given for newest in sorted(path.glob("checkpoints/step-*"))[-1:])]
+        files = ("tokenizer.json", "adapter_config.json", "vocab.json", "tokenizer.model")
+        return [path for path in tried if any((path / name).is_file() for name in files)]

@@ -1,0 +1,94 @@
+"""Why a rollout was trained on or was not, and how its reward became its advantage: in a sentence and in an equation."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.core.types import Fate
+
+CLIP = re.compile(r"clip\(r, ([\d.]+), ([\d.]+)\)")
+CLOSE = 2e-3  # an equation holds if it gives the recorded advantage within this share
+EPSILON = 1e-6
+
+_BECAUSE = {
+    Fate.EQUAL: "all rewards of its group are equal, so nothing says which reply is better",
+    Fate.INVALID: "its reward is invalid, so it is left out of its group",
+    Fate.SMALL: "too few valid rollouts are left in its group",
+    Fate.REPLACED: "dynamic sampling played another group in its place",
+    Fate.FILTERED: "a filter left it out",
+    Fate.UNSELECTED: "no update of the step drew it",
+}
+
+
+def why(row: Mapping[str, Any]) -> str:
+    """One sentence."""
+    fate, advantage, flags = row["fate"], row["advantage"], list(row["flags"] or ())
+    reason = row["why"] or row["invalid"]
+    beside = f" ({'; '.join(flags)})" if flags else ""
+    if row["kind"] == "eval":
+        return "Held out: it is measured, never trained on."
+    if row["kind"] == "sft":
+        return "A demonstration: its response is imitated, token by token."
+    if row["kind"] in ("prefer", "reward-model"):
+        return "One response of an item: what was said of the item moves it."
+    if fate is None:
+        if row["invalid"]:
+            return f"Not trained: its reward is invalid ({row['invalid']})."
+        if not advantage:
+            return "Its advantage is 0: this run did not record why, or whether anything else moved it."
+        return f"Trained, made {'more' if advantage > 0 else 'less'} likely (this run did not record fates)."
+    if fate != Fate.TRAINED:
+        said = _BECAUSE.get(Fate(fate), fate)
+        return f"Not trained: {said}{f': {reason}' if reason and reason not in said else ''}{beside}."
+    if "update skipped" in flags:
+        return "It was given to an update that was skipped, because its gradient was not finite."
+    if not advantage:
+        moved = ", ".join(flag for flag in flags if flag.startswith("moved"))
+        return f"Trained with advantage 0: {moved}." if moved else "Trained with mean advantage 0."
+    return f"Trained: advantage {_signed(advantage)}, made {'more' if advantage > 0 else 'less'} likely{beside}."
+
+
+def equation(row: Mapping[str, Any], others: Sequence[float | None], objective: Sequence[str]) -> dict[str, Any]:
+    """The reward as a sum, and the advantage as the equation that gives what was recorded.
+
+    `others`: the rewards as used of its whole group. Where no usual equation gives it, the row's own formula is named.
+    """
+    found: dict[str, Any] = {"formula": _formula(objective)}
+    value, advantage = row["used"] if row["used"] is not None else row["reward"], row["advantage"]
+    rewards = [reward for reward in others if reward is not None and math.isfinite(reward)]
+    if value is None or advantage is None or not rewards:
+        return found
+    n, mean = len(rewards), sum(rewards) / len(rewards)
+    spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / n)
+    found |= {"reward": value, "mean": mean, "sd": spread, "n": n}
+    sample = spread * math.sqrt(n / (n - 1)) if n > 1 else 0.0
+    choices = [
+        ("(R − mean) / std", (value - mean) / (spread + EPSILON), spread),
+        ("(R − mean) / std", (value - mean) / (sample + EPSILON), sample),
+        ("R − mean", value - mean, None),
+        ("R − mean of the others", (value - mean) * n / (n - 1) if n > 1 else 0.0, None),
+        ("R", value, None),
+    ]
+    for name, result, divisor in choices:
+        if math.isclose(result, advantage, rel_tol=CLOSE, abs_tol=1e-6):
+            found |= {"equation": name, "sd": divisor if divisor is not None else spread}
+            break
+    return found
+
+
+def bounds(objective: Sequence[str]) -> tuple[float, float] | None:
+    """Between which ratios the row's clip leaves a token its gradient."""
+    found = next(filter(None, (CLIP.search(line) for line in objective)), None)
+    return (float(found[1]), float(found[2])) if found else None
+
+
+def _formula(objective: Sequence[str]) -> str | None:
+    line = next((line.strip() for line in objective if line.strip().startswith("advantage A:")), None)
+    return line.removeprefix("advantage A:").strip() if line else None
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3g}".replace("-", "−")

@@ -1,0 +1,156 @@
+"""`posttrain view`: opens runs, serves their pages on this machine until Ctrl-C, or writes one of them into a file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from secrets import token_urlsafe
+from typing import TYPE_CHECKING
+
+from posttrain.apps.view.open_run import OpenRun, names_of
+from posttrain.core.types import UserError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+HOST = "127.0.0.1"
+PATIENCE = 4.0  # seconds in which what is being answered may be answered, once the server is to end
+
+
+def opened(folders: Sequence[str]) -> list[OpenRun]:
+    """The runs in these folders. Raises UserError for one that holds none."""
+    paths = [Path(folder).expanduser() for folder in folders]
+    return [OpenRun(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
+
+
+def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
+    """Serve until interrupted. `port` 0: any that is free."""
+    with _lighter():
+        _serve(opened(folders), port, browser)
+
+
+def _serve(runs: Sequence[OpenRun], port: int, browser: bool) -> None:
+    token = token_urlsafe(12)
+    with _bound(port) as bound:
+        bound.listen()  # whoever is quicker than the imports below waits, and is not refused
+        for run in runs:  # not before: a thread that reads would be cut off where the port is taken
+            run.begin()
+        address = f"http://{HOST}:{bound.getsockname()[1]}/{token}/"
+        print(f"view        {address}\nopen it in a browser of this machine; Ctrl-C ends it", flush=True)
+        if browser:
+            import webbrowser
+
+            webbrowser.open(address)
+        import uvicorn
+
+        from posttrain.apps.view.web_server import application
+
+        config = uvicorn.Config(
+            application(runs, token),
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+        )
+        try:
+            server = uvicorn.Server(config)
+            threading.Thread(target=_leave, args=(server, runs), daemon=True).start()
+            server.run(sockets=[bound])
+        finally:
+            for run in runs:
+                run.close()
+
+
+def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tuple[int, list[str]]:
+    """Write one run into one file; its size in bytes, and what is missing in it."""
+    if len(folders) != 1:
+        raise UserError("--export writes one run: name one folder")
+    from posttrain.apps.view.html_export import Selection, gathered, packed
+
+    selection = Selection.of({"rollouts": str(rollouts)}, where)
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"--export {file}: there is no folder {file.absolute().parent}")
+    [run] = opened(folders)
+    if where:
+        try:
+            run.check_condition(where)
+        except UserError as error:
+            raise UserError(f"--where: {error}") from None
+    run.read()
+    run.store.read_texts()
+    kept, missing = gathered(run, selection)
+    page = packed(kept)
+    try:
+        file.write_bytes(page)
+    except OSError as error:
+        raise UserError(f"--export {file} cannot be written: {error.strerror or error}") from None
+    return len(page), missing
+
+
+def _leave(server: uvicorn.Server, runs: Sequence[OpenRun]) -> None:
+    """End the process some seconds after it was asked to: it may be at a question that no interrupt reaches."""
+    while not server.should_exit:
+        time.sleep(0.5)
+    time.sleep(PATIENCE)
+    for run in runs:
+        run.store.close()
+    os._exit(130)
+
+
+class _NoPandas:
+    """Finds pandas, and refuses to load it."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name == "pandas" else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        raise ModuleNotFoundError("pandas is not needed here", name=spec.name)
+
+    def exec_module(self, module: object) -> None:
+        raise AssertionError("no module was made")
+
+
+@contextmanager
+def _lighter() -> Iterator[None]:
+    """Keep pyarrow from what it does not need here.
+
+    It imports pandas before the first numbers go to or from an array, to tell pandas' own apart: 0.3 s and 43 MB. Its own
+    allocator holds on to what has been freed: 80 MB more, and as many pages to be made.
+    """
+    import pyarrow
+
+    before, refusing = pyarrow.default_memory_pool(), _NoPandas()
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
+    if "pandas" not in sys.modules:  # whoever asks whether it is there is not told that it is loaded, as DuckDB asks
+        sys.meta_path.insert(0, refusing)
+    try:
+        yield
+    finally:
+        pyarrow.set_memory_pool(before)
+        if refusing in sys.meta_path:
+            sys.meta_path.remove(refusing)
+
+
+def _bound(port: int) -> socket.socket:
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((HOST, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise UserError(
+            f"--port {port} cannot be used ({getattr(error, 'strerror', 'ports end at 65535')}): leave it out for any"
+        ) from None
+    return bound
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -1,0 +1,114 @@
+"""A conversation with a checkpoint on the terminal: an environment whose turns a person types."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Generator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from posttrain.config import SCORERS, Chat, named_services
+from posttrain.core.messages import safe
+from posttrain.core.types import Ask, Env, Invalid, Reply, StopReason, Task, Turn, UserError
+from posttrain.engines.local.embedded import embedded
+from posttrain.envs.builtin.service_reward import question
+from posttrain.envs.play.player import MAX_TURNS, Episode
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.checkpoint import resolve
+from posttrain.training.playground import open_dialogue
+from posttrain.training.setup import choose_device, use_threads
+
+
+def converse(model: str, config: Chat) -> None:
+    """Read lines and print replies until an empty line or the end of the input (Ctrl-D).
+
+    Without a chat template, lines are text for the model to continue. What reward models and judges say of a reply is
+    printed below it. Raises UserError if the checkpoint or a service cannot be loaded, or if there is a system message and
+    no template to put it in.
+    """
+    use_threads(config.threads)
+    folder, device = resolve(model), choose_device(config.device)
+    tokenizer = Tokenizer.load(folder, config.chat_template)
+    decoder = load_model(folder, device=device)
+    chat = tokenizer.chat_template is not None
+    if config.system is not None and not chat:
+        raise UserError(
+            f"{folder} has no chat template, so it knows no system message: leave out --system, or give "
+            "--chat-template chatml"
+        )
+    kinds = {kind.replace("_", "-"): getattr(config, kind) for kind in SCORERS}
+    raters = {name: kind for kind, given in kinds.items() for name, _ in named_services(given, kind)}
+    with open_dialogue(config, dialogue(_ask, _say, config.system, chat, raters), device) as ground:
+        print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
+        player = ground.player(embedded(decoder, tokenizer, slots=1), tokenizer, decoder.config.context)
+        for played in player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))]):
+            if isinstance(played.reward, Invalid):  # what was typed cannot be shown
+                raise UserError(f"the conversation ends here: {played.reward.reason}")
+
+
+def dialogue(
+    ask: Callable[[], str],
+    say: Callable[[str], None],
+    system: str | None,
+    chat: bool,
+    raters: Mapping[str, str] = MappingProxyType({}),
+) -> Env:
+    """The environment: what `ask` returns is shown to the model, and what it replies is said, until "" is asked.
+
+    `raters`: the services that score each reply, and the kind of each ("reward-model" or "judge"). What they answer is said
+    too.
+    """
+
+    def environment(task: Task) -> Generator[Turn | str | Ask, Any, float]:
+        opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
+        so_far = Turn(messages=[]) if chat else Turn(text="")
+        for _ in range(MAX_TURNS):
+            if not (typed := ask()):
+                return 0.0
+            turn = Turn(messages=[*opening, {"role": "user", "content": typed}]) if chat else Turn(text=typed)
+            opening = []
+            reply: Reply = yield turn
+            say(reply)
+            if reply.stop is StopReason.CONTEXT:
+                say("(the model's context is full)")
+                return 0.0
+            asked = _joined(so_far, turn)
+            for name, kind in raters.items():
+                answer = yield Ask(name, question(kind, asked, reply))
+                say(f"({name}: {_told(answer)})")
+            said = Turn(messages=[{"role": "assistant", "content": str(reply)}]) if chat else Turn(text=str(reply))
+            so_far = _joined(asked, said)
+        say(f"(that was turn {MAX_TURNS}: begin anew)")
+        return 0.0
+
+    return environment
+
+
+def _joined(before: Turn, after: Turn) -> Turn:
+    """Both as one: messages, or text."""
+    if before.messages is not None:
+        return Turn(messages=[*before.messages, *(after.messages or ())])
+    return Turn(text=(before.text or "") + (after.text or ""))
+
+
+def _told(answer: Any) -> str:
+    """What a service said of a reply, in words."""
+    if isinstance(answer, Invalid):
+        return f"no answer, {answer.reason}"
+    if isinstance(answer, dict):
+        return ", ".join(f"{name} {_told(value)}" for name, value in answer.items())
+    return f"{answer:.4g}" if isinstance(answer, float) else str(answer)
+
+
+def _say(text: str) -> None:
+    """What a model says may hold control codes, which are shown and not obeyed."""
+    print(safe(text))
+
+
+def _ask() -> str:
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return ""

@@ -1,0 +1,55 @@
+"""An engine behind a port, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from posttrain.config import ServeEngine
+from posttrain.engines.pool.listener import listen
+from posttrain.engines.pool.pool_protocol import read_token
+from posttrain.engines.pool.replicas import setup_of
+from posttrain.engines.vllm.vllm_engine import environment
+from posttrain.models.adapters.adapter_config import described_in
+from posttrain.models.json_files import read_json
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.decoder_config import read_config, read_eos_ids
+from posttrain.models.native.kernels import build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.checkpoint import resolve
+from posttrain.training.setup import choose_device, end_tokens, use_threads
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # a program may wait for the address
+
+
+def serve_engine(config: ServeEngine, say: Callable[[str], None] = _say) -> None:
+    """Answer pools until a signal says to stop. Raises UserError for a folder, a token or an address that cannot be used."""
+    token = read_token(config.engine_token)
+    use_threads(config.threads)
+    build.use(config.compiled)
+    folder, device = resolve(config.model), choose_device(config.device)
+    tokenizer, folder = Tokenizer.load(folder), described_in(folder)
+    source = read_json(folder / "config.json")
+    with torch.device("meta"):  # its sizes are of interest, its weights come over
+        model = Decoder(read_config(folder, source))
+    generation = read_json(folder / "generation_config.json", optional=True)
+    model.source, model.eos_ids = source, read_eos_ids(folder, source, generation, model.config.vocab)
+    end_tokens(model, tokenizer)
+    if config.engine == "vllm":
+        os.environ.update(environment())
+    how = config.slots, config.precision, config.engine_cache, torch.get_num_threads()
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has it ignored in the background
+        signal.signal(number, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="posttrain-engine-") as own, suppress(KeyboardInterrupt):
+        setup = {**setup_of(config.engine, model, tokenizer, Path(own), *how), "device": str(device)}
+        say(f"samples     {config.model}, {model.config.context} tokens of context, on {device}")
+        listen(setup, config.listen, token, say)
+    say("stopped")

@@ -1,0 +1,394 @@
+"""What the verbs do that look at runs, at algorithms, and at what papers claim. See `commands`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from json import dumps
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from posttrain.core.messages import clip, inline, one_line, safe_json
+from posttrain.core.types import UserError
+
+if TYPE_CHECKING:
+    from posttrain.algorithms.policy import Algorithm
+    from posttrain.algorithms.preference import Preference
+    from posttrain.algorithms.reward_model_table import Scoring
+
+
+def algorithms(name: str | None = None, *, json: bool = False, pages: str | None = None) -> int:
+    """The algorithms with their ideas, or one: formula, parts with sources, what differs from grpo or dpo, settings.
+
+    Parameters
+    ----------
+    name
+        One row, or your own: my.py:row.
+    json
+        Print data instead.
+    pages
+        Write a page for every row into this folder.
+    """
+    from posttrain.algorithms.all_algorithms import EVERY, beside, find_any
+    from posttrain.algorithms.describe import as_data, describe, differences, page, settings, symbols
+    from posttrain.algorithms.policy_table import TABLE
+    from posttrain.algorithms.preference_table import PREFERENCES
+    from posttrain.algorithms.reward_model_table import SCORINGS
+
+    if pages is not None:
+        folder = Path(pages)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for row in EVERY.values():
+                (folder / f"{row.name}.md").write_text(page(row, beside(row)), encoding="utf-8")
+        except (OSError, ValueError) as error:  # of a name that no system takes
+            raise UserError(f"--pages {clip(pages)} cannot be written: {one_line(error)}") from error
+        return 0
+    if name is None:
+        if json:
+            print(dumps([as_data(row) for row in EVERY.values()], indent=1))
+        else:
+            _rows("Algorithms (one of them in full: posttrain algorithms NAME)", TABLE.values())
+            _rows("From preferences, without sampling (posttrain prefer)", PREFERENCES.values())
+            _rows("Reward models (posttrain reward-model)", SCORINGS.values())
+        return 0
+    row = find_any(name)
+    if json:
+        print(dumps(as_data(row), indent=1))
+        return 0
+    print("\n".join(describe(row)))
+    if others := differences(row, beside(row)):
+        print(f"  differences from {beside(row).name}:")
+        print("\n".join(f"    {line}" for line in others))
+    print("  settings (--set PLACE=VALUE; none: the run's own options decide):")
+    print("\n".join(f"    {line}" for line in settings(row)))
+    print(symbols(row))
+    return 0
+
+
+def _rows(title: str, rows: Iterable[Algorithm | Preference | Scoring]) -> None:
+    """A table of them, with their papers where the screen is wide enough."""
+    from posttrain.algorithms.describe import cited
+    from posttrain.runs.terminal.printing import table
+
+    whole = [[r.name, r.idea, cited(r)] for r in rows]
+    widest = sum(max(map(len, column)) for column in zip(*whole, strict=True)) + 8  # between and beside the columns
+    fits = get_terminal_size().columns >= widest
+    table(title, ["name", "idea", "paper"] if fits else ["name", "idea"], whole if fits else [row[:2] for row in whole])
+
+
+def reproduce(
+    name: str | None = None,
+    *,
+    seeds: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative_iterable=())] = (0, 1, 2),
+    out: str = "runs/reproduce",
+    settings: dict[str, str] | None = None,
+) -> int:
+    """Test a paper's claim in a few minutes: a table beside the published figures, a plot, a verdict with intervals.
+
+    Parameters
+    ----------
+    name
+        An experiment; left out: the list of them.
+    seeds
+        One measurement each; those that are finished are kept.
+    out
+        Where each experiment gets a folder of its own.
+    settings
+        What to change in it: --settings.steps 50 (table.md names them all).
+    """
+    from experiments import EXPERIMENTS, find
+    from experiments.experiment import read_settings
+    from posttrain.runs.terminal.printing import table
+
+    if name is None:
+        rows = [[e.name, e.claim, e.paper] for e in EXPERIMENTS.values()]
+        table("Experiments", ["name", "claim", "paper"], rows)
+        return 0
+    experiment, folder = find(name), Path(out) / name
+    finding = experiment.run(seeds, folder, read_settings(settings or {}))
+    table(f"{experiment.paper}: {experiment.claim}", ["figure", "found", "claimed", "verdict"], finding.judged)
+    table("", finding.columns, finding.rows)
+    print("\n".join([*finding.notes, f"verdict     {finding.verdict}"]))
+    print(f"table       {folder / 'table.md'}\nplot        {finding.plot}\nfigures     {folder / 'result.json'}")
+    return 0
+
+
+def rollouts(
+    run: str,
+    *,
+    step: int | None = None,
+    group: str | None = None,
+    number: int = 3,
+    order: Literal["first", "best", "worst", "longest"] = "first",
+    held_out: bool = False,
+    json: bool = False,
+) -> int:
+    """What was said in a step of a run, turn by turn: prompts, replies, calls of tools and their answers, rewards.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, running or finished; or a file of rollouts, as posttrain eval --out leaves it.
+    step
+        Which step; default: the last that is there.
+    group
+        The rollouts of this task only, or of this group, as the head line of each names it.
+    number
+        How many are shown.
+    order
+        Which come first: as they were played, those with the highest or the lowest reward, or the longest.
+    held_out
+        Those of the held-out tasks, as they were played after that step.
+    json
+        Print the rows as they were written, a line of JSON each: tokens, their numbers, what became of the rollout.
+    """
+    from posttrain.cli import input_bounds
+    from posttrain.runs.record.rollout_reading import EVERY, READ, plainly
+    from posttrain.runs.terminal.printing import sample as show
+
+    if number < 1:
+        raise UserError(f"--number {number} must be from 1: it is how many rollouts are shown")
+    names = EVERY if json else READ
+    with input_bounds.memory():
+        rows, place, again = _rows_and_place(run, step, held_out, names, clock=not json)
+    if group is not None:
+        rows, place = _of_group(rows, group, place), f"{group} in {place}"
+    keys: dict[str, Callable[[dict[str, Any]], float]] = {
+        "best": lambda row: -math.inf if row["reward"] is None else row["reward"],
+        "worst": lambda row: -math.inf if row["reward"] is None else -row["reward"],
+        "longest": lambda row: sum(turn["length"] for turn in row["turns"]),
+    }
+    if order in keys:
+        rows = sorted(rows, key=keys[order], reverse=True)
+    if not json:
+        try:
+            show(rows, number)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise UserError(f"{place} holds what no run writes ({one_line(error)}): --json prints it") from error
+        if again:
+            print(
+                f"{again} rollouts of earlier steps, replayed in this one, are not shown: they stand in its table alone"
+            )
+        if number < len(rows):
+            print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more, posttrain view all of them")
+    for row in rows[:number] if json else ():
+        print(safe_json(dumps(plainly(row), ensure_ascii=False)))
+    return 0
+
+
+def _rows_and_place(
+    run: str, step: int | None, held_out: bool, names: Iterable[str], clock: bool
+) -> tuple[list[dict[str, Any]], str, int]:
+    """Rollouts, where they are from, and how many replayed ones are left out. `clock`: with their seconds, where known."""
+    from posttrain.runs.record.rollout_reading import read_file, read_rollouts, read_table, rows_of, timed_rollouts
+    from posttrain.runs.run_reading import read_run, rollout_steps
+
+    if Path(run).suffix in (".parquet", ".jsonl"):
+        if step is not None or held_out:
+            raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
+        return rows_of(read_file(run, names)), run, 0
+    read_run(run)  # whether it is one
+    wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
+    timed = clock and not held_out  # rows as they were written know of none
+    rows = timed_rollouts(run, wanted) if timed else read_rollouts(run, wanted, names, held_out)
+    again = sum(map(bool, read_table(run, wanted, ["replayed"], held_out)["replayed"].to_pylist()))
+    return rows, f"{'the evaluation after ' if held_out else ''}step {wanted}", again
+
+
+def _of_group(rows: list[dict[str, Any]], name: str, place: str) -> list[dict[str, Any]]:
+    """Those of a group, or of a task. `place`: where they were looked for."""
+    from posttrain.core.messages import near_or_all
+
+    found = [row for row in rows if name in (row["group"], row["task"])]
+    if not found:
+        known = list(dict.fromkeys(row["group"] for row in rows))
+        raise UserError(f"there are no rollouts of {name!r} in {place}{near_or_all(name, known)}")
+    return found
+
+
+def view(
+    runs: Annotated[list[str], Parameter(negative_iterable=())],
+    /,
+    *,
+    port: int = 0,
+    browser: bool = False,
+    export: str | None = None,
+    rollouts: int | None = None,
+    where: str = "",
+) -> int:
+    """Look at runs in a browser, from their curves down to every number of a single token. It follows runs that are on.
+
+    Parameters
+    ----------
+    runs
+        Folders of runs, running or finished.
+    port
+        Where the pages are served, on this machine alone; 0: any that is free.
+    browser
+        Open them in a browser.
+    export
+        Write one run into this HTML file instead, which opens from disk.
+    rollouts
+        How many rollouts go into that file; default: 200.
+    where
+        Which of them, as a condition in SQL: "step > 100 and reward < 1".
+    """
+    if missing := [name for name in ("duckdb", "starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"posttrain view needs {', '.join(missing)}: pip install 'posttrain[view]'")
+    from posttrain.apps.view import view_command
+    from posttrain.cli import input_bounds
+
+    if export is None:
+        if where or rollouts is not None:
+            option = "--where" if where else "--rollouts"
+            raise UserError(f"{option} chooses what goes into a file: it goes with --export FILE")
+        with input_bounds.memory():
+            view_command.serve(runs, port, browser)
+        return 0
+    if rollouts is not None and rollouts < 1:
+        raise UserError(f"--rollouts {rollouts} must be from 1: it is how many go into the file")
+    if browser or port:
+        raise UserError("--export writes a file and serves nothing: leave out --port and --browser")
+    with input_bounds.memory():
+        size, missing = view_command.export(runs, Path(export), rollouts or 200, where)
+    print(f"exported    {export}, {size / 1e6:.1f} MB: open it in any browser")
+    for line in missing:
+        print(f"missing     {inline(line)}", file=sys.stderr)
+    return 0
+
+
+def query(
+    run: str,
+    sql: str,
+    *,
+    number: int = 40,
+    seconds: float = 60.0,
+    memory: float = 2.0,
+    json: bool = False,
+) -> int:
+    """Ask about all rollouts of a run in SQL. Nothing but the run's own files is read, and none of them is changed.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, running or finished; or a file of rollouts, as posttrain eval --out leaves it.
+    sql
+        One SELECT statement, such as "select fate, count(*) from rollouts group by fate". Tables: rollouts, evals, tokens (a
+        row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which has what is
+        short of all rollouts and is the fastest; "describe rollouts" lists the columns of one. A part of the reward:
+        part(parts, 'form'); a note: notes->>'moves'.
+    number
+        How many rows are shown.
+    seconds
+        How long it may take.
+    memory
+        GiB that it may take.
+    json
+        Print a line of JSON for each row.
+    """
+    from posttrain.apps.view.token_texts import vocabulary_of
+    from posttrain.cli import input_bounds
+    from posttrain.runs.record.rollout_rows import as_json
+    from posttrain.runs.record.sql_query import Questions
+    from posttrain.runs.terminal.printing import table
+
+    if number < 1:
+        raise UserError(f"--number {number} must be from 1: it is how many rows are shown")
+    if not (0 < seconds <= 1e6 and 0 < memory <= 1e6):
+        raise UserError(f"--seconds {seconds:g} and --memory {memory:g} must be above 0, and at most a million")
+    late = f"the question took longer than {seconds:g} s: narrow it, or raise --seconds"
+    with (
+        Questions(run, seconds, memory, lambda: vocabulary_of(Path(run))) as questions,
+        input_bounds.memory(memory + 1),
+        input_bounds.deadline(seconds, late, questions.clean),
+    ):
+        names, rows = questions.ask(sql, number + 1)
+    for line in questions.left_out:
+        print(inline(line), file=sys.stderr)
+    more, rows = len(rows) > number, rows[:number]
+    if json:
+        for row in rows:
+            print(safe_json(as_json(dict(zip(names, row, strict=True)))))
+    else:
+        cells = [
+            [value if isinstance(value, int | float | None) else inline(str(value)) for value in row] for row in rows
+        ]
+        counted = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
+        table(f"first {counted}" if more else counted, names, cells, upright=True)
+    if more:
+        print(f"there are more than {number:,} rows: --number says how many are shown", file=sys.stderr)
+    return 0
+
+
+def audit(
+    run: str | None = None,
+    *,
+    gold: str | None = None,
+    disagreement: Annotated[tuple[str, str] | None, Parameter(negative_iterable=())] = None,
+    classifier: str | None = None,
+    train_classifier: str | None = None,
+    sycophancy: bool = False,
+    opinion: str | None = None,
+    tasks: str | None = None,
+    env: str | None = None,
+    limit: int | None = None,
+    samples: int = 4,
+    steps: int = 40,
+    json: bool = False,
+) -> int:
+    """Look for reward hacking in a run, running or finished, which stays as it is: figures with intervals over prompts.
+
+    A finding is a reason to read replies, not a verdict; docs/results/audit.md has the false alarms on healthy runs.
+
+    Parameters
+    ----------
+    run
+        Folder of a run of posttrain rl. Left out with --train-classifier alone.
+    gold
+        A second score: a part of the reward that the rollouts carry, or a reward, my.py:reward, that scores the texts now.
+    disagreement
+        Two parts of the reward that ought to agree: --disagreement HEAD_A HEAD_B.
+    classifier
+        File of a classifier of hacked replies, which is applied to the run.
+    train_classifier
+        Rows with prompt, text and hacked (true or false): trains the classifier and writes it to --classifier.
+    sycophancy
+        Also play the run's checkpoint on its tasks, without and with a user's wrong opinion in the prompt.
+    opinion
+        How the opinion is put; {wrong} is the wrong answer.
+    tasks
+        Tasks of the probe and of the gold score, instead of the run's own.
+    env
+        Reward of the probe, instead of the run's own.
+    limit
+        Tasks of the probe, the first ones; default: 200.
+    samples
+        Replies per task of the probe.
+    steps
+        How many steps are read, evenly spread over the run.
+    json
+        Print data instead.
+    """
+    from posttrain.apps.audit.audit_command import AuditRequest, carry_out
+
+    request = AuditRequest(
+        run,
+        gold,
+        disagreement or (),
+        classifier,
+        train_classifier,
+        sycophancy,
+        opinion,
+        tasks,
+        env,
+        limit,
+        samples,
+        steps,
+    )
+    return carry_out(request, json)

@@ -1,0 +1,118 @@
+"""Starts the processes of a run on this machine, watches them, and starts them again after a crash where that is asked for.
+
+Each is this command once more, with the environment variables of torchrun. What they say to each other is theirs; here it is
+only seen whether they live.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from posttrain.config import Training
+from posttrain.runs.run_files import CHECKPOINTS, RUN
+
+CRASHED = 1  # the exit code of a mistake of ours, and of processes that lost another one
+GRACE = 10.0  # seconds for the others to end by themselves when one was killed or has crashed
+DYING = 3.0  # and for those that were then asked to end
+
+
+def launch(config: Training) -> int:
+    """Run this command in `config.processes` processes; returns the exit code."""
+    words, found = sys.argv[1:], _written(config)
+    for attempt in range(1, config.restarts + 2):
+        code = _attempt(words, config)
+        if code != CRASHED or attempt > config.restarts:
+            return code
+        saved = any((Path(config.out) / CHECKPOINTS).glob("step-*"))
+        ours = (
+            _written(config) != found
+        )  # and else the folder is as it was: nothing in it is ours to go on with, or to delete
+        words = _again(sys.argv[1:], saved) if ours and not config.resume else words
+        place = "from the newest checkpoint" if config.resume or (ours and saved) else "from the beginning"
+        print(f"posttrain: started again {place} ({attempt} of {config.restarts})", file=sys.stderr)
+    raise AssertionError("the last attempt returns")
+
+
+def _again(words: Sequence[str], saved: bool) -> list[str]:
+    """The words of a run that this launch has begun, to go on with it, or to begin it anew if nothing was saved."""
+    kept = [word for word in words if word.partition("=")[0] not in ("--resume", "--overwrite")]
+    return [*kept, *(("--resume", "--no-overwrite") if saved else ("--overwrite",))]
+
+
+def _written(config: Training) -> int | None:
+    """When the record of the run in --out was written; None: there is none."""
+    try:
+        return (Path(config.out) / RUN).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _attempt(words: Sequence[str], config: Training) -> int:
+    count = config.processes
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # it prints stacks where a peer is gone
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
+    }
+    children: list[subprocess.Popen[bytes]] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        """A terminal tells the children itself what is typed; what only this process got is passed on."""
+        for child in children if number == signal.SIGTERM else ():
+            if child.poll() is None:
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(count):
+            environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            children.append(subprocess.Popen([sys.executable, "-m", "posttrain", *words], env=environment))
+        return _watched(children, config.patience)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watched(children: Sequence[subprocess.Popen[bytes]], patience: float) -> int:
+    """Wait for all of them; those that stay behind are ended. Returns the exit code of all."""
+    end: float | None = None
+    while any(child.poll() is None for child in children):
+        codes = [child.poll() for child in children]
+        if end is None and any(codes):
+            lost = any(code is not None and (code < 0 or code == CRASHED) for code in codes)
+            end = time.monotonic() + (GRACE if lost else GRACE + patience)
+        if end is not None and time.monotonic() > end:
+            for child in children:
+                if child.poll() is None:
+                    child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                for child in children:
+                    child.wait(max(0.0, end + DYING - time.monotonic()))
+            break
+        time.sleep(0.02)
+    ended = [child.poll() for child in children]
+    if killed := [(rank, -code) for rank, code in enumerate(ended) if code is not None and code < 0]:
+        said = ", ".join(f"process {rank} was ended by {signal.Signals(number).name}" for rank, number in killed)
+        print(f"posttrain: {said}", file=sys.stderr)
+        return CRASHED
+    return next((code for code in ended if code), CRASHED if None in ended else 0)

@@ -1,0 +1,69 @@
+"""An adapter and its base as one checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from posttrain.core.messages import one_line
+from posttrain.core.protocols import Model
+from posttrain.core.types import UserError
+from posttrain.models.adapters.adapter_config import ADAPTER_CONFIG, CLASSIFIER, is_adapter, read_adapter_config
+from posttrain.models.adapters.lora import decoder_of, merge
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.reward_model import load_reward_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
+from posttrain.runs.checkpoint import of_disk, resolve
+from posttrain.runs.run_files import writing
+
+
+def merge_adapter(adapter: str, out: Path) -> None:
+    """Write what a folder of adapters and its base compute together.
+
+    Raises UserError for a wrong base, for a folder in use, and if the disk is full or not writable.
+    """
+    folder = checkpoint_folder(resolve(adapter))
+    if not is_adapter(folder):
+        if not (folder / "config.json").exists():
+            raise UserError(
+                f"{adapter} holds no {ADAPTER_CONFIG}: give the folder of an adapter, or copy the file into it"
+            )
+        raise UserError(f"{adapter} holds no adapter, but a model that is whole: use it as it is")
+    if out.name in ("", ".."):
+        raise UserError(f"--out {out} is a folder that others stand in: give one to be made")
+    with writing(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} is there already: choose another --out")
+    model: Model
+    if read_adapter_config(folder).task == CLASSIFIER:
+        model = load_reward_model(folder)
+        merge(model.backbone)
+    else:
+        model = load_model(folder)
+        merge(decoder_of(model))
+    tokenizer = Tokenizer.load(folder)
+    with _draft_of(out) as draft:
+        model.save(draft)
+        tokenizer.save(draft)
+    print(f"checkpoint  {out}")
+
+
+@contextmanager
+def _draft_of(out: Path) -> Iterator[Path]:
+    """A folder that becomes `out` when it is whole. Where something fails nothing is left."""
+    draft = out.with_name(f".{out.name}.draft")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        yield draft
+        if out.exists():
+            out.rmdir()
+        draft.rename(out)
+    except Exception as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if not of_disk(error):
+            raise
+        raise UserError(f"cannot write {out}: {one_line(error)}") from error

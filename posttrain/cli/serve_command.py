@@ -1,0 +1,91 @@
+"""A checkpoint behind HTTP, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from contextlib import closing, suppress
+
+from posttrain.config import ServePolicy
+from posttrain.core.protocols import Engine
+from posttrain.engines.open_engine import open_engine
+from posttrain.engines.serving.engine_policy import EnginePolicy
+from posttrain.engines.serving.engine_thread import EngineThread
+from posttrain.engines.serving.policy_server import HOST, PolicyHandlers, ServerLimits, serving
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.kernels import build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.checkpoint import resolve
+from posttrain.runs.run_files import step_of
+from posttrain.training.setup import choose_device, end_tokens, use_threads
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # a program may wait for the address
+
+
+def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None:
+    """Answer until a signal says to stop. Raises UserError if the checkpoint cannot be loaded, or the engine fails.
+
+    The version of the weights, which answers carry, is the step of the checkpoint in its run, or else 0.
+    """
+    use_threads(config.threads)
+    build.use(config.compiled)
+    folder, device = resolve(config.model), choose_device(config.device)
+    tokenizer = Tokenizer.load(folder, config.chat_template)
+    model = load_model(folder, device=device)
+    ends = end_tokens(model, tokenizer)
+    engine = open_engine(
+        config.engine,
+        model,
+        tokenizer,
+        config.slots,
+        config.precision,
+        cache_gib=config.engine_cache,
+        seconds=config.engine_seconds,
+        serving=True,
+    )
+    with closing(engine):
+        if version := step_of(folder.name):
+            engine.load(model, version)
+        name, context = config.name or config.model, model.config.context
+        limits = ServerLimits(config.requests)
+
+        def opened(desk: EngineThread) -> EnginePolicy:
+            return EnginePolicy(desk, tokenizer, name, context, ends, config.max_tokens)
+
+        def told(port: int) -> None:
+            say(f"model       {name}, version {version or 0}, {context} tokens of context, {engine.backend}")
+            say(f"OpenAI      http://{HOST}:{port}/v1")
+            say(f"token ids   http://{HOST}:{port}/inference/v1/generate")
+            say("Ctrl-C ends it")
+
+        asyncio.run(_serve(engine, opened, limits, config.port, told))
+    say("stopped")
+
+
+async def _serve(
+    engine: Engine,
+    opened: Callable[[EngineThread], EnginePolicy],
+    limits: ServerLimits,
+    port: int,
+    told: Callable[[int], None],
+) -> None:
+    loop, over = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def end(problem: BaseException | None = None) -> None:
+        if not over.done():
+            over.set_result(problem)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with suppress(ValueError, RuntimeError):  # not in the main thread
+            loop.add_signal_handler(number, end)
+    desk = EngineThread(engine, failed=end)
+    with closing(opened(desk)) as policy:
+        service = PolicyHandlers(lambda request: policy, limits)
+        async with serving(service.application(), port) as bound:
+            told(bound)
+            problem = await over
+    if problem is not None:
+        raise problem

@@ -1,0 +1,259 @@
+"""What is done with options: they are filled in, checked, and carried over when a run continues."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+from posttrain.config import (
+    FREE_TO_CHANGE,
+    LABELLERS,
+    OF_ONE_CALL,
+    RL,
+    SERVICES,
+    Chat,
+    Check,
+    Distill,
+    Evaluation,
+    FromRows,
+    Label,
+    Prefer,
+    RewardModelling,
+    Sample,
+    ServeEngine,
+    ServePolicy,
+    Training,
+    named_services,
+)
+from posttrain.core.coerce import convert, fits
+from posttrain.core.component import knob_of
+from posttrain.core.option_aliases import suggestion
+from posttrain.core.types import UserError
+from posttrain.envs.load import BUILTIN, split_options
+
+AnyTraining = TypeVar("AnyTraining", bound=Training)
+AnyConfig = TypeVar("AnyConfig", bound=FromRows)
+
+
+def validate(config: Training | Evaluation | Check | Sample | Label | Chat | ServePolicy | ServeEngine) -> None:
+    """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
+    check_bounds(config)
+    for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
+        value = getattr(config, name, None) or ()
+        for text in (value,) if isinstance(value, str) else value:
+            if text != text.encode("utf-8", "replace").decode():
+                raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
+    if not all(getattr(config, "stop", ())):
+        raise UserError("--stop holds an empty text, at which every reply would end: leave it out for none")
+    if isinstance(config, Label):
+        return _validate_label(config)
+    if isinstance(config, Chat):
+        _services(config)
+        return None
+    if isinstance(config, ServePolicy | ServeEngine):
+        if not config.model:
+            raise UserError("--model is missing: the folder of a checkpoint, or of a run")
+        return None
+    if not config.tasks:
+        raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
+    if isinstance(config, Training):
+        _validate_record(config)
+    if isinstance(config, RL):
+        _validate_engines(config)
+    if isinstance(config, RL | Evaluation | Check | Sample):
+        names = _services(config)
+        if not config.env and names:
+            raise UserError(
+                f"--env is missing: one that asks {', '.join(names)} with Ask, and says what their answers are worth"
+            )
+    if isinstance(config, RL | Evaluation | Check) and not isinstance(config, Distill) and not config.env:
+        raise UserError(
+            "--env is missing: what scores the replies, such as my.py:reward or a built-in name (gsm8k); or --reward-model, "
+            "or --judge"
+        )
+    if isinstance(config, Prefer | RewardModelling | RL | Evaluation | Sample) and not config.model:
+        raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
+    if isinstance(config, Distill) and not (config.teacher or config.teachers):
+        raise UserError("--teacher is missing: the folder of a model with the student's tokenizer, or of a run")
+    if isinstance(config, RL):
+        _validate_rl(config)
+    if isinstance(config, Sample):
+        _validate_sample(config)
+
+
+def _validate_record(config: Training) -> None:
+    if not config.record_after:
+        return
+    if config.record == "tokens":
+        raise UserError(
+            "--record-after adds to the numbers of single tokens: give --record sample or full with it, or --no-record-after"
+        )
+    if isinstance(config, RewardModelling):
+        raise UserError("--record-after is of log-probabilities, and a reward model has none: leave it out")
+
+
+def check_bounds(config: Any) -> None:
+    """Raises UserError for a number that lies outside its option's range."""
+    for f in fields(config):
+        knob_of(f).bounds.check(f"--{f.name.replace('_', '-')}", getattr(config, f.name))
+
+
+def _services(config: RL | Evaluation | Check | Sample | Chat) -> list[str]:
+    """Names of the services. Raises UserError if two have the same."""
+    given = {kind.replace("_", "-"): getattr(config, kind, ()) for kind in SERVICES}
+    names = [n for kind, values in given.items() for n, _ in named_services(values, kind)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two services are called {twice!r}: give them names, such as --judge strict=RECIPE")
+    return names
+
+
+def _validate_sample(config: Sample) -> None:
+    for name in ("model", "temperature", "top_p", "seed"):
+        values = getattr(config, name)
+        if not values:
+            raise UserError(f"--{name.replace('_', '-')} is empty: give at least one value, or leave it out")
+        if twice := next((value for value in values if values.count(value) > 1), None):
+            raise UserError(f"--{name.replace('_', '-')} has {twice!r} twice: the same replies would be sampled again")
+    if config.adaptive is not None and config.adaptive <= config.samples:
+        raise UserError(
+            f"--adaptive {config.adaptive} must be more than --samples {config.samples}, with which it begins"
+        )
+    if bool(config.kind) != bool(config.kinds):
+        raise UserError(
+            "--kind names the column and --kinds the settings: give both, or none"
+            if config.kind
+            else "--kinds has settings, and --kind is missing: the column that names the kind of a prompt"
+        )
+
+
+def _validate_engines(config: RL) -> None:
+    if twice := [address for address in config.engines if config.engines.count(address) > 1]:
+        raise UserError(f"--engines names {twice[0]} twice: each answers one run at a time")
+    if config.engine_token is not None and not config.engines:
+        raise UserError("--engine-token is for --engines: give their addresses too, or leave it out")
+    engines = config.replicas + len(config.engines)
+    if 0 < engines < config.processes:
+        raise UserError(
+            f"each of {config.processes} processes samples with engines of its own: give as many at least (--replicas, "
+            "--engines)"
+        )
+
+
+def _validate_label(config: Label) -> None:
+    ways = [("--with", bool(config.with_)), ("--human", config.human), ("--agreement", config.agreement is not None)]
+    given = [name for name, there in ways if there]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other: one labeller at a time")
+    if config.agreement is not None:
+        return
+    if not config.tasks:
+        raise UserError("--items is missing: a file of rows with responses, such as posttrain sample writes")
+    named = not config.with_ or config.service or ":" in config.env
+    if not named and split_options(config.with_)[0] not in set(BUILTIN) - set(LABELLERS):
+        raise UserError(
+            f"--with {config.with_:.60} names nothing that labels: write --with reward-model=FOLDER, "
+            "--with judge=RECIPE.toml, or --with my.py:reward"
+        )
+    if config.human and config.flip:
+        raise UserError(
+            "--flip is noise for experiments: first label with --human, then flip what --items LABELS holds"
+        )
+    if config.human and not config.rater.strip():
+        raise UserError("--rater is missing: the name of the person who labels")
+    if not given and not (config.flip or config.best or config.pairs):
+        raise UserError(
+            "nothing to do: say what labels (--with reward-model=FOLDER, --with judge=RECIPE.toml, --with my.py:reward, "
+            "--human), or what to write of items that have scores (--best FILE, --pairs FILE, --flip SHARE)"
+        )
+    for option_name, needs in (("top", "best"), ("at_least", "best"), ("pair", "pairs"), ("margin", "pairs")):
+        if option_name in config.given and getattr(config, needs) is None:
+            raise UserError(f"--{option_name.replace('_', '-')} has no effect without --{needs} FILE")
+
+
+def _validate_rl(config: RL) -> None:
+    if config.temperature == 0:
+        raise UserError("--temperature 0 is greedy: all rollouts of a group would be equal and teach nothing")
+    if config.top_p != 1 or config.top_k != 0:
+        raise UserError(
+            "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another: "
+            "leave them at 1 and 0 in training, no --correction can see what they cut off (evaluation takes them)"
+        )
+
+
+def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
+    """The options of a run that is resumed: as recorded in run.json, but for what may change and is given in `config`.
+
+    Raises UserError if another option is given with another value, or if run.json holds a
+    value that its option cannot have.
+    """
+    now = as_dict(config)
+    if unknown := sorted(recorded.keys() - now.keys()):
+        raise UserError(f"cannot resume {config.out}: another version wrote it, with options {', '.join(unknown)}")
+    if missing := sorted(now.keys() - recorded.keys()):
+        raise UserError(f"{config.out}/run.json is damaged (it lacks {', '.join(missing)}): put a copy of it back")
+    kinds = get_type_hints(type(config))
+    for name, value in recorded.items():
+        if not fits(tuple(value) if isinstance(value, list) else value, kinds[name]):  # JSON has no tuples
+            raise UserError(f"{config.out}/run.json is damaged ({name} is {str(value)[:40]!r}): put a copy of it back")
+    fixed = sorted(config.given - OF_ONE_CALL - FREE_TO_CHANGE)
+    pairs = [(name, now[name], recorded.get(name)) for name in fixed if name != "settings"]
+    if "settings" in fixed:
+        before = recorded.get("settings", {})
+        pairs += [(name, value, before.get(name)) for name, value in now["settings"].items()]
+    differing = [f"{name} was {old!r}" for name, new, old in sorted(pairs) if new != old]
+    if differing:
+        other = ", ".join(differing)
+        raise UserError(
+            f"cannot resume {config.out} with other options ({other}): leave them out, or start "
+            "a new run without --resume in another --out"
+        )
+    ours = OF_ONE_CALL | (config.given & FREE_TO_CHANGE)
+    kept = {name: tuple(v) if isinstance(v, list) else v for name, v in recorded.items() if name not in ours}
+    chosen: Any = {**kept, **{name: getattr(config, name) for name in ours}}
+    return type(config)(**chosen)
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """The options by name, as they are read back from JSON: tuples are lists, paths are text."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -> AnyConfig:
+    """The configuration of these options: fields of it and, for rl, flags of its algorithm's settings, values of their type.
+
+    Raises UserError, in one line that begins with `where`, for one that does not exist or does not fit.
+    """
+    hints = get_type_hints(kind)
+    known = {f.name: hints[f.name] for f in fields(kind)}
+    settings = kind.flags()
+    given: dict[str, Any] = {}
+    chosen = dict(options.get("settings") or {})
+    for name, value in options.items():
+        if name in settings:
+            chosen[name] = value
+        elif name == "settings":
+            continue
+        elif name not in known:
+            hint = suggestion(name, [*known, *settings]) or f"; there are {', '.join([*known, *settings])}"
+            raise UserError(f"{where}unknown option {name!r}{hint}")
+        else:
+            given[name] = value if get_origin(known[name]) is dict else convert(value, known[name], f"{where}{name}")
+    if chosen:
+        given["settings"] = chosen
+    return kind(**given)
+
+
+def own_judge(file: str) -> str | None:
+    """The checkpoint that a judge's recipe names, where it is one of this machine; what is wrong is told later."""
+    try:
+        recipe = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    model = recipe.get("model")
+    return model if isinstance(model, str) and "endpoint" not in recipe else None

@@ -1,0 +1,1 @@
+"""Types, protocols and small helpers that everything above uses. No torch where it can be avoided."""

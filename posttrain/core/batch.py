@@ -1,0 +1,234 @@
+"""What learners and objectives are given: the scoreboard of an optimizer batch, micro-batches, outputs, metrics.
+
+No tensor is made at import; torch is imported for type checking only.
+
+Shape legend, used everywhere:
+
+    L    tokens of one transcript
+    T    tokens of one micro-batch, laid end to end without padding
+    K    segments of one micro-batch (a segment is a run of tokens that one or more transcripts have)
+    N    scored tokens of one micro-batch: those the policy sampled (in SFT: those to imitate), once for each rollout
+    R    transcripts of one micro-batch that have a scored token, in their order: the replies of its rollouts or items
+    S    rollouts (or items: prompts with several responses) of one optimizer batch, over all micro-batches and ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.types import Media, Outcome, Piece, Rollout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from posttrain.core.token_probe import TokenProbe
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scoreboard: all rollouts of the optimizer batch, over every micro-batch and every rank. Small.
+
+    Advantages and aggregation weights are functions of this and of nothing else, so the loss is a plain weighted sum
+    and any split into micro-batches is exact.
+
+    Example: reward [1., 0., 1., 1.], group [0, 0, 1, 1], length [12, 9, 14, 11]
+    """
+
+    reward: Tensor  # float64 [S]: equal sums of step rewards stay equal
+    group: Tensor  # int64 [S]
+    length: Tensor  # float32 [S], scored tokens of each rollout: at least 1
+    steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to its end, step reward)
+    pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout, all scored tokens: whose they are, where rollouts branch
+    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: what a KL in the reward takes off each token's
+    value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's, of the state in which each token was chosen
+    squared_gradient_norm: Tensor | None = None  # float64 [S], of the rollout's log-probability
+    sampled: Tensor | None = None  # float32 [S], tokens of the episode that count against its budget
+    truncated: Tensor | None = None  # bool [S], whether the episode was cut off
+    success: Tensor | None = None  # bool [S], whether its reward, before any shaping, reaches the threshold
+    parts: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # float64 [S] each: named parts, where credit compares them
+
+    def __post_init__(self) -> None:
+        assert self.reward.shape == self.group.shape == self.length.shape
+
+    @staticmethod
+    def join(boards: Sequence[Scores]) -> Scores:
+        """One scoreboard of those of several processes, in their order; no group is in two of them."""
+        import torch
+
+        groups, offset = [], 0
+        for board in boards:
+            groups.append(board.group + offset)
+            offset += int(board.group.max()) + 1 if len(board.group) else 0
+
+        def column(name: str) -> Any:
+            columns = [getattr(b, name) for b in boards]
+            if isinstance(columns[0], tuple):
+                return tuple(x for own in columns for x in own)
+            if isinstance(columns[0], Mapping):
+                filled = [own for own, b in zip(columns, boards, strict=True) if len(b.reward)]
+                names = filled[0].keys() if filled else ()
+                assert all(own.keys() == set(names) for own in filled), "processes name the same parts"
+                return {part: torch.cat([own[part] for own in filled]) for part in names}
+            return None if any(c is None for c in columns) else torch.cat(columns)
+
+        columns = {f.name: column(f.name) for f in fields(Scores)}
+        return Scores(**{**columns, "group": torch.cat(groups)})
+
+    def of(self, rows: Tensor) -> Scores:
+        """The scoreboard of some rollouts only: rows int64 [S']."""
+
+        def some(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(x[i] for i in rows.tolist()) if x else ()
+            if isinstance(x, Mapping):
+                return {part: values[rows] for part, values in x.items()}
+            return None if x is None else x[rows]
+
+        return Scores(**{f.name: some(getattr(self, f.name)) for f in fields(Scores)})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens of a micro-batch lie. No padding: segments follow each other.
+
+    A segment may name another one as its prefix: the tokens it continues, such as the prompt that a group shares, which
+    are then computed once. Prefixes form a tree: a prefix may have one itself. A token sees the segments before its own
+    wholly and its own up to itself.
+
+    Example, one prompt (3 tokens) with two replies (2 and 4): start (0, 3, 5), length (3, 2, 4), prefix (-1, 0, 0),
+    position [0 1 2, 3 4, 3 4 5 6].
+    """
+
+    tokens: Tensor  # int64 [T]
+    position: Tensor  # int64 [T], place in the transcript; or [3, T]: places in time, height and width
+    start: tuple[int, ...]  # [K]
+    length: tuple[int, ...]  # [K]
+    prefix: tuple[int, ...]  # [K] segment before this one, -1: none; a prefix stands before what continues it
+    media: tuple[Media, ...] = ()  # places counted in [T]
+    experts: Tensor | None = None  # int16 [T, layers, k] of the engine's routing; -1: not known
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Some rollouts of a micro-batch as a teacher reads them: the same scored tokens, perhaps behind another prompt."""
+
+    model: str  # the teacher's name
+    packed: Packed
+    rows: Tensor | None  # int64 [n], which of the micro-batch's scored tokens [N] these are; None: all of them
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rollouts as a model reads them: one micro-batch, without anything that a loss needs besides."""
+
+    layout: Layout
+    at: Tensor  # int64 [N], index in [T] of the token that *predicts* scored token n; may repeat
+    target: Tensor  # int64 [N], its token id
+    rollout: Tensor  # int64 [N], index in [S]; rollouts are whole within a micro-batch and their tokens are neighbours
+    transcript: Tensor  # int64 [N], index in [R]; likewise
+    readings: tuple[Reading, ...] = field(
+        default=(), kw_only=True
+    )  # each scored token in one of them, or there are none
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """What people said of the responses of a micro-batch. Items are whole in it, so both sides of a comparison are here.
+
+    U    scores: one a response [R], or, where hidden states are read instead of log-probabilities, one a reading [N]
+    C    comparisons between them    V    labels of them
+    """
+
+    better: Tensor  # int64 [C], index in [U]
+    worse: Tensor  # int64 [C]
+    margin: Tensor  # float64 [C], by how much, as the rows say
+    weight: Tensor  # float64 [C], the share of each in the loss
+    labelled: Tensor  # int64 [V], index in [U]
+    label: Tensor  # float64 [V]
+    label_weight: Tensor  # float64 [V], the share of each in the loss
+
+
+@dataclass(frozen=True)
+class Batch(Packed):
+    """One micro-batch as objectives see it: flat [N], only scored tokens. Prompts, padding, retrieved text do not exist.
+
+    Made whole, in one call: `posttrain.training.sources.packing.collate`.
+    """
+
+    weight: Tensor  # float32 [N], the share of each token in the loss: from `aggregate`, or 1 / tokens in SFT
+    advantage: Tensor | None = None  # float32 [N]; None: nothing here is reinforced
+    sampler_logp: Tensor | None = None  # float32 [N], the engine's; None: imitated tokens
+    old_logp: Tensor | None = None  # float32 [N], the learner's at the start of the update; None: current, detached
+    ref_logp: Tensor | None = None  # float32 [N]
+    teacher_logp: Tensor | None = None  # float32 [N]
+    value: Tensor | None = None  # float32 [N], the critic's at rollout time
+    returns: Tensor | None = None  # float32 [N], what the critic is to learn
+    imitate: Tensor | None = None  # float32 [N], the share of each token in a likelihood term beside the policy's
+    preferences: Preferences | None = None  # None: nothing here is compared or labelled
+    coefficients: Mapping[str, float] = field(default_factory=dict)  # those that change during a run, by part
+    tap: TokenProbe | None = None  # where the learner leaves what it computes of single tokens
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the models say of a micro-batch: log-probabilities, the rest only where it was asked for."""
+
+    logp: Tensor  # float32 [N]; [0] where scores are asked for, which take the place of words
+    entropy: Tensor | None = None  # float32 [N], of the whole distribution at each scored token
+    kl: Tensor | None = None  # float32 [N], exact KL(policy || reference) at each scored token
+    reverse_kl: Tensor | None = None  # float32 [N], exact KL(policy || teacher) at each scored token
+    forward_kl: Tensor | None = None  # float32 [N], exact KL(teacher || policy)
+    jensen_shannon: Tensor | None = None  # float32 [N], their generalised Jensen-Shannon divergence
+    value: Tensor | None = None  # float32 [N]
+    q: Tensor | None = None  # float32 [2, N], twin soft action values of the scored token
+    expected_q: Tensor | None = None  # float32 [N], sum_a pi(a) min_k Q_k(a): with a gradient into the policy alone
+    target_q: Tensor | None = None  # float32 [N], the same of the slowly moving copies; no gradient
+    score: Tensor | None = None  # float32 [N], a reward model's at each reading
+    teacher: Tensor | None = (
+        None  # float32 [N], log-probabilities under the teachers, where their distributions are made
+    )
+    collision: Tensor | None = None  # float32 [N], log sum_v pi(v)^2 over the vocabulary; no gradient
+
+
+class Stats(dict[str, tuple[float, float]]):
+    """Metrics as name -> (sum, count), merged over micro-batches and ranks and divided only to print.
+
+    A name that ends in /max or /min keeps the largest or smallest value instead.
+    """
+
+    def add(self, name: str, total: float, count: float = 1.0) -> None:
+        extreme = {"max": max, "min": min}.get(name.rpartition("/")[2])
+        if extreme is not None:
+            self[name] = (extreme(self[name][0], float(total)) if name in self else float(total), 1.0)
+            return
+        before = self.get(name, (0.0, 0.0))
+        self[name] = (before[0] + float(total), before[1] + float(count))
+
+    def merge(self, other: Mapping[str, tuple[float, float]]) -> None:
+        for name, (total, count) in other.items():
+            self.add(name, total, count)
+
+    def means(self) -> dict[str, float]:
+        """Name -> sum / count, names in alphabetical order; a name with count 0 is left out."""
+        return {name: self[name][0] / self[name][1] for name in sorted(self) if self[name][1]}
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One step of training, from a source: some optimizer updates, each a list of micro-batches, and what to record."""
+
+    number: int  # 1, 2, ...
+    updates: Sequence[Callable[[], Sequence[Batch]]]  # called in order, each just before its optimizer update
+    stats: Stats
+    tokens: int = 0  # sampled, or imitated, in this step: what its speed is measured by
+    played: Sequence[Rollout] = ()  # in order
+    outcomes: list[Outcome] = field(default_factory=list)
+    """What became of those that were played, in their order, and behind them of those that were replayed; or of given rows
+    that are recorded. It is known when `Source.learned` has been called, which completes it in place."""
+    seconds: Mapping[str, float] = field(default_factory=dict)  # what took time in it: "waiting" for environments alone
+    counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock
+    work: Mapping[str, float] = field(default_factory=dict)  # what the engine counted in it: see `engines.pace`

@@ -1,0 +1,155 @@
+"""What every part of an algorithm is: a frozen dataclass whose fields are its settings, and what it says of itself.
+
+A setting is declared once, where it stands: its type, its default, its range, and the name of a flag if it has one.
+`--set PART.SETTING=VALUE` reaches every one of them, a user's own included; flags are shorter names for the common ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from posttrain.core.types import UserError
+
+NEVER: Any = object()
+"""No value at all: None is one."""
+
+
+class Need(StrEnum):
+    """What a part needs of the run that it is part of, before the first update of a step."""
+
+    GROUP = "group"  # at least two rollouts of every task
+    PARTS = "parts"  # the named parts of every reward, the same in all rollouts of a step
+    SUCCESS = "success"  # a threshold from which on a reward counts as a success
+    EPISODE_TOKENS = "episode tokens"  # most tokens that the policy may sample in an episode
+    OLD = "old"  # the learner's log-probabilities of rollout time
+    REFERENCE = "reference"  # a reference model and its log-probabilities
+    ENTROPY = "entropy"  # of the whole distribution at each token, at rollout time
+    KL = "kl"  # the exact KL to the reference at each token, at rollout time
+    TEACHER = "teacher"  # a teacher's log-probabilities of the sampled tokens
+    VALUE = "value"  # a critic of states, and its values of rollout time
+    ACTION_VALUE = "action value"  # a critic of actions
+    DRIFT = "drift"  # mean log-ratio of mismatched prompts and responses, over an optimizer batch
+    SHIFT = "shift"  # running mean of the implicit rewards
+    GRADIENT_NORM = "gradient norm"  # the squared norm of the gradient of each rollout's log-probability
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """What a run fills into parts that leave it open."""
+
+    episode_tokens: int | None = None  # None: episodes of several turns without a budget
+    temperature: float = 1.0  # of sampling
+
+
+@dataclass(frozen=True)
+class SettingRange:
+    """The range of a number, or of each of several."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises UserError if a number is not finite or lies outside; anything that is not a number passes."""
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, bool) or not isinstance(x, (int, float)):
+                continue
+            if x != x or x in (float("inf"), float("-inf")):
+                raise UserError(f"{name} must be a finite number, not {x}")
+            inside = (
+                (self.least is None or x >= self.least)
+                and (self.above is None or x > self.above)
+                and (self.most is None or x <= self.most)
+                and (self.below is None or x < self.below)
+            )
+            if not inside:
+                raise UserError(f"{name} must be {self}, not {x:g}")
+
+    def __str__(self) -> str:
+        words = ("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below)
+        return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with a range: `lr: float = option(1e-5, above=0)`."""
+    return field(default=default, metadata={"knob": Setting(bounds=SettingRange(least, above, most, below))})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is told of a setting beside its type and default."""
+
+    flag: str = ""  # its short name on the command line, without dashes; "": it has none
+    help: str = ""
+    bounds: SettingRange = SettingRange()
+    off: Any = NEVER  # a value that stands for None, such as 0 for "no such bound"
+    absent: Any = NEVER  # the value at which the part is not there at all
+    creates: bool = False  # whether setting it makes the part, where a row has none
+    choices: Mapping[str, Any] | None = None  # name -> part, where the setting is a part or several
+    brought: str = ""  # what brings such a part, where no setting of its own does
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    flag: str = "",
+    help: str = "",
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    off: Any = NEVER,
+    absent: Any = NEVER,
+    creates: bool = False,
+    choices: Mapping[str, Any] | None = None,
+    brought: str = "",
+) -> Any:
+    """A setting of a part, as a dataclass field: `low: float = knob(0.2, "clip-low", "...", least=0, most=1)`."""
+    creates = creates or absent is not NEVER
+    known = Setting(flag, help, SettingRange(least, above, most, below), off, absent, creates, choices, brought)
+    return field(default=default, metadata={"knob": known})
+
+
+def knob_of(f: dataclasses.Field[Any]) -> Setting:
+    """What is told of a field; nothing, where it is declared plainly."""
+    found: Setting = f.metadata.get("knob", Setting())
+    return found
+
+
+class Component:
+    """Base class. A subclass is a frozen dataclass; its fields are its settings."""
+
+    @property
+    def formula(self) -> str:
+        """What it computes with its settings, in plain mathematics."""
+        raise NotImplementedError
+
+    @property
+    def source(self) -> str:
+        """Paper and equation."""
+        raise NotImplementedError
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset()
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """Fields of `Outputs`, besides logp, that it reads in the loss."""
+        return frozenset()
+
+    def configured(self, limits: RunLimits) -> Self:
+        """The part as a run has it."""
+        return self

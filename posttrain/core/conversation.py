@@ -1,0 +1,149 @@
+"""Decides which tokens a turn adds to a transcript. What the policy sampled is never decoded and tokenised again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, Protocol
+
+from posttrain.core.pictures import digests
+from posttrain.core.types import Completion, Media, ToolCall, Turn, UserError
+
+MOST_IDS = 100_000  # that are numbered in nine letters and digits, far more than a context holds calls
+
+
+class ContinuedText(Protocol):
+    """What stands behind a reply, and a message that stands for the reply."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def reply(self) -> Mapping[str, Any]: ...
+
+
+class ToolCallFormat(Protocol):
+    """How calls of tools are written."""
+
+    def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]: ...
+    def start(self, text: str) -> int: ...
+    def message(self, calls: Sequence[ToolCall]) -> dict[str, Any]: ...
+
+
+class TextEncoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    chat_template: str | None
+    unknown_id: int | None  # what stands for text that it has no token for
+
+    def encode(self, text: str, start: bool = False) -> list[int]: ...
+    def check_tokens(self, tokens: Sequence[int]) -> None: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generation: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str: ...
+    def render_after(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        calls: Sequence[ToolCall] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ContinuedText: ...
+    def encode_seen(self, text: str, digests: Sequence[str], start: bool = False) -> tuple[list[int], list[Media]]: ...
+    @property
+    def tool_format(self) -> ToolCallFormat | None: ...
+
+
+class Conversation:
+    """The text side of one context: turns in, tokens to observe out."""
+
+    def __init__(self, tokenizer: TextEncoder) -> None:
+        self.tokenizer = tokenizer
+        self.messages: list[Mapping[str, Any]] = []
+        self.first = True
+        self.chat = False  # whether it began with messages
+        self.tools: Sequence[Mapping[str, Any]] | None = None  # that the model was told of
+        self.last_calls: Sequence[ToolCall] = ()  # of the last reply
+        self.seen: Sequence[Media] = ()  # pictures of the last turn, places counted from its first token
+        self._ids: set[str] = set()  # of all calls so far
+
+    def branch(self) -> Conversation:
+        """Another one that begins with all that was said in this."""
+        other = copy(self)
+        other._ids = set(self._ids)
+        return other
+
+    def show(self, turn: Turn, last: Completion | None) -> list[int]:
+        """Tokens that put `turn` before the policy; `last` is what it sampled just before, if anything."""
+        first, self.first, self.seen = self.first, False, ()
+        if turn.messages is None:
+            return self.tokenizer.encode(turn.text or "", start=first)
+        if first:
+            self.messages, self.chat = self._taken(turn.messages), True
+            self.tools = None if turn.tools is None else list(turn.tools)
+            return self._encoded(self.tokenizer.render(self.messages, True, self.tools), self.messages, start=True)
+        if turn.tools is not None and list(turn.tools) != self.tools:
+            raise UserError("a chat template shows tools where a context begins: give its first turn all of them")
+        new = self._taken(turn.messages)
+        after = self.tokenizer.render_after(self.messages, new, self.last_calls, self.tools)
+        self.messages = [*self.messages, after.reply, *new]
+        tokens = self._encoded(after.text, new)
+        # what of it ends the reply, the policy has sampled: the end id, a stop string, what closes a call
+        sampled = [] if last is None or last.stop.truncated else list(last.tokens)
+        longest = min(len(sampled), len(tokens))
+        said = next((n for n in range(longest, 0, -1) if sampled[-n:] == tokens[:n]), 0)
+        seen: Sequence[Media] = self.seen
+        self.seen = tuple(replace(m, start=m.start - said) for m in seen)
+        return tokens[said:]
+
+    def _encoded(self, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> list[int]:
+        """The tokens of what the template made of messages; their pictures are noted."""
+        if not (pictures := digests(messages)):
+            return self.tokenizer.encode(text, start=start)
+        tokens, self.seen = self.tokenizer.encode_seen(text, pictures, start)
+        return tokens
+
+    def calls(self, text: str) -> Sequence[ToolCall]:
+        """The calls of tools in a reply."""
+        form = self.tokenizer.tool_format if self.chat else None
+        self.last_calls = ()
+        if form is not None:
+            found = form.read(text, self.tools or ())
+            self.last_calls = tuple(replace(call, id=self._id(call.id)) for call in found)
+        return self.last_calls
+
+    def _taken(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """As the template takes them."""
+        calling = any(message.get("tool_calls") for message in messages)
+        return with_calls(messages, self.tokenizer.tool_format) if calling else list(messages)
+
+    def before_calls(self, text: str) -> int | None:
+        """Characters of the last reply before its first call; None where it makes none."""
+        form = self.tokenizer.tool_format if self.last_calls else None
+        return None if form is None else form.start(text)
+
+    def _id(self, own: str) -> str:
+        """A call's own id, if all templates take it and no call before has it, or else a new one."""
+        fits = re.fullmatch("[A-Za-z0-9]{9}", own) and own not in self._ids
+        numbered = (f"call{number:05d}" for number in range(len(self._ids), MOST_IDS))
+        id = own if fits else next(id for id in numbered if id not in self._ids)
+        self._ids.add(id)
+        return id
+
+
+def with_calls(messages: Sequence[Mapping[str, Any]], form: ToolCallFormat | None) -> list[Mapping[str, Any]]:
+    """Messages whose calls of tools are as the template takes them. `form`: of its calls; None: it shows none."""
+    if form is None:
+        return list(messages)
+    found: list[Mapping[str, Any]] = []
+    for message in messages:
+        if listed := message.get("tool_calls"):
+            calls = [ToolCall(c["function"]["name"], c["function"]["arguments"], id=c.get("id", "")) for c in listed]
+            made = form.message(calls)
+            message = {**made, "content": message.get("content") or made["content"]}
+        found.append(message)
+    return found

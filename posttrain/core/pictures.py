@@ -1,0 +1,272 @@
+"""Pictures by the hash of their content: a task, a turn, a transcript holds the name, and the bytes lie in one place.
+
+Decided here: what a picture may be given as (a path, the bytes of a file, a PIL image), which are refused before anything
+of them is decoded, and where they lie: in memory until a run has its folder, and from then on in its files. A name means
+the same picture in every process and every run, so the place is one for the whole process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import stat
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.messages import inline, message_of, short
+from posttrain.core.types import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+FOLDER = "pictures"  # of a run
+MOST_BYTES = 16 << 20  # of a picture's file
+MOST_PIXELS = 50_000_000  # of a picture: 150 MB as numbers, which only its header tells before it is decoded
+MOST_OF_A_TURN = 64  # pictures
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # each decoder is code that strangers' bytes go through
+_NAME = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+class PictureError(UserError):
+    """A picture that cannot be shown. Where an environment shows it, that ends the episode and not the run."""
+
+
+class Pictures:
+    """Where pictures lie. A name is "sha256:" and the digest: the hash of the file's bytes in hexadecimal."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, bytes | Path] = {}  # digest -> the file's content, or where it is
+        self._new: set[str] = set()  # of this run, that wait for its folder
+        self._folder: Path | None = None
+        self._others: list[Path] = []  # folders that are looked into as well
+        self._lock = threading.RLock()  # steps may be played in a thread beside the learner's
+
+    def put(self, image: Any) -> str:
+        """The name of a picture: a path, the bytes of a file, a PIL image, or a name.
+
+        Raises PictureError for a file that is missing, damaged at its beginning, too large, or of another format.
+        """
+        if is_name(image):
+            return str.__str__(image)  # whether it is here is seen where it is looked at
+        path = Path(image) if isinstance(image, str | os.PathLike) else None
+        data = _read(path) if path is not None else _encoded(image)
+        check(data, "the picture" if path is None else str(path))
+        digest = hashlib.sha256(data).hexdigest()
+        with self._lock:
+            if self._folder is not None:
+                self._held[digest] = _written(self._folder, digest, data)
+            else:
+                self._new.add(digest)
+                self._held.setdefault(digest, data if path is None else path.absolute())
+        return f"sha256:{digest}"
+
+    def hold(self, data: bytes) -> str:
+        """The digest of a picture that is no run's."""
+        digest = hashlib.sha256(data).hexdigest()
+        with self._lock:
+            self._held[digest] = data
+        return digest
+
+    def read(self, digest: str) -> bytes:
+        """The bytes of the file. Raises PictureError if they are not what they were."""
+        with self._lock:
+            held = self._held.get(digest)
+            places = [held, *(folder / digest for folder in self._others)]
+        if isinstance(held, bytes):
+            return held
+        there = [place for place in places if isinstance(place, Path) and place.is_file()]
+        for place in there:
+            if hashlib.sha256(data := _read(place)).hexdigest() == digest:
+                return data
+        if there:
+            raise PictureError(f"{there[0]} is not the picture that it was when its hash was taken: put that back")
+        raise PictureError(f"there is no picture sha256:{digest[:12]}...: give its file, or put the run's folder back")
+
+    def take(self, name: str) -> bytes | None:
+        """The bytes of a picture that was put here as such, which is then let go: for who sends them on."""
+        digest = name.removeprefix("sha256:")
+        with self._lock:
+            held = self._held.pop(digest, None)
+        return None if held is None else held if isinstance(held, bytes) else _read(held)
+
+    def begin(self, folder: Path) -> None:
+        """A run begins whose folder this will be: pictures of an earlier attempt may lie there."""
+        with self._lock:
+            self._new.clear()
+        self.look(folder)
+
+    def look(self, folder: Path) -> None:
+        """Look for names into this folder as well."""
+        with self._lock:
+            if folder not in self._others:
+                self._others.append(folder)
+
+    def keep(self, folder: Path) -> None:
+        """The run has its folder: what was put since it began is written there, and all that will be."""
+        with self._lock:
+            for digest in sorted(self._new):
+                self._held[digest] = _written(folder, digest, self.read(digest))
+            self._new.clear()
+            self._folder = folder
+
+    def end(self) -> None:
+        """The run is over."""
+        with self._lock:
+            self._folder = None
+
+
+PICTURES = Pictures()
+
+
+def check(data: bytes, what: str) -> None:
+    """Raises PictureError for what is no picture, or one of too many pixels: by its header, nothing is decoded."""
+    opened(data, what).close()
+
+
+def opened(data: bytes, what: str = "the picture") -> Image:
+    """The PIL image, of which only the header is read. Raises PictureError."""
+    from PIL import Image
+
+    if len(data) > MOST_BYTES:
+        raise PictureError(f"{what} has {len(data):,} bytes, {MOST_BYTES:,} are the most: make it smaller")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except Image.DecompressionBombError:
+            raise PictureError(f"{what} has more than {MOST_PIXELS:,} pixels: make it smaller") from None
+        except Exception as error:  # decoders raise whatever bytes drive them to
+            raise PictureError(
+                f"{what} is no picture that can be read ({', '.join(FORMATS)}): {_said(error)}"
+            ) from None
+    width, height = image.size
+    if width * height > MOST_PIXELS or not width * height:
+        raise PictureError(f"{what} has {width:,} x {height:,} pixels, {MOST_PIXELS:,} are the most: make it smaller")
+    return image
+
+
+def decoded(data: bytes, what: str = "the picture") -> Image:
+    """The PIL image in RGB, upright, its first frame. Raises PictureError."""
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(opened(data, what)).convert("RGB")
+    except PictureError:
+        raise
+    except Exception as error:
+        raise PictureError(f"{what} is damaged: {_said(error)}; copy it again, or leave it out") from None
+
+
+def png(pixels: NDArray[np.uint8]) -> bytes:
+    """The file of a picture, [height, width, 3] in red, green and blue."""
+    from PIL import Image
+
+    into = io.BytesIO()
+    Image.fromarray(pixels).save(into, format="PNG")
+    return into.getvalue()
+
+
+def parts(content: Sequence[Any]) -> list[dict[str, Any]]:
+    """The parts of a message, its pictures put into their place and known by their names.
+
+    Raises PictureError for a part that is neither text nor a picture.
+    """
+    found: list[dict[str, Any]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": str.__str__(part["text"])})
+        elif kind == "image" and part.get("image") is not None:
+            found.append({"type": "image", "image": PICTURES.put(part["image"])})
+        elif isinstance(kind, str) and kind not in ("text", "image"):
+            raise PictureError(f"a message has a part of the type {short(kind)}: text and image are all that is read")
+        else:
+            raise PictureError(
+                f'a message has the part {short(part)}; expected {{"type": "text", "text": ...}} or '
+                '{"type": "image", "image": path, bytes or PIL image}'
+            )
+    if sum(part["type"] == "image" for part in found) > MOST_OF_A_TURN:
+        raise PictureError(f"a message has more than {MOST_OF_A_TURN} pictures")
+    return found
+
+
+def has_parts(content: Any) -> bool:
+    """Whether a message's content is a list with more than text in it."""
+    kinds = (
+        (isinstance(part, Mapping) and part.get("type") for part in content)
+        if isinstance(content, list | tuple)
+        else ()
+    )
+    return any(isinstance(kind, str) and kind != "text" for kind in kinds)
+
+
+def is_name(image: Any) -> bool:
+    return isinstance(image, str) and _NAME.fullmatch(image) is not None
+
+
+def digests(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The hashes of the pictures in these messages, in order."""
+    contents = [message.get("content") for message in messages]
+    pieces = [part for content in contents if isinstance(content, list) for part in content]
+    return [
+        str(p["image"]).removeprefix("sha256:") for p in pieces if isinstance(p, Mapping) and p.get("type") == "image"
+    ]
+
+
+def _said(error: BaseException) -> str:
+    return inline(re.sub(r"(image file )?<_io\.BytesIO[^>]*>", "it", message_of(error))) or type(error).__name__
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a plain file: of a pipe or a device there is no end to wait for."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise PictureError(f"{path} is no file: give the path of a picture's file")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise PictureError(f"{path} has more than {MOST_BYTES:,} bytes: make it smaller")
+        return data
+    except (OSError, ValueError) as error:
+        if isinstance(error, PictureError):
+            raise
+        raise PictureError(
+            f"the picture {str(path)[:80]} cannot be read: {getattr(error, 'strerror', error)}"
+        ) from None
+
+
+def _encoded(image: Any) -> bytes:
+    """The bytes of a file. A PIL image becomes a PNG."""
+    if isinstance(image, bytes | bytearray):
+        return bytes(image)
+    if not callable(getattr(image, "save", None)) or not hasattr(image, "size"):
+        raise PictureError(f"an image is {short(image)}; expected a path, the bytes of a file, or a PIL image")
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise PictureError(
+            f"the picture has {width:,} x {height:,} pixels, {MOST_PIXELS:,} are the most: make it smaller"
+        )
+    into = io.BytesIO()
+    try:
+        image.convert("RGB").save(into, format="PNG")
+    except Exception as error:
+        raise PictureError(f"an image cannot be written as PNG: {_said(error)}") from None
+    return into.getvalue()
+
+
+def _written(folder: Path, digest: str, data: bytes) -> Path:
+    """Whole or not at all: other processes of the run may write the same file."""
+    path = folder / digest
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f"{digest}.{os.getpid()}.tmp"
+        draft.write_bytes(data)
+        draft.replace(path)
+    return path

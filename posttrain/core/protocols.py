@@ -1,0 +1,255 @@
+"""Who works with batches and rollouts: the seams of the house. Everything above knows these, and no implementation.
+
+Each implementation is proven against its protocol by the type checker, at the end of its own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+
+from posttrain.core.batch import Batch, Layout, Outputs, Packed, Stats, TrainingStep
+from posttrain.core.types import Completion, Media, Sampling
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from posttrain.models.head import Head
+
+TRAINING = "training"
+"""The folder of a checkpoint that holds what only training reads: a learner's state, and a source's."""
+
+
+class ModelShape(Protocol):
+    """What is asked of a model's own configuration."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...  # width of the hidden states
+    @property
+    def context(self) -> int: ...  # most tokens of one sequence
+
+
+class Model(Protocol):
+    """A language model that can be trained: the whole of what a learner asks of it. It is a torch module."""
+
+    eos_ids: tuple[int, ...]  # every token id that ends a reply
+
+    @property
+    def config(self) -> ModelShape: ...
+
+    @property
+    def head(self) -> Head:
+        """How hidden states become logits."""
+        ...
+
+    def hidden(self, layout: Layout, at: Tensor) -> Tensor:
+        """Hidden states [n, hidden] that the head reads, at some tokens of a micro-batch: at int64 [n], may repeat."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint folder from which the same kind of model is loaded again: config and weights."""
+        ...
+
+    # what every torch module has
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def requires_grad_(self, requires_grad: bool = True) -> Self: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class Objective(Protocol):
+    """The loss of one micro-batch: a scalar, sum over n of weight[n] * loss[n]. Knows neither masks nor the world size."""
+
+    @property
+    def wants(self) -> frozenset[str]: ...  # fields of `Outputs` that it reads, besides logp
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor: ...
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where steps come from. `produce(k)` is called with k = 1, 2, ...; all it remembers is in `state()`.
+
+    A state is JSON data, but for what is still being made: that has a method `plain`, which waits for it.
+    """
+
+    def produce(self, number: int) -> TrainingStep: ...
+    def learned(
+        self, step: TrainingStep, stats: Stats
+    ) -> None: ...  # called after the updates of each step: completes it
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class Learner(Protocol):
+    """Holds the weights, scores and improves them."""
+
+    version: int  # counts optimizer updates
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def evaluate(
+        self,
+        batches: Sequence[Packed],
+        of: str = "policy",
+        want: frozenset[str] = frozenset(),
+    ) -> list[Outputs]:
+        """What the policy (or another model that is held, by its name) and the critic say of each micro-batch.
+
+        Without a gradient. The frozen starting model is "reference"; divergences are those of the policy from the models
+        that `Packed.readings` name.
+        """
+        ...
+
+    def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
+        """One optimizer update with the summed gradient of all micro-batches."""
+        ...
+
+    def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
+        """float64 [S]: squared norm of the gradient of each rollout's log-probability; each batch holds one rollout."""
+        ...
+
+    def refresh_reference(self) -> None:
+        """The policy as it is becomes the reference."""
+        ...
+
+    def weights(self) -> Model:
+        """The policy, for an engine to take over."""
+        ...
+
+    def save(self, folder: Path | None) -> None:
+        """Write all that is held: the policy as a checkpoint into `folder`, the state of training into `folder`/training.
+
+        None: another process of the run does; this one gives what it alone holds.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take over what `save` wrote, but for the policy's weights, with which the learner was made."""
+        ...
+
+
+class Engine(Protocol):
+    """Samples. Requests are answered in no particular order; a completion's content does not depend on the order."""
+
+    @property
+    def batch_invariant(
+        self,
+    ) -> bool: ...  # whether no bit of a completion depends on what is sampled beside it, or when
+    @property
+    def backend(self) -> str: ...  # what computes, in words
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        """Ask for a reply. `keep`: the next request of this id may begin with these tokens and the reply.
+
+        Only what is new in it is then computed. Whether it is, and whether what was kept was let go meanwhile, changes no
+        bit of the reply where requests are `batch_invariant`.
+        """
+        ...
+
+    def forget(self, id: int) -> None: ...  # no other request goes on from this one
+    def copy(self, id: int, to: int, tokens: int) -> None:
+        """The next request `to` may begin with the first so many tokens of what is kept of this one, and its reply."""
+        ...
+
+    def cancel(self, id: int) -> None: ...  # a request that is not answered yet: there will be no completion
+    def poll(self) -> list[Completion]: ...  # works for a few decoding steps; [] where nothing has finished in them
+    def load(self, weights: Any, version: int) -> None: ...  # hand-over; for shared weights only the version changes
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """An engine that counts what becomes of its parts."""
+
+    def counts(self) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """An engine that counts what its work takes: see `posttrain.engines.throughput`."""
+
+    def pace(self) -> Mapping[str, float]: ...  # counts since the beginning, by name
+
+
+@runtime_checkable
+class Seeing(Protocol):
+    """An engine whose prompts may hold pictures."""
+
+    def submit_seen(
+        self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
+    ) -> None:
+        """As `Engine.submit`. `media`: what stands in the prompt."""
+        ...
+
+
+class Service(Protocol):
+    """Answers questions of environments in the main process, many at once.
+
+    An answer is plain JSON data, or Invalid where there is none; Reasoned is either of them with what was said for it. It
+    follows from the content of its question: not from the order of the questions, nor from what is asked beside it. Neither
+    `submit` nor `poll` waits for an answer.
+    """
+
+    @property
+    def identity(self) -> str: ...  # what the answers depend on besides: another identity may answer otherwise
+
+    @property
+    def description(self) -> str: ...  # who answers, in words
+
+    def submit(self, id: int, content: Any) -> None: ...  # plain JSON data, as the environment gave it
+    def poll(self) -> list[tuple[int, Any]]: ...  # (id, answer) of what has been answered; may compute some of it
+    def example(self) -> Any: ...  # an answer as it may come, for rehearsals: nothing is asked
+    def counts(self) -> dict[str, float]: ...  # since the beginning: requests, tokens, cost, failures ...
+    def close(self) -> None: ...
+
+
+class World(Protocol):
+    """The processes that share a run. Every one of them makes the same calls in the same order.
+
+    A call raises UserError where another process has failed, or says nothing for too long.
+    """
+
+    rank: int
+    size: int
+
+    def sum(self, x: Tensor) -> Tensor: ...  # over all processes; x itself is not changed
+    def gather(self, x: Any) -> list[Any]: ...  # one from each process, by rank
+    def apart(self) -> World: ...  # the same processes, for another thread: its calls have an order of their own
+    def fail(self, error: BaseException) -> None: ...  # let the others know that this process makes no more calls
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """A world whose launcher may start all of its processes again, and keeps for them what was marked before."""
+
+    def mark(self, name: str) -> None: ...
+    def marked(self, name: str) -> bool: ...
+
+
+class Alone:
+    """The world of a single process."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Any) -> list[Any]:
+        return [x]
+
+    def apart(self) -> Alone:
+        return self
+
+    def fail(self, error: BaseException) -> None:
+        pass
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., World] = Alone

@@ -1,0 +1,602 @@
+"""The nouns that no tensor is needed for: tasks, turns, replies, transcripts, rollouts.
+
+What batches of them look like stands in `posttrain.core.batch`, who works with them in `posttrain.core.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # numpy is imported where an array is made: commands that make none start sooner
+    import numpy as np
+    from numpy.typing import NDArray
+
+Task = dict[str, Any]
+"""One dataset row. `task["id"]` names its group: all rollouts of one id are compared with each other.
+
+Real example: {"id": "multiarith-1", "prompt": "Debby had 32 pieces ...", "answer": "39"}
+"""
+
+
+class UserError(ValueError):
+    """A mistake of the user's. The message is one line that says the fix; the command line prints it and exits with 2."""
+
+    code = 2  # of the command's exit
+
+
+def succeeds(reward: Any, threshold: float) -> Any:
+    """Whether a reward (a number, an array, a tensor) counts as a success: it may be a sum of parts, up to rounding."""
+    return reward >= threshold - 1e-6
+
+
+# -- what an environment and the policy say to each other --------------------------------------------------------------
+
+
+class StopReason(StrEnum):
+    """Why a completion or an episode ended, as it was seen to end; never guessed afterwards from the last token."""
+
+    EOS = "eos"  # sampled one of the model's end-of-sequence ids (which stays part of the sampled tokens)
+    STOP = "stop"  # its text reached one of the stop strings of the request
+    LENGTH = "length"  # spent its token budget, or the episode's: truncated
+    CONTEXT = "context"  # filled the model's context window: truncated
+    TURNS = "turns"  # the episode had as many turns as a run allows: truncated
+    CALLS = "calls"  # its tools gave as many answers as a run allows: truncated
+    TIME = "time"  # the episode took longer than a run allows: truncated
+
+    @property
+    def truncated(self) -> bool:
+        return self not in (StopReason.EOS, StopReason.STOP)
+
+
+class InvalidKind(StrEnum):
+    """What made a reward invalid. Metrics give the share of each kind that comes up, as `invalid/timeout`."""
+
+    REPORTED = "reported"  # the environment said so itself
+    RAISED = "raised"  # its code raised
+    UNREADABLE = "unreadable"  # what it yielded, returned or sent is no turn and no reward
+    TIMEOUT = "timeout"  # it took longer than a step may take
+    DIED = "died"  # its process ended
+    UNANSWERED = "unanswered"  # a service that was asked has no answer
+    DIVERGED = "diverged"  # it went another way when it was played a second time
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """A reward that could not be computed. It is counted and left out of its group; it is never taken for 0."""
+
+    reason: str
+    kind: InvalidKind = InvalidKind.REPORTED
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may say a chat message. Which of them a model knows, its template says."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment shows the model next, and how the reply is to be sampled."""
+
+    text: str | None = None  # appended as it stands
+    messages: Sequence[Mapping[str, Any]] | None = None  # or: chat messages, rendered by the tokenizer's template
+    tokens: Sequence[int] | None = None  # or: token ids, always the whole of a context
+    stop: tuple[str, ...] = ()  # stop strings; the reply ends with the one that was reached
+    reward: float = 0.0  # reward of the step that led here (0: none); where sides take turns, of this side's last step
+    max_tokens: int | None = None  # budget of this reply; None: the run's
+    tool: bool = False  # whether a tool says this (messages of the role "tool" say so themselves)
+    fresh: bool = False  # begin a transcript of its own: nothing that was said before is in the model's context
+    learn: bool = True  # whether the reply to this is learned from
+    whole: bool = False  # this is all that the policy is to see: it continues a context of the episode, or begins one
+    tools: Iterable[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
+    side: str = ""  # who is asked, where the policy plays several sides: each has contexts and a rollout of its own
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question of an environment to a service of the run: `score = yield Ask("reward-model", text)`.
+
+    What comes back is the service's answer, plain JSON data, or an Invalid, which the environment may handle or return.
+    """
+
+    service: str  # its name, such as "reward-model" or "judge"
+    content: Any  # plain JSON data: text, numbers, lists, dicts with text for keys
+
+
+@dataclass(frozen=True)
+class Reasoned:
+    """A service's answer with the texts that it was read from, a judge's reasons: environments get the answer alone."""
+
+    answer: Any  # plain JSON data, or Invalid
+    said: tuple[str, ...]  # a call or a vote each, in their order
+
+
+def bare(answer: Any) -> Any:
+    """What a service answered, as an environment gets it."""
+    return answer.answer if isinstance(answer, Reasoned) else answer
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that stands in a reply."""
+
+    name: str  # of the tool; "" where none can be read
+    arguments: Mapping[str, Any]  # JSON data by name
+    end: int = 0  # characters of the reply up to and with the call: where a `SpanReward` for it ends
+    problem: str | None = None  # why it cannot be made, if it is malformed
+    id: str = ""  # tells the calls of a context apart; `reply.number` says in which reply of the episode it stands
+
+
+class Reply(str):
+    """What the model said: the text of the sampled tokens up to and with the stop string, without the end-of-sequence token.
+
+    It is a `str` for environments that only read it; `reply.stop` tells why it ended. An empty reply whose stop is
+    truncated was not sampled: the episode has run out of that. The environment may still
+    score what there is, and gets nothing else if it goes on asking (only a fresh turn has its context to itself).
+    """
+
+    stop: StopReason
+    tool_calls: tuple[ToolCall, ...]  # in order, malformed ones too, where a turn has told the model of tools
+    number: int  # of the episode's replies: 0 is the first
+    before_calls: int | None  # characters before the first call of a tool; None: it makes none
+    sampled: Completion | None  # the same as tokens; None where nothing was
+    read: int  # tokens before it
+
+    def __new__(
+        cls,
+        text: str,
+        stop: StopReason = StopReason.EOS,
+        tool_calls: Sequence[ToolCall] = (),
+        number: int = 0,
+        before_calls: int | None = None,
+        sampled: Completion | None = None,
+        read: int = 0,
+    ) -> Reply:
+        reply = super().__new__(cls, text)
+        reply.stop, reply.tool_calls, reply.number = stop, tuple(tool_calls), number
+        reply.before_calls, reply.sampled, reply.read = before_calls, sampled, read
+        return reply
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        said = self.stop, self.tool_calls, self.number, self.before_calls, self.sampled, self.read
+        return Reply, (str(self), *said)
+
+
+@dataclass(frozen=True)
+class SpanReward:
+    """A reward for a part of a reply, earned by its last token. It adds to the reward of the episode."""
+
+    end: int  # characters of the reply before the end of the part
+    reward: float
+    reply: int = -1  # which reply of the episode: 0 the first, -1 the last (of the side that is graded)
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A verdict that also names parts of replies: `return Graded(1.0, [SpanReward(reply.index("</think>"), 0.5)])`."""
+
+    reward: float | Mapping[str, float]
+    spans: Sequence[SpanReward] = ()
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What each side of a game earned: `return Sides({"black": 1.0, "white": -1.0})`.
+
+    Any other verdict is that of all sides.
+    """
+
+    verdicts: Mapping[str, float | Mapping[str, float] | Graded | Invalid]
+
+
+Verdict = float | dict[str, float] | Graded | Sides | Invalid
+"""What scores a reply. A dict names the parts of the reward: their sum is the reward, unless it has the key "reward"."""
+
+Env = Callable[[Task], Generator["Turn | str | Ask", Any, Verdict]]
+"""A generator function: yields what the model should see, receives what it said, returns the reward.
+
+To an `Ask` it receives the answer of a service instead of a `Reply`."""
+
+AsyncEnv = Callable[[Task], AsyncGenerator[Any, Any]]
+"""The same, written with `async def`: it yields turns and questions, and last of all the verdict."""
+
+Reward = Callable[[Task, str], Verdict]
+"""A plain function (task, reply) -> reward; it is lifted to an environment of one turn."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one completion is sampled. Its result depends on these fields, the prompt and the weights alone."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int = 0  # token i is drawn with the uniform number (seed, i): independent of the rest of the batch
+    begun: int = (
+        0  # tokens at the end of the prompt with which the reply began: they are its own where it is read as text
+    )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returns for one request."""
+
+    id: int
+    tokens: Sequence[int]  # [n] sampled, a final end-of-sequence token included
+    logp: Sequence[float]  # [n] under the distribution that sampled them (temperature, top-p, top-k applied)
+    text: str  # cut after the stop string; without the end-of-sequence token
+    stop: StopReason
+    version: int  # of the weights that sampled it; of the oldest ones, where there are several
+    experts: NDArray[np.int16] | None = None  # [n, layers, k] where the model routes tokens: the experts that each took
+    runs: tuple[tuple[int, int], ...] = ()  # (tokens, version) in order, where weights changed within it
+    prompt_experts: NDArray[np.int16] | None = None  # [tokens of the prompt, layers, k]
+
+    def continued(self, more: Completion) -> Completion:
+        """This and what was sampled behind it, whose text is already that of both."""
+        runs = tuple(run for part in (self, more) for run in part.runs or ((len(part.tokens), part.version),))
+        tokens, logp = [*self.tokens, *more.tokens], [*self.logp, *more.logp]
+        return Completion(more.id, tokens, logp, more.text, more.stop, self.version, None, runs)
+
+
+# -- what was said of replies ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One response to a prompt is better than another."""
+
+    better: int  # which of the item's responses
+    worse: int
+    share: float = 1.0  # what it counts beside the others, such as how many people say so
+    margin: float = 0.0  # by how much it is better
+
+
+# -- what was said, as tokens ------------------------------------------------------------------------------------------
+
+
+class SpanKind(StrEnum):
+    """Where the tokens of a span come from."""
+
+    PROMPT = "prompt"  # what the policy saw first
+    SAMPLED = "sampled"  # by the policy
+    IMITATED = "imitated"  # written by the author of a demonstration
+    OBSERVATION = "observation"  # what the environment said later, and what the chat template put between turns
+    TOOL = "tool"  # a tool's answer
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of tokens of one transcript that came at once."""
+
+    kind: SpanKind
+    start: int  # place of its first token
+    length: int
+    learned: bool = False  # whether its tokens are scored: they have a gradient
+    version: int | None = None  # of the weights that sampled it
+    experts: NDArray[np.int16] | None = field(default=None, compare=False)  # [length, layers, k]
+
+
+@dataclass(frozen=True)
+class Media:
+    """A picture (or sound, or film) that stands in a transcript. The tokens at its place only hold the place."""
+
+    start: int  # place of the first of these tokens
+    length: int  # how many they are
+    digest: str  # hash of the content, in hexadecimal
+    grid: tuple[int, ...] = ()  # its tokens in time, height and width, for models that place them so
+
+
+def positions_of(length: int, media: Sequence[Media]) -> NDArray[np.int64] | None:
+    """[3, length]: places in time, height and width. None where no picture has a grid, and all tokens stand in one line.
+
+    Text advances in all three alike. A picture stands where the text has come, each of its tokens at its row and column,
+    and text goes on behind the longest of its sides (M-RoPE, Wang et al. 2024, arXiv 2409.12191, section 2.1).
+    """
+    import numpy as np
+
+    gridded = sorted((m for m in media if m.grid), key=lambda m: m.start)
+    if not gridded:
+        return None
+    found = np.empty((3, length), dtype=np.int64)
+    done, place = 0, 0
+    for m in gridded:
+        assert m.start >= done and np.prod(m.grid) == m.length, "a picture's tokens fill its grid"
+        found[:, done : m.start] = place + np.arange(m.start - done)
+        place += m.start - done
+        end = min(m.start + m.length, length)
+        found[:, m.start : end] = (place + np.indices(m.grid).reshape(3, -1))[:, : end - m.start]
+        place, done = place + max(m.grid), end
+    found[:, done:] = place + np.arange(length - done)
+    return found
+
+
+class Transcript:
+    """The token sequence of one context: append-only.
+
+    A token becomes trainable through `sample` (the policy's own) or `imitate` (a demonstration's) and through nothing
+    else: masks are by provenance, never by token id.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.spans: list[Span] = []  # of all tokens, in order
+        self.logp: list[float] = []  # the engine's, of each sampled token
+        self.media: list[Media] = []
+        self.forks: tuple[int, ...] = ()  # numbers of tokens at which this transcript or the one before it branched off
+
+    def observe(self, tokens: Iterable[int], kind: SpanKind | None = None, media: Iterable[Media] = ()) -> None:
+        """Append what the policy was shown. Never trained on. `kind`: the prompt at first, then an observation.
+
+        `media`: what stands in these tokens, their places counted in the transcript.
+        """
+        kind = kind or (SpanKind.OBSERVATION if self.tokens else SpanKind.PROMPT)
+        assert kind not in (SpanKind.SAMPLED, SpanKind.IMITATED), "use sample or imitate"
+        self._append(tokens, kind)
+        self.media.extend(media)
+
+    def sample(self, completion: Completion, learn: bool = True) -> None:
+        """Append what the policy sampled. Without `learn`, none of it is scored."""
+        assert len(completion.tokens) == len(completion.logp), "one log-probability per sampled token"
+        self.logp.extend(completion.logp)
+        if completion.prompt_experts is not None and len(completion.prompt_experts) == len(self.tokens):
+            self._routed(completion.prompt_experts)
+        if not completion.runs:
+            return self._append(completion.tokens, SpanKind.SAMPLED, learn, completion.version, completion.experts)
+        assert completion.experts is None, "experts are of one weights' tokens"
+        start = 0
+        for count, version in completion.runs:
+            self._append(completion.tokens[start : start + count], SpanKind.SAMPLED, learn, version)
+            start += count
+        assert start == len(completion.tokens), "every token has its weights"
+
+    def _routed(self, experts: NDArray[np.int16]) -> None:
+        """Note the experts [L, layers, k] of all that stands here; what was told before stays."""
+        import numpy as np
+
+        for place, span in enumerate(self.spans):
+            told = experts[span.start : span.start + span.length]
+            if span.experts is not None:
+                told = np.where(span.experts < 0, told, span.experts)
+            self.spans[place] = replace(span, experts=told)
+
+    def imitate(self, tokens: Iterable[int]) -> None:
+        """Append what the policy is to imitate."""
+        self._append(tokens, SpanKind.IMITATED, True)
+
+    def branch(self) -> Transcript:
+        """Another transcript that begins with all that stands here so far. What both share is computed once."""
+        other = Transcript()
+        other.tokens, other.spans, other.logp = list(self.tokens), list(self.spans), list(self.logp)
+        other.media = list(self.media)
+        other.forks = (*self.forks, len(self.tokens))
+        return other
+
+    def behind(self, prompt: Sequence[int]) -> Transcript:
+        """All of this behind another prompt: as a reader sees it who was told something else at first."""
+        first, *others = self.spans
+        assert first.kind is SpanKind.PROMPT, "what was said first is replaced"
+        moved, other = len(prompt) - first.length, Transcript()
+        other.observe(prompt, SpanKind.PROMPT)
+        other.tokens += self.tokens[first.length :]
+        other.spans += [replace(s, start=s.start + moved) for s in others]
+        other.logp = list(self.logp)
+        other.media = [replace(m, start=m.start + moved) for m in self.media if m.start >= first.length]
+        other.forks = tuple(fork + moved for fork in self.forks)
+        return other
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def positions(self) -> NDArray[np.int64] | None:
+        """[3, L], for models that place tokens in time, height and width: see `positions_of`."""
+        return positions_of(len(self), self.media)
+
+    @property
+    def scored(self) -> NDArray[np.int64]:
+        """Places of the tokens that have a gradient, in order: [n]."""
+        import numpy as np
+
+        runs = [np.arange(s.start, s.start + s.length) for s in self.spans if s.learned]
+        return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
+
+    @property
+    def sampler_logp(self) -> NDArray[np.float32] | None:
+        """The engine's log-probabilities of the scored tokens, [n]; None where any of them is imitated."""
+        import numpy as np
+
+        if any(s.kind is SpanKind.IMITATED for s in self.spans):
+            return None
+        sampled = [s for s in self.spans if s.kind is SpanKind.SAMPLED]
+        ends = list(accumulate(s.length for s in sampled))
+        runs = [self.logp[end - s.length : end] for s, end in zip(sampled, ends, strict=True) if s.learned]
+        return np.array([x for run in runs for x in run], dtype=np.float32)
+
+    @property
+    def n_scored(self) -> int:
+        return sum(s.length for s in self.spans if s.learned)
+
+    @property
+    def n_sampled(self) -> int:
+        return len(self.logp)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON can hold it; `from_dict` gives the same transcript again."""
+        plain: dict[str, Any] = {
+            "tokens": list(map(int, self.tokens)),
+            "spans": [[str(s.kind), s.length, int(s.learned), s.version] for s in self.spans],
+            "logp": list(self.logp),
+        }
+        if any(s.experts is not None for s in self.spans):
+            plain["experts"] = [None if s.experts is None else s.experts.tolist() for s in self.spans]
+        if self.media:
+            plain["media"] = [[m.start, m.length, m.digest, list(m.grid)] for m in self.media]
+        if self.forks:
+            plain["forks"] = list(self.forks)
+        return plain
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> Transcript:
+        """The inverse of `as_dict`."""
+        import numpy as np
+
+        found = Transcript()
+        found.tokens, found.logp = list(plain["tokens"]), list(plain["logp"])
+        experts = plain.get("experts") or [None] * len(plain["spans"])
+        start = 0
+        for (kind, length, learned, version), routes in zip(plain["spans"], experts, strict=True):
+            routed = None if routes is None else np.array(routes, dtype=np.int16)
+            found.spans.append(Span(SpanKind(kind), start, length, bool(learned), version, routed))
+            start += length
+        found.media = [
+            Media(start, length, digest, tuple(grid)) for start, length, digest, grid in plain.get("media", ())
+        ]
+        found.forks = tuple(plain.get("forks", ()))
+        return found
+
+    def _append(
+        self,
+        tokens: Iterable[int],
+        kind: SpanKind,
+        learned: bool = False,
+        version: int | None = None,
+        experts: NDArray[np.int16] | None = None,
+    ) -> None:
+        before = len(self.tokens)
+        self.tokens.extend(tokens)
+        if len(self.tokens) > before:
+            self.spans.append(Span(kind, before, len(self.tokens) - before, learned, version, experts))
+
+
+@dataclass(frozen=True)
+class PlayedTurn:
+    """One side's words in an episode, for readers: what stands in `Rollout.turns`."""
+
+    kind: SpanKind  # who said it
+    text: str
+    transcript: int  # which of the rollout's
+    start: int  # place of its first token there
+    length: int  # tokens
+    reward: float = 0.0  # what the environment gave for this step before the episode's end
+    seconds: float = field(default=0.0, compare=False)  # that it took: depends on the clock, and goes with the timings
+    cut: int = 0  # tokens of it that did not fit the context and were left out
+    calls: tuple[ToolCall, ...] = ()  # of tools, in a reply
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt with some responses, and what was said of these: comparisons, or a label for each.
+
+    The responses are transcripts that begin with the same prompt, which is computed once for all of them.
+    """
+
+    responses: Sequence[Transcript]
+    comparisons: Sequence[Comparison] = ()
+    labels: Sequence[
+        tuple[float, ...]
+    ] = ()  # of each response: one a scored span (a reply has one, a solution one a step)
+
+    @property
+    def n_scored(self) -> int:
+        return sum(t.n_scored for t in self.responses)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A reply that is learned from, and whose it is: rollouts of a group that branched off share their first replies."""
+
+    length: int  # tokens
+    member: int  # of the group, for which it was sampled
+    reply: int  # of that one's replies: 0 is the first
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a rollout left another one of its group."""
+
+    of: int  # which member of the group
+    turns: int  # of its own turns, the first ones, that are the other's
+    taken: tuple[int, ...]  # sampled tokens of each transcript, the first ones, that are the other's
+
+
+@dataclass
+class Rollout:
+    """One episode, played and scored."""
+
+    task: Task
+    group: str
+    transcripts: list[Transcript]  # one, unless turns began afresh
+    reward: float | Invalid
+    rewards: dict[str, float] = field(default_factory=dict)  # its named parts
+    steps: list[tuple[int, float]] = field(default_factory=list)  # (scored tokens up to its end, step reward)
+    stop: StopReason = StopReason.EOS  # of the episode: of its last completion, or what it ran out of
+    turns: list[PlayedTurn] = field(default_factory=list)
+    text: str = ""  # the sampled text, turns joined; for reading only
+    prompt: str = ""  # the first thing the policy saw; for reading only
+    answers: list[tuple[str, Any]] = field(
+        default_factory=list
+    )  # of services: name, JSON, Invalid or Reasoned; for reading
+    side: str = ""  # of the episode, where the policy plays several: each has a rollout, and is compared with its like
+    pieces: list[Piece] = field(default_factory=list)  # all scored tokens, in order; []: its group does not branch
+    branch: Branch | None = None  # where it left another one; None: it began with the prompt
+    notes: dict[str, Any] = field(default_factory=dict)  # what its environment noted: JSON data; for reading only
+    seconds: float = field(default=0.0, compare=False)  # from its last turn to its reward: depends on the clock
+
+    @property
+    def n_scored(self) -> int:
+        """Tokens that are learned from: n_i of the formulas."""
+        return sum(t.n_scored for t in self.transcripts)
+
+    @property
+    def n_sampled(self) -> int:
+        """Tokens that the policy sampled, learned from or not: what budgets count."""
+        return sum(t.n_sampled for t in self.transcripts)
+
+    @property
+    def compared(self) -> tuple[str, str]:
+        """Which rollouts it is compared with: those of its group that played the same side."""
+        return self.group, self.side
+
+    @property
+    def n_own(self) -> int:
+        """Tokens that were sampled for it alone: without those of the rollout that it branched off."""
+        return self.n_sampled - (sum(self.branch.taken) if self.branch else 0)
+
+    @property
+    def version(self) -> int:
+        """Of the oldest weights that sampled any of it; 0 if none did."""
+        found = [s.version for t in self.transcripts for s in t.spans if s.version is not None]
+        return min(found, default=0)
+
+
+class Fate(StrEnum):
+    """What became of a rollout that a step played: exactly one of these."""
+
+    TRAINED = "trained"  # an update of the step was given it
+    EQUAL = "equal group"  # all rewards of its group are equal, and nothing but the advantage would move its tokens
+    INVALID = "invalid"  # its reward is none, or the policy wrote nothing
+    SMALL = "group too small"  # it is valid, and too few others of its group are
+    REPLACED = "replaced"  # dynamic sampling left its group out, and played another one if its budget allowed
+    FILTERED = "filtered"  # a filter of the row left it out, or its teacher cannot read it
+    UNSELECTED = "not selected"  # no update was given it, though its group tells something: see `Outcome.why`
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A rollout of a step, and what the step made of it. What a record keeps."""
+
+    rollout: Rollout
+    advantage: float | None = None  # mean over its scored tokens; None: nothing was credited to it
+    fate: Fate = Fate.TRAINED
+    why: str = ""  # of the fate, in words, such as "cut off after 512 tokens"
+    flags: tuple[str, ...] = ()  # what else is worth knowing: see `posttrain.training.sources.ledger`
+    shaping: float = 0.0  # what shaping added to its reward
+    penalty: float = 0.0  # what a KL in the reward took off, over all its tokens
+    replayed: bool = False  # whether an earlier step played it, and this one learned from it again
+    member: int | None = None  # which response of its item; None: it is of none
+    label: Any = None  # JSON data of what was said of a response: see `posttrain.training.sources.example_recording`
+    numbers: dict[str, NDArray[Any]] = field(default_factory=dict)  # column -> [n_i], of each scored token

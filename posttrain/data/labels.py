@@ -1,0 +1,170 @@
+"""What rows say of their responses: read for labelling, and made into rows to learn from.
+
+Decided here: a response's *value* is its score; of ranks and comparisons it is how many more of them it won than it lost,
+each by its share. The best response is the first with the highest value. Empty responses are never the best, and equal texts
+are never a pair.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Task, UserError
+from posttrain.data.preference_examples import asked, comparisons_of, plain, said_of
+from posttrain.data.row_files import Row
+
+SAID = ("chosen", "rejected", "margin", "score_chosen", "score_rejected", "responses", "pairs", "preferred",
+        "comparisons", "ties", "ranks", "scores", "parts", "invalid", "labeller", "skipped", "flipped")  # fmt: skip
+"""Columns that say something of responses, or hold them."""
+REPLACED = ("ranks", "pairs", "preferred")  # by comparisons
+DETAILS = ("samples",)  # what belongs to each response
+
+
+def to_prompt(row: Row) -> Task | None:
+    """A row of preference data with its prompt alone, to be sampled anew; any other row as it stands."""
+    if not any(row.get(name) is not None for name in ("chosen", "rejected", "responses")):
+        return row
+    return {**{name: value for name, value in row.items() if name not in (*SAID, *DETAILS)}, **asked(row)}
+
+
+def to_responses(row: Row) -> Task | None:
+    """The prompt and the responses of a row in any form, without what was said of them."""
+    prompt, responses, taken = said_of(row)
+    kept = {name: value for name, value in row.items() if name not in (*SAID, taken)}
+    return {**kept, **prompt, "responses": responses}
+
+
+def to_labelled(row: Row) -> Task | None:
+    """As `to_responses`, with what was said of them."""
+    row = plain(row)
+    prompt, responses, taken = said_of(row)
+    if taken == "chosen":
+        kept = {name: value for name, value in row.items() if name not in SAID}
+        return {**kept, **prompt, "responses": responses, "comparisons": comparisons_of(row, 2)}
+    kept = {name: value for name, value in row.items() if name not in ("chosen", "rejected", taken)}
+    if taken != "responses" and row.get("score") is not None:
+        kept["scores"] = [row["score"]]
+    found = {**kept, **prompt, "responses": responses}
+    if not found.get("skipped") and all(
+        found.get(name) is None for name in ("scores", "comparisons", "ranks", "pairs")
+    ):
+        raise UserError(
+            "nothing is said of the responses yet: label them first, --with reward-model=FOLDER for example"
+        )
+    Judged.of(found)  # here, where the row's place is told with what is wrong
+    return found
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Responses and what they are worth."""
+
+    responses: Sequence[str]
+    values: Sequence[float | None]  # None: nobody knows
+    flipped: frozenset[tuple[int, int]] = frozenset()  # (better, worse) by the values, turned round
+
+    @staticmethod
+    def of(row: Row) -> Judged:
+        """Of a row of `to_labelled`. Raises UserError if nothing is said of its responses."""
+        responses = row["responses"]
+        if row.get("skipped"):
+            return Judged(responses, [None] * len(responses))
+        flipped = frozenset((int(w), int(b)) for b, w in row.get("flipped") or ())
+        scores = row.get("scores")
+        if scores is not None:
+            comparisons_of({"scores": scores}, len(responses))  # checked there
+            return Judged(responses, [None if score is None else float(score) for score in scores], flipped)
+        found = comparisons_of(row, len(responses))
+        won: list[float | None] = [None] * len(responses)
+        for better, worse, share, _ in found:
+            turned = (int(worse), int(better)) in flipped
+            sign = -1.0 if turned else 1.0
+            won[int(better)] = (won[int(better)] or 0.0) + sign * share
+            won[int(worse)] = (won[int(worse)] or 0.0) - sign * share
+        return Judged(responses, won, flipped)
+
+    def comparisons(self) -> list[list[float]]:
+        """[better, worse, share, margin] of every two whose values differ, by the values."""
+        found: list[list[float]] = []
+        for i, j in combinations(range(len(self.values)), 2):
+            first, second = self.values[i], self.values[j]
+            if first is not None and second is not None and first != second:
+                better, worse = (i, j) if first > second else (j, i)
+                found.append([better, worse, 1.0, abs(first - second)])
+        return found
+
+    def best(self, top: int, at_least: float | None) -> list[tuple[int, float]]:
+        """The places of the best different responses and their values, the best first."""
+        valued = [(place, value) for place, value in enumerate(self.values) if value is not None]
+        found: dict[str, tuple[int, float]] = {}
+        for place, value in sorted(valued, key=lambda pair: -pair[1]):
+            text = self.responses[place]
+            if text.strip() and (at_least is None or value >= at_least):
+                found.setdefault(text, (place, value))
+        return list(found.values())[:top]
+
+    def pairs(self, margin: float) -> list[tuple[int, int, float]]:
+        """(better, worse, difference) of every two that may be a pair, flips heeded."""
+        pairs = [(int(b), int(w), m) for b, w, _, m in self.comparisons() if m >= margin]
+        texts = self.responses
+        different = [p for p in pairs if texts[p[0]] != texts[p[1]] and texts[p[0]].strip() and texts[p[1]].strip()]
+        return [(w, b, m) if (b, w) in self.flipped else (b, w, m) for b, w, m in different]
+
+
+def best_rows(row: Row, top: int, at_least: float | None) -> Iterator[Row]:
+    """Rows of prompt and response for sft: best-of-N, or with a threshold rejection sampling."""
+    kept, stops = _task(row), _stops(row)
+    for place, value in Judged.of(row).best(top, at_least):
+        text = row["responses"][place]
+        said: Row = {"response": text}
+        if "messages" in kept:
+            said = {"messages": [*kept["messages"], {"role": "assistant", "content": text}]}
+        stop = {"response_stop": stops[place]} if stops else {}
+        yield {**kept, **said, "score": value, **stop}
+
+
+def pair_row(row: Row, random_pair: bool, margin: float, seed: int) -> Row | None:
+    """A row of prompt, chosen and rejected; None where no two responses differ enough."""
+    judged = Judged.of(row)
+    pairs = judged.pairs(margin)
+    if not pairs:
+        return None
+    if random_pair:
+        chosen, rejected, difference = pairs[seed_of(seed, "pair", row["id"]) % len(pairs)]
+    else:
+        chosen, rejected, difference = max(pairs, key=lambda pair: pair[2])  # the first of equal ones
+    texts = {"chosen": judged.responses[chosen], "rejected": judged.responses[rejected], "margin": difference}
+    if stops := _stops(row):
+        texts |= {"chosen_stop": stops[chosen], "rejected_stop": stops[rejected]}
+    return {**_task(row), **texts}
+
+
+def _stops(row: Row) -> list[str]:
+    """How each response ended, where `posttrain sample` noted it: one that was cut off has no end to be learned."""
+    stops = [note["stop"] for note in row.get("samples") or () if "stop" in note]
+    return stops if len(stops) == len(row["responses"]) else []
+
+
+def flip(row: Row, share: float, seed: int) -> Row:
+    """The row with its comparisons, each turned round with probability `share`; "flipped" lists those that were."""
+    comparisons = (
+        comparisons_of(row, len(row["responses"])) if row.get("scores") is None else Judged.of(row).comparisons()
+    )
+    turned = []
+    for number, (better, worse, _, _) in enumerate(comparisons):
+        low, high = sorted((int(better), int(worse)))
+        if random.Random(seed_of(seed, "flip", row["id"], low, high)).random() < share:
+            comparisons[number][:2] = [worse, better]
+            turned.append([int(worse), int(better)])
+    whole = [[int(b), int(w), s, m] for b, w, s, m in comparisons]
+    return {**{k: v for k, v in row.items() if k not in REPLACED}, "comparisons": whole, "flipped": turned}
+
+
+def _task(row: Row) -> Row:
+    """The columns that say nothing of the responses. The id would be that of several rows, so it is called item."""
+    kept = {name: value for name, value in row.items() if name not in (*SAID, *DETAILS, "id", "response", "completion")}
+    return {"item": row["id"], **kept}

@@ -1,0 +1,387 @@
+"""From a row of preference data to a task with responses, in every form in which such data are published.
+
+What comes out has a prompt (or messages) and "responses", each a text, or a list of texts where steps are judged; and either
+"comparisons", lists of [better, worse, share, margin], or "labels", a list of numbers for each response.
+
+    prompt, chosen, rejected           pairs; with "margin", or "score_chosen" and "score_rejected", whose difference it is
+    chosen, rejected                   pairs whose texts (hh-rlhf) or messages (UltraFeedback) begin with the same prompt
+    prompt, responses, pairs, preferred    K responses, pairs of them, and for each 1: the first, 2: the second, 0: neither
+    prompt, responses, comparisons     ... or [better, worse], [better, worse, share] or [better, worse, share, margin]
+    prompt, responses, ranks           ... or a rank for each, 1 the best, equal ones tied
+    prompt, responses, scores          ... or a number for each, the higher the better (null: nobody knows)
+    prompt, response, label            one response that is good (true, 1) or bad (false, 0, -1)
+    prompt, response, score            one response and a number
+    prompt, steps, mistake_index       a solution in steps, and the first that is wrong (null: none)
+    prompt, steps (or completions), labels    ... or a label for each of them
+
+A column "stops" (of pairs "chosen_stop" and "rejected_stop", of one response "response_stop" or "stop") says how each
+response ended, as sampling notes it in "samples"; one whose stop is "length" was cut off, and is learned from without an
+end-of-sequence token.
+
+Cells of tables are text: a number, true or false, or a JSON list in a column that holds such is read as what it says.
+
+Rows that say nothing are left out: equal responses, ties alone, empty responses. Of a solution with a mistake, the steps
+after the first one are left out, whose labels nobody knows. Whatever else is wrong is a UserError of one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+from posttrain.core.types import StopReason, Task, UserError
+from posttrain.data.row_files import Row
+from posttrain.data.tasks_from_rows import not_text
+
+Said = dict[str, Any]  # responses, cut (whether each was cut off), comparisons, labels
+TURN = "\n\nAssistant:"  # of hh-rlhf: the last one begins the response
+MOST = 64  # responses of a prompt
+CUT = tuple(str(stop) for stop in StopReason if stop.truncated)
+LARGEST = 1e9  # of a number, in size: squares and sums of what is larger leave float32
+SAYING = ("margin", "score_chosen", "score_rejected", "score", "scores", "label", "labels", "ranks", "comparisons", "pairs",
+          "preferred", "mistake_index", "responses", "steps", "completions")  # fmt: skip
+"""Columns that hold no plain text."""
+FORMS = "chosen and rejected; responses with pairs, comparisons, ranks or scores; response with label or score; steps"
+
+
+def to_item(row: Row) -> Task | None:
+    """The task of a row; None for one that says nothing."""
+    prompt, said = _read(row)
+    if said is None:
+        return None
+    kept = {name: value for name, value in row.items() if name in ("id", "source", "dataset")}
+    return {**kept, **prompt, **said}
+
+
+def plain(row: Row) -> Row:
+    """A row with what it says as values: every cell of a CSV file is a text, and an empty one says nothing."""
+    texts = {name: row[name] for name in SAYING if isinstance(row.get(name), str)}
+    return {**row, **{name: _value(text) for name, text in texts.items()}} if texts else row
+
+
+def _value(text: str) -> Any:
+    """What a cell says: JSON, or Python's True and False; the text itself where it is neither."""
+    if not text.strip():
+        return None
+    lowered = text.strip().lower()
+    try:
+        return json.loads(lowered if lowered in ("true", "false") else text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def to_compared(row: Row) -> Task | None:
+    """The same, of a row that must compare responses to one prompt."""
+    task = to_item(row)
+    if task is not None and not task["comparisons"]:
+        raise UserError(
+            "it labels a single response, and comparisons are needed: give chosen and rejected, or learn from labels with "
+            "--algorithm kto"
+        )
+    return task
+
+
+def to_judged(row: Row) -> Task | None:
+    """The same, of a row that says which responses are good, be it by comparing them."""
+    task = to_item(row)
+    if task is None:
+        return None
+    if any(isinstance(response, list) for response in task["responses"]):
+        raise UserError("it judges the steps of a solution, and a label of the whole response is needed")
+    for label in (label for labels in task["labels"] for label in labels):
+        if not 0 <= label <= 1:
+            raise UserError(f"its score is {label:g}, and a label is needed: true or false, 1 or 0")
+    return task
+
+
+def _read(row: Row) -> tuple[dict[str, Any], Said | None]:
+    """The prompt of a row, and what it says of responses to it."""
+    row = plain(row)
+    if _there(row, "chosen") or _there(row, "rejected"):
+        for name in ("chosen", "rejected"):
+            if not _there(row, name):
+                raise UserError(f"no {name}; a pair needs both chosen and rejected")
+        return _pair(row)
+    prompt = _prompt(row)
+    if _there(row, "responses"):
+        return prompt, _several(row)
+    for name in ("steps", "completions"):
+        if _there(row, name):
+            return prompt, _steps(row, name)
+    for name in ("response", "completion"):
+        if _there(row, name):
+            return prompt, _single(row, name)
+    there = ", ".join(str(name)[:40] for name in list(row)[:12])
+    raise UserError(
+        f"the row has {there}; a row of preferences has a prompt and one of: {FORMS}; "
+        "a column of another name is given as --fields.prompt COLUMN, --fields.chosen COLUMN and so on"
+    )
+
+
+def asked(row: Row) -> dict[str, Any]:
+    """The prompt alone, of a row with responses."""
+    return said_of(row)[0]
+
+
+def said_of(row: Row) -> tuple[dict[str, Any], list[str], str]:
+    """The prompt of a row, its responses, all of them, and the column that they stand in.
+
+    Raises UserError if it has none, or if they are steps.
+    """
+    row = plain(row)
+    if _there(row, "chosen") and _there(row, "rejected"):
+        return *_two(row), "chosen"
+    if _there(row, "responses"):
+        return _prompt(row), _texts(row["responses"]), "responses"
+    for name in ("response", "completion"):
+        if _there(row, name):
+            return _prompt(row), [_reply(row[name], name)], name
+    there = ", ".join(str(name)[:40] for name in list(row)[:12])
+    raise UserError(
+        f"the row has {there}, and no responses: posttrain sample makes items, or give chosen and rejected "
+        "(--fields.chosen COLUMN where a column has another name)"
+    )
+
+
+def comparisons_of(row: Row, count: int) -> list[list[float]]:
+    """[better, worse, share, margin] of what a row says of its responses, between equal and empty ones too."""
+    row = plain(row)
+    if _there(row, "chosen"):
+        return [[0, 1, 1.0, _margin(row)]]
+    ways: dict[str, Callable[[Any, int], list[list[float]]]] = {
+        "comparisons": _given,
+        "ranks": lambda values, count: _by_value(values, count, "ranks", -1.0),
+        "scores": lambda values, count: _by_value(values, count, "scores", 1.0),
+    }
+    if _there(row, "pairs") and _there(row, "preferred"):
+        return _preferred(row["pairs"], row["preferred"], count)
+    for name, read in ways.items():
+        if _there(row, name):
+            return read(row[name], count)
+    raise UserError("responses say nothing by themselves: give pairs and preferred, or comparisons, ranks or scores")
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+def _pair(row: Row) -> tuple[dict[str, Any], Said | None]:
+    prompt, texts = _two(row)
+    cut = [row.get(name) in CUT for name in ("chosen_stop", "rejected_stop")]
+    return prompt, _compared(texts, cut, [[0, 1, 1.0, _margin(row)]])
+
+
+def _two(row: Row) -> tuple[dict[str, Any], list[str]]:
+    """The prompt of a pair, and its texts."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if type(chosen) is not type(rejected):
+        raise UserError("chosen and rejected must both be text, or both messages")
+    if isinstance(chosen, str):
+        return _texts_apart(row, chosen, rejected)
+    if isinstance(chosen, list):
+        return _messages_apart(row, chosen, rejected)
+    raise not_text(chosen, "chosen must be text or a list of messages")
+
+
+def _texts_apart(row: Row, chosen: str, rejected: str) -> tuple[dict[str, Any], list[str]]:
+    if _there(row, "prompt") or _there(row, "messages"):
+        prompt = _prompt(row)
+        whole = prompt.get("prompt")
+        if isinstance(whole, str) and chosen.startswith(whole) and rejected.startswith(whole):  # repeated in both
+            return prompt, [chosen[len(whole) :], rejected[len(whole) :]]
+        return prompt, [chosen, rejected]
+    ends = [text.rfind(TURN) + len(TURN) for text in (chosen, rejected)]
+    if min(ends) < len(TURN) or chosen[: ends[0]] != rejected[: ends[1]]:
+        raise UserError(
+            "no prompt, and chosen and rejected do not begin with the same one; say which column it is: "
+            "--fields.prompt COLUMN"
+        )
+    return {"prompt": chosen[: ends[0]]}, [chosen[ends[0] :], rejected[ends[1] :]]
+
+
+def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[dict[str, Any], list[str]]:
+    """Messages that end with the response; what comes before is the prompt, where the row has none of its own."""
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        last = messages[-1] if messages else None
+        if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            raise UserError(f'{name} must end with a message {{"role": "assistant", "content": ...}}')
+    texts = [chosen[-1]["content"], rejected[-1]["content"]]
+    if len(chosen) == len(rejected) == 1:
+        return _prompt(row), texts
+    if chosen[:-1] != rejected[:-1]:
+        raise UserError("the messages of chosen and rejected differ before the last one: they must share the prompt")
+    return {"messages": chosen[:-1]}, texts
+
+
+def _margin(row: Row) -> float:
+    if _there(row, "margin"):
+        return _number(row["margin"], "margin")
+    if _there(row, "score_chosen") and _there(row, "score_rejected"):
+        return _number(row["score_chosen"], "score_chosen") - _number(row["score_rejected"], "score_rejected")
+    return 0.0
+
+
+# -- several responses -------------------------------------------------------------------------------------------------
+
+
+def _several(row: Row) -> Said | None:
+    responses = _texts(row["responses"])
+    return _compared(responses, _cut(row, len(responses)), comparisons_of(row, len(responses)))
+
+
+def _cut(row: Row, count: int) -> list[bool]:
+    """Whether each response was cut off: of "stops", or of the notes of sampling."""
+    stops, notes = row.get("stops"), row.get("samples")
+    if stops is None and isinstance(notes, list) and all(isinstance(note, dict) for note in notes):
+        stops = [note.get("stop") for note in notes] if len(notes) == count else None
+    stops = stops or [None] * count
+    if not isinstance(stops, list) or len(stops) != count:
+        raise UserError(f"stops must be a list of {count}, one for each response")
+    return [stop in CUT for stop in stops]
+
+
+def _texts(responses: Any) -> list[str]:
+    if not isinstance(responses, list) or not all(isinstance(text, str) for text in responses):
+        raise UserError("responses must be a list of texts")
+    if not 0 < len(responses) <= MOST:
+        raise UserError(f"responses must be 1 to {MOST}, and are {len(responses)}")
+    return responses
+
+
+def _preferred(pairs: Any, preferred: Any, count: int) -> list[list[float]]:
+    if not isinstance(pairs, list) or not isinstance(preferred, list) or len(pairs) != len(preferred):
+        raise UserError("pairs and preferred must be lists of the same length")
+    found = []
+    for pair, which in zip(pairs, preferred, strict=True):
+        first, second = _places(pair, count, "pairs")
+        if which not in (0, 1, 2):
+            raise UserError(
+                f"preferred holds {which!r:.40}; it is 1 for the first of a pair, 2 for the second, 0 for a tie"
+            )
+        if which:
+            found.append([first, second, 1.0, 0.0] if which == 1 else [second, first, 1.0, 0.0])
+    return found
+
+
+def _given(comparisons: Any, count: int) -> list[list[float]]:
+    if not isinstance(comparisons, list):
+        raise UserError("comparisons must be a list of [better, worse]")
+    found = []
+    for each in comparisons:
+        several = isinstance(each, list) and 2 <= len(each) <= 4
+        better, worse = _places(each[:2] if several else each, count, "comparisons")
+        rest = [_number(value, "a comparison's share or margin") for value in each[2:4]]
+        share, margin = [*rest, *(1.0, 0.0)[len(rest) :]]
+        if share < 0:
+            raise UserError(f"a comparison's share is {share:g}; it must be at least 0")
+        if share:
+            found.append([better, worse, share, margin])
+    return found
+
+
+def _by_value(values: Any, count: int, name: str, sign: float) -> list[list[float]]:
+    """Every pair whose values differ; of scores, the margin is their difference. One without a value is in no pair."""
+    if not isinstance(values, list) or len(values) != count:
+        raise UserError(f"{name} must be a list of {count} numbers, one for each response")
+    known = {i: sign * _number(value, f"each of {name}") for i, value in enumerate(values) if value is not None}
+    found = []
+    for i, j in combinations(known, 2):
+        if known[i] != known[j]:
+            better, worse = (i, j) if known[i] > known[j] else (j, i)
+            margin = known[better] - known[worse] if name == "scores" else 0.0
+            found.append([better, worse, 1.0, margin])
+    return found
+
+
+def _places(pair: Any, count: int, name: str) -> list[int]:
+    whole = isinstance(pair, list) and len(pair) == 2 and all(type(place) is int for place in pair)
+    if not whole or not all(0 <= place < count for place in pair) or pair[0] == pair[1]:
+        raise UserError(f"{name} holds {pair!r:.40}; each is two different places of responses, 0 to {count - 1}")
+    return list(pair)
+
+
+def _compared(responses: Sequence[str], cut: Sequence[bool], comparisons: list[list[float]]) -> Said | None:
+    """Responses that something is said of, without those between equal or empty texts; None if that is nothing."""
+    told = [c for c in comparisons if responses[int(c[0])] != responses[int(c[1])]]
+    told = [c for c in told if all(responses[int(place)].strip() for place in c[:2])]
+    if not told:
+        return None
+    used = sorted({int(place) for c in told for place in c[:2]})
+    place = {old: new for new, old in enumerate(used)}
+    moved: list[list[float]] = [[place[int(b)], place[int(w)], share, margin] for b, w, share, margin in told]
+    return {
+        "responses": [responses[old] for old in used],
+        "cut": [cut[old] for old in used],
+        "comparisons": moved,
+        "labels": [],
+    }
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+
+
+def _single(row: Row, name: str) -> Said | None:
+    text = _reply(row[name], name)
+    if not text.strip():
+        return None
+    said = {"responses": [text], "cut": [row.get("response_stop", row.get("stop")) in CUT], "comparisons": []}
+    if _there(row, "label"):
+        return {**said, "labels": [[_label(row["label"], "label")]]}
+    if _there(row, "score"):
+        return {**said, "labels": [[_number(row["score"], "score")]]}
+    raise UserError(f"a {name} alone says nothing: give a label (true or false) or a score, or chosen and rejected")
+
+
+def _reply(value: Any, name: str) -> str:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0].get("content")
+    if not isinstance(value, str):
+        raise not_text(value, f"{name} must be text")
+    return value
+
+
+def _steps(row: Row, name: str) -> Said | None:
+    steps = row[name]
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+        raise UserError(f"{name} must be a list of texts that are not empty, one a step")
+    if "mistake_index" in row:
+        first = row["mistake_index"]
+        if first is not None and (type(first) is not int or not 0 <= first < len(steps)):
+            raise UserError(f"mistake_index is {first!r:.40}; it is null or the place of a step, 0 to {len(steps) - 1}")
+        steps = steps if first is None else steps[: first + 1]
+        labels = [float(place != first) for place in range(len(steps))]
+    elif _there(row, "labels"):
+        given = row["labels"]
+        if not isinstance(given, list) or len(given) != len(steps):
+            raise UserError(f"labels must be a list of {len(steps)}, one for each step")
+        labels = [_label(label, "each label") for label in given]
+    else:
+        raise UserError(f"{name} say nothing by themselves: give labels, one for each, or mistake_index")
+    return {"responses": [list(steps)], "cut": [False], "comparisons": [], "labels": [labels]}
+
+
+def _label(value: Any, name: str) -> float:
+    if value in (True, False, 1, 0, -1) and isinstance(value, bool | int | float):
+        return float(value > 0)
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    raise UserError(f"{name} is {value!r:.40}; it is true or false, 1 or 0 (or -1), or a probability between")
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _there(row: Row, name: str) -> bool:
+    return row.get(name) is not None
+
+
+def _prompt(row: Row) -> dict[str, Any]:
+    """What is asked, under the names that tasks have; checked where all tasks are."""
+    return {name: row[name] for name in ("prompt", "messages") if _there(row, name)}
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        raise UserError(f"{name} must be a finite number of at most {LARGEST:g} in size, not {value!r:.40}")
+    return float(value)

@@ -1,0 +1,463 @@
+"""From a row to a task. Decides what makes a row a task, and what its id is.
+
+Whatever is wrong with a row is a UserError of one line; `tasks.py` puts the row's place before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
+from functools import cached_property
+from itertools import repeat
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.core.messages import one_line, short
+from posttrain.core.pictures import PictureError, parts
+from posttrain.core.types import ROLES, Task, UserError
+from posttrain.data.arrow_store import digest
+from posttrain.data.row_files import Row
+from posttrain.data.rows import no_column
+
+Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column to put after it
+Convert = Callable[[Row], Task | None]
+
+READ = ("id", "prompt", "messages", "response", "completion", "stop")  # columns that are read wherever they stand
+REPLIES = ("response", "completion")  # what a row may call the text to imitate; the second is TRL's word
+SCALARS = {str, int, float, bool, type(None)}
+quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii  # a text as JSON
+
+
+class Plain(NamedTuple):
+    """What is found of rows that are tasks as they stand."""
+
+    keys: list[int]  # see `key_of`
+    own: bool  # whether their ids are their own
+    prompts: Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What makes tasks of rows: see `to_tasks` for what it does, and in which order."""
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    prompt_template: str | None = None
+    response_template: str | None = None
+    teacher_prompt_template: str | None = None
+    convert: Convert | None = None
+    need: Sequence[str] = ("prompt",)
+    left_out: str = ""  # which rows `convert` leaves out, in words
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Columns that a task has under their old names too, for the user's code. They are no part of its identity."""
+        return frozenset() if self.convert else frozenset(self.fields.values()) - {*self.fields, *READ}
+
+    @cached_property
+    def patterns(self) -> dict[str, Pattern]:
+        templates = {
+            "prompt": self.prompt_template,
+            "response": self.response_template,
+            "teacher_prompt": self.teacher_prompt_template,
+        }
+        return {key: parse_template(text, f"{key}_template") for key, text in templates.items() if text is not None}
+
+    def __call__(self, row: Row) -> Task | None:
+        """The task of a row, still without an id; None if `convert` leaves it out."""
+        task = self._renamed(row) if self.fields else row
+        if self.convert is not None:
+            converted = _converted(dict(task), self.convert)
+            if converted is None or (
+                "response" in self.need and not {"messages", "replies", *REPLIES} & converted.keys()
+            ):
+                return None
+            task = converted
+        if self.patterns:
+            task = _filled(task, self.patterns)
+        if "response" in self.need:
+            task = _with_reply(task)
+        task = _met(_checked(task), self.need)
+        if "prompt" in self.need and "response" not in self.need:  # an environment of one turn, which asks with it
+            _check_stop(task.get("stop"))
+        return task
+
+    def plain(self, rows: Sequence[Row]) -> Plain | None:
+        """What the keys of rows are that are tasks as they stand; None where some may not be.
+
+        It looks at columns instead of rows, ten times as fast. So it takes only what is beyond doubt: rows with equal
+        columns of text and numbers, those that are needed all of text that is not blank.
+        """
+        columns = self._columns(rows)
+        if columns is None or self.convert is not None or self.patterns or {"messages", "stop"} & columns.keys():
+            return None
+        kinds = {name: set(map(type, values)) for name, values in columns.items()}
+        texts = {name for name, kind in kinds.items() if kind == {str}}
+        checked = {*self.need, *({"prompt", "id"} & columns.keys())}
+        if not checked <= texts or not all(kind <= SCALARS for kind in kinds.values()):
+            return None
+        for values in map(columns.__getitem__, checked):
+            if not all(values) or any(map(str.isspace, values)) or not all(map(_is_text, values)):
+                return None
+        prompts = columns.get("prompt")
+        if "id" in columns:
+            return Plain(list(map(hash, columns["id"])), True, prompts)
+        names = sorted(columns)
+        written = (columns[name] if name in texts else map(_written, columns[name]) for name in names)
+        return Plain(list(map(hash, zip(repeat(tuple(names), len(rows)), *written, strict=True))), False, prompts)
+
+    def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]] | None:
+        """The columns of rows under the names of `fields`; None if not all rows have the same."""
+        width = len(rows[0])
+        if any(len(row) != width for row in rows):
+            return None
+        try:
+            columns = {name: list(map(itemgetter(name), rows)) for name in rows[0]}
+            renamed = {key: columns[column] for key, column in self.fields.items()}
+        except KeyError:
+            return None
+        return {name: columns[name] for name in columns.keys() - set(self.fields.values())} | renamed
+
+    def taken(self, row: Row, task: Task) -> str:
+        """What was taken for what, in words, by the example of a row and its task."""
+
+        def columns(*names: str) -> list[str]:
+            return [column for name in names if not _blank(row.get(column := self.fields.get(name, name)))]
+
+        if self.convert is not None and self.left_out:  # our own, for rows that compare: it reads what is there
+            there = [name for name, value in row.items() if not _blank(value)]
+            return f"of columns {', '.join(map(repr, there[:8]))}"
+        if self.convert is not None:
+            return f"{_name(self.convert)} makes the tasks"
+        prompts, replies = columns("prompt"), columns(*REPLIES)[:1] if "response" in self.need else []
+        said: dict[str, list[str]] = {"prompt": prompts, "response": replies}
+        if "messages" in task:
+            apart = prompts and isinstance(row[prompts[0]], list)
+            said = {"messages": [*prompts, *replies] if apart else columns("messages")}
+        said |= {key: [f"{key}_template"] for key in self.patterns}
+        words = ", ".join(f"{key} from {' and '.join(map(repr, names))}" for key, names in said.items() if names)
+        return words or "the environment makes the prompts"
+
+    def _renamed(self, row: Row) -> Row:
+        """The row with the names of `fields`. The columns stay under their old names too: see `kept`."""
+        for column in self.fields.values():
+            if column not in row:
+                raise UserError(no_column(column, row))
+        moved = set(self.fields) if self.convert else {*self.fields, *self.fields.values()} - self.kept
+        return {key: row[column] for key, column in self.fields.items()} | {
+            name: value for name, value in row.items() if name not in moved
+        }
+
+    def key(self) -> str | None:
+        """A name for this conversion, another one whenever code or options change; None if its code cannot be known."""
+        code = _code(self.convert)
+        templates = self.prompt_template, self.response_template, self.teacher_prompt_template
+        options = (sorted(self.fields.items()), *templates, list(self.need))
+        return code and digest(code, *options)
+
+
+def identified(task: Task, copies: Set[str] = frozenset()) -> Task:
+    """The task with its id: the row's own as text, or a hash of all its columns but these copies of others."""
+    id, rest = own_id(task), {key: value for key, value in task.items() if key != "id"}
+    if id is None:
+        id = _hash({key: value for key, value in rest.items() if key not in copies} if copies else rest)
+    return {"id": id, **rest}
+
+
+def own_id(task: Task) -> str | None:
+    """The id that the row itself has."""
+    id = task.get("id")
+    if id is None or id == "":
+        return None
+    if isinstance(id, bool) or not isinstance(id, str | int):
+        raise UserError(f"the id must be text or a whole number, and is {short(id)}")
+    try:
+        return _text(id if isinstance(id, str) else str(id), "the id")
+    except ValueError as error:  # a number of thousands of digits
+        raise error if isinstance(error, UserError) else UserError("the id is too long a number") from error
+
+
+def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
+    """A number that is equal for tasks with equal ids, except where one of them is its row's own; cheaper than an id."""
+    id = own_id(task)
+    if id is not None:
+        return hash(id)
+    try:
+        names = sorted(name for name in task if name != "id" and name not in copies)
+        return hash((tuple(names), *(_written(task[name]) for name in names)))
+    except TypeError as error:
+        raise UserError(f"{error}; give the rows an id") from error
+
+
+def question(task: Task) -> str | None:
+    """What the policy is asked, as JSON, by which tasks are told apart when they are split; None: the id is."""
+    if "prompt" in task:
+        return quoted(task["prompt"])
+    if "messages" not in task:
+        return None
+    messages = task["messages"]
+    return _dumps(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+
+
+# The steps of a conversion
+
+
+def _converted(row: Row, convert: Convert) -> Task | None:
+    try:
+        task = convert(row)
+    except UserError:
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the function may be the user's and fail in any way; what helps is to know the row
+        problem = f"{type(error).__name__}: {one_line(error)}"
+        if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
+            problem = no_column(error.args[0], row)
+        raise UserError(f"{_name(convert)}: {problem}") from error
+    if task is not None and not isinstance(task, dict):
+        raise UserError(f"{_name(convert)} returned a {type(task).__name__}; it must return a dict or None")
+    return dict.copy(task) if task is not None else None  # a subclass may do anything when it is read
+
+
+def parse_template(template: str, name: str) -> Pattern:
+    """The literal texts and columns of a template. Raises UserError, in a line that begins with `name`."""
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise UserError(f"{name}: {error}; write {{column}}, and {{{{ or }}}} for a brace") from error
+    for _, column, form, conversion in parts:
+        if column is not None and (form or conversion):
+            raise UserError(f"{name}: a column takes no format or conversion; write {{{column}}}")
+    return [(text, column) for text, column, _, _ in parts]
+
+
+def _filled(task: Task, patterns: Mapping[str, Pattern]) -> Task:
+    """The task with the texts that templates make of it; a templated prompt takes the place of any conversation."""
+    filled = {}
+    for key, pattern in patterns.items():
+        filled[key] = "".join(
+            text + (_cell(task, column, f"{key}_template") if column is not None else "") for text, column in pattern
+        )
+    return {key: value for key, value in task.items() if key != "messages" or "prompt" not in filled} | filled
+
+
+def _cell(task: Task, column: str, place: str) -> str:
+    # The name is looked up as it stands: "a.b" and "a[0]" are columns of that name, never an access into a value.
+    if column not in task:
+        raise UserError(f"{place}: {no_column(column, task)}")
+    if not isinstance(task[column], str | int | float):
+        raise UserError(f"{place}: column {column!r} holds a {type(task[column]).__name__}, not text or a number")
+    return str(task[column])
+
+
+def _with_reply(task: Task) -> Task:
+    """The task with what is to be imitated as "response", or as the last of its "messages" if the prompt holds messages.
+
+    These are TRL's two forms of rows with a prompt and a completion.
+    """
+    name = next((name for name in REPLIES if not _blank(task.get(name))), None)
+    if name is None or (name == "response" and not isinstance(task.get("prompt"), list)):
+        return task
+    reply, prompt = task[name], task.get("prompt")
+    rest = {key: value for key, value in task.items() if key not in REPLIES}
+    if not isinstance(prompt, list):
+        if isinstance(reply, list):
+            raise UserError(f"the {name} holds messages and the prompt is text; make both text, or both messages")
+        return {**rest, "response": reply}
+    turns = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
+    return {key: value for key, value in rest.items() if key != "prompt"} | {"messages": [*prompt, *turns]}
+
+
+def _checked(task: Task) -> Task:
+    """The task without null prompt and messages, a list for a prompt taken as messages, and both of the right type."""
+    if any(name in task and task[name] is None for name in ("prompt", "messages")):
+        task = {key: value for key, value in task.items() if value is not None or key not in ("prompt", "messages")}
+    if isinstance(task.get("prompt"), list):
+        task = {key: value for key, value in task.items() if key != "prompt"} | {"messages": task["prompt"]}
+    if "prompt" in task:
+        task = {**task, "prompt": (prompt := _text(task["prompt"], "prompt"))}
+        if not prompt.strip():
+            raise UserError("the prompt is empty")
+    if "messages" in task:
+        task = {**task, "messages": _messages(task["messages"])}
+    if isinstance(task.get("tools"), str):  # JSON, as table formats keep what differs in form from row to row
+        try:
+            task = {**task, "tools": json.loads(task["tools"])}
+        except ValueError:
+            raise UserError("tools is text and no JSON: give a list of JSON schemas of functions") from None
+    return task
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise UserError('messages must be a list of {"role": ..., "content": ...}, with at least one')
+    checked = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise UserError(f'message {number} must be an object with "role" and "content"')
+        if message["role"] not in ROLES:
+            raise UserError(f"message {number}: role {message['role']!r} is not one of {', '.join(ROLES)}")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise UserError(f"message {number}: tool_calls must be a list of objects, as OpenAI's API has them")
+        content = "" if message["content"] is None and calls else message["content"]
+        message = {**message, "content": _content(content, message["role"], f"message {number}: content")}
+        # Table formats give every message the keys of all; templates ask whether a key is there, so nulls must go.
+        checked.append({key: value for key, value in message.items() if value is not None})
+    return checked
+
+
+def _content(content: Any, role: str, name: str) -> str | list[dict[str, Any]]:
+    """Text, or parts where there is a picture among them."""
+    if not isinstance(content, list):
+        return _text(content, name)
+    try:  # table formats give every part the keys of all
+        found = parts([{k: v for k, v in p.items() if v is not None} if isinstance(p, dict) else p for p in content])
+    except PictureError as error:
+        raise UserError(f"{name}: {error}") from None
+    if all(part["type"] == "text" for part in found):
+        return _text("".join(part["text"] for part in found), name)
+    if role == "assistant":
+        raise UserError(f"{name} has a picture: a model that reads them writes text, so give them to another role")
+    return [{**part, "text": _text(part["text"], name)} if part["type"] == "text" else part for part in found]
+
+
+def _check_stop(stop: Any) -> None:
+    """Null, or one stop string or several, as a turn may have them."""
+    if stop is None:
+        return
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple):
+        raise UserError(f"stop must be text or a list of texts, not {type(stop).__name__}; leave it out for none")
+    for each in stops:
+        if not _text(each, "stop" if stops is not stop else "each stop"):
+            raise UserError("stop holds an empty text, at which every reply would end; leave it out for none")
+
+
+def not_text(value: Any, what: str) -> UserError:
+    """What is said of a value that should have been a text; `what`: "prompt must be text"."""
+    return UserError(
+        f"{what}, and is {short(value)}" + ("; put it in quotes" if isinstance(value, int | float) else "")
+    )
+
+
+def _text(value: Any, name: str) -> str:
+    """It as a plain string: what a converter made may be of a class with methods of its own."""
+    if not isinstance(value, str):
+        raise not_text(value, f"{name} must be text")
+    value = str.__str__(value)
+    if not _is_text(value):
+        raise UserError(f"{name} holds half a surrogate pair, which is not a character; remove it")
+    return value
+
+
+def _is_text(value: str) -> bool:
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _met(task: Task, need: Sequence[str]) -> Task:
+    """The task with one prompt: "prompt" or "messages", whichever meets the need."""
+    if "response" in need and _blank(task.get("response")) and _is_played(task):
+        return task
+    missing = [key for key in need if _blank(task.get(key))]
+    plain = "prompt" in task and "messages" not in need and not missing
+    if "messages" in task and not plain and set(missing) <= {"prompt", "response"}:
+        last = task["messages"][-1]
+        said = not _blank(last["content"]) or last.get("tool_calls")
+        if "response" in need and (last["role"] != "assistant" or not said):
+            raise UserError("the messages must end with the assistant turn to imitate, and it must not be empty")
+        if "prompt" in need and "response" not in need and last["role"] == "assistant":
+            raise UserError("the messages end with an assistant turn; drop it, the model is to write it")
+        return {key: value for key, value in task.items() if key != "prompt"}
+    if missing:
+        there = [str(key)[:40] for key, value in task.items() if not _blank(value)]
+        has = ", ".join([*there[:12], *(["..."] if len(there) > 12 else [])]) or "nothing"
+        named = " ".join(f"--fields.{name} COLUMN" for name in missing)
+        raise UserError(f"no {' and no '.join(missing)}; the row has: {has}; say which column it is: {named}")
+    if "response" in need:
+        task = {**task, "response": _text(task["response"], "response")}
+    if "messages" in task and "prompt" in task:
+        task = {key: value for key, value in task.items() if key != "messages"}
+    return task
+
+
+def _is_played(task: Task) -> bool:
+    """Whether it is an episode to imitate: a rollout as a run keeps it, or the replies of one."""
+    if isinstance(task.get("transcripts"), list) and isinstance(task.get("turns"), list):
+        return True
+    return is_script(task) and bool(script(task))
+
+
+def is_script(task: Task) -> bool:
+    """Whether a row has the replies of an episode. A table has such a column in its other rows too, and nothing in it."""
+    return isinstance(task.get("replies"), list | tuple) and bool(task["replies"])
+
+
+def script(task: Task) -> Sequence[str]:
+    """The replies of such a row. Raises UserError."""
+    replies: Sequence[str] = task["replies"]
+    for number, reply in enumerate(replies, 1):
+        if not _text(reply, f"reply {number}"):
+            raise UserError(f"reply {number} is empty")
+    return replies
+
+
+def _hash(value: Any) -> str:
+    """64 bits in hexadecimal, the same in every process and for every order of keys."""
+    return hashlib.blake2b(_dumps(value).encode(), digest_size=8).hexdigest()
+
+
+def _dumps(value: Any) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, default=_json)
+    except (ValueError, RecursionError) as error:
+        raise UserError("a value holds itself, or lists within lists without end: rows hold plain values") from error
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else _dumps(value)
+
+
+def _json(value: Any) -> Any:
+    """What json cannot write, as it can; only for types whose text is the same in every process."""
+    if hasattr(value, "tolist"):  # arrays
+        return value.tolist()
+    if isinstance(value, bytes | date | time | timedelta | Decimal):
+        return repr(value)
+    raise TypeError(f"a value of type {type(value).__name__} gives no stable id")
+
+
+def _code(convert: Convert | None) -> str | None:
+    """A digest of our own code and, where rows are converted, of all modules that are not installed: the user's."""
+    files = set(Path(__file__).parents[1].rglob("*.py"))
+    if convert is not None:
+        module = sys.modules.get(convert.__module__)
+        if getattr(module, "__file__", None) is None or getattr(module, _name(convert), None) is not convert:
+            return None  # of a notebook, or made by another function: what it does cannot be told from a file
+        installed = tuple(
+            map(str, {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+        )
+        found = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+        files |= {Path(file) for file in found if file and file.endswith(".py") and not file.startswith(installed)}
+    return digest(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in sorted(files) if file.is_file()))
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not str.strip(value))

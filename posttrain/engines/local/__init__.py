@@ -1,0 +1,1 @@
+"""Engines in the learner's process."""

@@ -1,0 +1,366 @@
+"""Decides whether decoding steps run as compiled code, and packs weights, cache and requests as that code reads them.
+
+`decode.c` holds the step itself.
+
+    B    running requests    K    inputs of a product
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
+from posttrain.engines.local.running_batch import RunningBatch
+from posttrain.models.native.decoder import Decoder, DecoderConfig, Layer
+from posttrain.models.native.kernels import binder
+from posttrain.models.native.linear import Linear
+
+UNIT = 32
+"""Numbers of rows and strides of buffers are multiples of it: vectors, panels and tiles of every processor divide it."""
+KINDS = ("products", "attention", "norms", "sampling")
+"""Of the work in a step, as in decode.c."""
+FEED_ROWS = 256  # tokens that are given, in a step
+SAMPLED = ("count", "budget", "seed", "temperature", "filtered", "ended", "tokens", "logp")
+"""Fields of a step that are of drawing alone."""
+HEAD_ROWS = 16  # of an output head's product that torch computes
+PACKED_HEAD = 1 << 22
+"""Entries of an output head up to which a copy is kept: memory is not to grow with the vocabulary."""
+
+
+def logits_in_blocks(model: Decoder, hidden: Tensor) -> Tensor:
+    """[n, hidden] -> [n, vocab], so that no row depends on how many there are."""
+    whole = torch.cat((hidden, hidden[:1].expand(-len(hidden) % HEAD_ROWS, -1)))
+    return torch.cat([model.logits(rows) for rows in whole.split(HEAD_ROWS)])[: len(hidden)]
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def supported(model: Decoder, dtype: torch.dtype) -> bool:
+    """Whether this model, with products of `dtype`, can be decoded by compiled code here. May compile it."""
+    if model.head.device.type != "cpu" or any(p.dtype != torch.float32 for p in model.parameters()):
+        return False
+    library = binder.decode()
+    return library is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and library.bf16))
+
+
+def _round_up(count: int, unit: int = UNIT) -> int:
+    return -(-count // unit) * unit
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x [n, k] with zeros up to [rows, columns]."""
+    return functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+
+
+def panels(weight: Tensor, dtype: torch.dtype, lanes: int) -> Tensor:
+    """A weight [outputs, K] packed for products of `dtype`: panels of two vectors of outputs, in bfloat16 of input pairs."""
+    width = 2 * lanes
+    outputs = _round_up(weight.shape[0], width)
+    if dtype == torch.float32:
+        padded = _padded(weight, outputs, weight.shape[1])
+        return padded.view(outputs // width, width, -1).transpose(1, 2).contiguous()
+    padded = _padded(weight.to(dtype), outputs, _round_up(weight.shape[1]))
+    return padded.view(outputs // width, width, -1, 2).transpose(1, 2).contiguous()
+
+
+def interleaved(gate_up: Tensor, lanes: int) -> Tensor:
+    """Rows (gate, up) [2 n, ...] as a vector of gate, the same of up, and so on; missing ones are zeros."""
+    gate, up = gate_up.chunk(2)
+    missing = (0,) * (2 * (gate.dim() - 1)) + (0, -len(gate) % lanes)
+    both = torch.stack([functional.pad(x, missing).unflatten(0, (-1, lanes)) for x in (gate, up)], 1)
+    return both.flatten(0, 2)
+
+
+class PackedModel:
+    """Copies of a model's weights as decode.c reads them, in products of `dtype`; adapters are merged."""
+
+    @torch.no_grad()
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, lanes: int) -> None:
+        config = decoder.config
+        self._dtype, self._lanes = dtype, lanes
+        self._held: list[Any] = []  # what the structures point to
+        layers = [self._layer(layer) for layer in decoder.layers if isinstance(layer, Layer)]
+        assert len(layers) == config.layers
+        array, address = binder.array_of(layers)
+        self._held.append(array)
+        has_head = decoder.head.weight.numel() <= PACKED_HEAD
+        self.model = binder.CModel(
+            layers=config.layers,
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_size=config.head_size,
+            vocab=config.vocab,
+            dtype=int(dtype == torch.bfloat16),
+            eps=config.norm_eps,
+            layer=address,
+            embedding=decoder.embed.weight.data_ptr(),
+            norm=self._vector(decoder.norm.weight),
+            head=self._linear(decoder.head.weight, None, torch.float32) if has_head else binder.NO_LINEAR,
+        )
+        self.parameters = list(decoder.parameters())
+        self._versions = [p._version for p in self.parameters]
+
+    @property
+    def current(self) -> bool:
+        """Whether no weight was changed in place since it was packed."""
+        return self._versions == [p._version for p in self.parameters]
+
+    @property
+    def has_head(self) -> bool:
+        return self.model.head.panels > 0
+
+    def _layer(self, layer: Layer) -> binder.CLayer:
+        def linear(part: Linear) -> binder.CLinear:
+            return self._linear(part.merged(), part.bias, self._dtype)
+
+        gate_up, bias = layer.gate_up, layer.gate_up.bias
+        return binder.CLayer(
+            attention_norm=self._vector(layer.attention_norm.weight),
+            mlp_norm=self._vector(layer.mlp_norm.weight),
+            qk_norm=None if layer.qk_norm is None else self._hold(layer.qk_norm.detach().contiguous()),
+            qkv=linear(layer.qkv),
+            o=linear(layer.o),
+            gate_up=self._linear(
+                interleaved(gate_up.merged(), self._lanes),
+                None if bias is None else interleaved(bias, self._lanes),
+                self._dtype,
+            ),
+            down=linear(layer.down),
+        )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> binder.CLinear:
+        packed = panels(weight.detach(), dtype, self._lanes)
+        inputs = weight.shape[1] if dtype == torch.float32 else _round_up(weight.shape[1])
+        shift = None if bias is None else self._vector(bias)
+        return binder.CLinear(weight=self._hold(packed), bias=shift, inputs=inputs, panels=packed.shape[0])
+
+    def _vector(self, x: Tensor) -> int:
+        """A bias or a norm, with zeros up to whole panels."""
+        return self._hold(functional.pad(x.detach(), (0, -x.shape[-1] % UNIT)).contiguous())
+
+    def _hold(self, x: Tensor) -> int:
+        self._held.append(x)
+        return x.data_ptr()
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+class Given(NamedTuple):
+    """Tokens that follow what a request has in the cache."""
+
+    slot: int
+    place: int  # of the first of them, among its own
+    tokens: tuple[int, ...]
+
+
+class CompiledStep:
+    """Decoding steps of one model. Holds copies of its weights and buffers until `forget`."""
+
+    def __init__(self, model: Decoder, dtype: torch.dtype, eos: Tensor) -> None:
+        library = binder.decode()
+        assert library is not None and supported(model, dtype)
+        self._library, self._decoder, self._dtype, self._eos = library, model, dtype, eos
+        self._packed: PackedModel | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._rotary: tuple[Tensor, Tensor] | None = None
+        self.seconds: Tensor | None = None  # float64 [KINDS]: the time of decoding is added to these
+
+    def forget(self) -> None:
+        """Give back copies and buffers: the weights may have changed, or nothing runs."""
+        self._packed, self._buffers, self._rotary = None, {}, None
+
+    @property
+    def holds_nothing(self) -> bool:
+        return self._packed is None and not self._buffers and self._rotary is None
+
+    def __call__(self, cache: PackedCache, rows: RunningBatch, count: int) -> tuple[Tensor, slice | Tensor] | None:
+        """One token for the first `count` requests. Returns what it leaves to draw: logits float32 [n, V] and whose."""
+        packed = self._pack()
+        order, prompt, _ = cache.requests()
+        step = self._step(
+            cache,
+            count,
+            order=order.data_ptr(),
+            groups=count,
+            draws=1,
+            prompt=prompt.data_ptr(),
+            token=rows.token.data_ptr(),
+            length=rows.length.data_ptr(),
+            count=rows.count.data_ptr(),
+            budget=rows.budget.data_ptr(),
+            seed=rows.seed.data_ptr(),
+            temperature=rows.temperature.data_ptr(),
+            filtered=rows.filtered.data_ptr(),
+            ended=rows.ended.data_ptr(),
+            tokens=rows.tokens.data_ptr(),
+            logp=rows.logp.data_ptr(),
+            sampled_stride=rows.tokens.shape[1],
+        )
+        self._library.run(packed.model, step)
+        if not packed.has_head:
+            hidden = self._buffers["last"].view(-1, step.hidden_stride)[:count, : self._decoder.config.hidden]
+            return logits_in_blocks(self._decoder, hidden), slice(0, count)
+        if rows.filtered_slots is None:
+            return None
+        logits = self._buffers["logits"].view(-1, step.logits_stride)
+        return logits[rows.filtered_slots, : self._decoder.config.vocab], rows.filtered_slots
+
+    def feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
+        """Keys and values of tokens that are given, into the cache: the bits that decoding them one by one would give."""
+        left = list(given)
+        while left:
+            taken: list[Given] = []
+            room = FEED_ROWS
+            while left and room:
+                one = left.pop(0)
+                taken.append(one._replace(tokens=one.tokens[:room]))
+                if len(one.tokens) > room:
+                    left.insert(0, one._replace(place=one.place + room, tokens=one.tokens[room:]))
+                room -= len(taken[-1].tokens)
+            self._feed(cache, taken)
+
+    def _feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
+        """At most `FEED_ROWS` tokens."""
+        packed = self._pack()
+        _, prompts, lengths = cache.requests()
+        given = sorted(given, key=lambda one: int(prompts[one.slot]))  # those of one prompt side by side
+        counts = torch.tensor([len(one.tokens) for one in given])
+        slots = torch.tensor([one.slot for one in given], dtype=torch.int32)
+        starts = torch.tensor([one.place for one in given]) + lengths[prompts[slots.long()].long()]
+        ends = counts.cumsum(0)
+        count = int(ends[-1])
+        position = torch.arange(count) - (ends - counts - starts).repeat_interleave(counts)
+        slot = slots.repeat_interleave(counts)
+        prompt = prompts[slot.long()]
+        token = torch.tensor([token for one in given for token in one.tokens])
+        order = torch.arange(count, dtype=torch.int32)
+        group = torch.cat((torch.zeros(1, dtype=torch.int32), ends.to(torch.int32)))
+        step = self._step(
+            cache,
+            count,
+            order=order.data_ptr(),
+            group=group.data_ptr(),
+            groups=len(given),
+            slot=slot.data_ptr(),
+            prompt=prompt.data_ptr(),
+            token=token.data_ptr(),
+            length=position.data_ptr(),
+        )
+        self._library.run(packed.model, step)
+
+    def _pack(self) -> PackedModel:
+        if self._packed is None or not self._packed.current:
+            self._packed = PackedModel(self._decoder, self._dtype, self._library.lanes)
+        return self._packed
+
+    def _step(self, cache: PackedCache, rows: int, **of_rows: Any) -> binder.CStep:
+        """`of_rows`: fields that say what the rows are."""
+        assert self._packed is not None
+        config, library, model = self._decoder.config, self._library, self._packed.model
+        threads = torch.get_num_threads()
+        _, _, prompt_length = cache.requests()
+        own_tokens, prompt_tokens = cache.own.shape[4], cache.shared.shape[4]
+        cos, sin = self._tables(cache.positions)
+        lines = _round_up(rows)
+        hidden = _round_up(config.hidden)
+        qkv = _round_up((config.heads + 2 * config.kv_heads) * config.head_size)
+        attended = _round_up(config.heads * config.head_size)
+        inner = _round_up(config.intermediate)
+        logits = _round_up(config.vocab, library.vocab_block) if self._packed.has_head else 0
+        scratch = library.scratch(model, own_tokens + prompt_tokens)
+        nothing = dict.fromkeys(("group", "slot", *SAMPLED)) | {"draws": 0, "sampled_stride": 0}
+        return binder.CStep(
+            **{**nothing, **of_rows},
+            rows=rows,
+            threads=threads,
+            prompt_length=prompt_length.data_ptr(),
+            eos=self._eos.data_ptr(),
+            eos_count=len(self._eos),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            own_keys=cache.own[0].data_ptr(),
+            own_values=cache.own[1].data_ptr(),
+            prompt_keys=cache.shared[0].data_ptr(),
+            prompt_values=cache.shared[1].data_ptr(),
+            own_slots=cache.own.shape[2],
+            own_tokens=own_tokens,
+            prompt_slots=cache.shared.shape[2],
+            prompt_tokens=prompt_tokens,
+            x=self._buffer("x", lines * hidden),
+            normed=self._buffer("normed", lines * hidden, self._dtype),
+            qkv=self._buffer("qkv", lines * qkv),
+            attended=self._buffer("attended", lines * attended, self._dtype),
+            inner=self._buffer("inner", lines * inner, self._dtype),
+            last=self._buffer("last", lines * hidden),
+            logits=self._buffer("logits", lines * logits),
+            hidden_stride=hidden,
+            qkv_stride=qkv,
+            attended_stride=attended,
+            inner_stride=inner,
+            logits_stride=logits,
+            scratch=self._buffer("scratch", threads * scratch),
+            scratch_size=scratch,
+            counters=self._buffer("counters", library.phases(model), torch.int32),
+            seconds=None if self.seconds is None else self.seconds.data_ptr(),
+        )
+
+    def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Of the rotary embedding, for at least so many positions."""
+        if self._rotary is None or len(self._rotary[0]) < positions:
+            cos, sin = self._decoder.rotary(torch.arange(_round_up(positions, 256)), torch.float32)
+            self._rotary = cos.contiguous(), sin.contiguous()
+        return self._rotary
+
+    def _buffer(self, name: str, size: int, dtype: torch.dtype = torch.float32) -> int:
+        """Where so many numbers have room. Zeros at first: what pads a row is read, and stays 0."""
+        held = self._buffers.get(name)
+        if held is None or held.numel() < size:
+            held = self._buffers[name] = torch.zeros(size, dtype=dtype)
+        return held.data_ptr()
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+class PackedCache(KVCache):
+    """Keys lie in blocks of a vector of tokens [tokens / lanes, size, lanes], where a plain cache has [tokens, size]."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        library = binder.decode()
+        assert library is not None
+        super().__init__(replace(config, head_size=_round_up(config.head_size, library.lanes)), dtype, device)
+        self.unit = library.lanes
+        self._requests: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def positions(self) -> int:
+        """More than any request has."""
+        return min(self.config.context, self.own.shape[4] + self.shared.shape[4])
+
+    def requests(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Requests with those of a prompt side by side, the prompt of each, and the prompts' lengths; all int32."""
+        if self._requests is None:
+            prompt = torch.tensor([self.row[prompt] for prompt in self.prompt], dtype=torch.int32)
+            lengths = torch.tensor([len(prompt) for prompt in self.row], dtype=torch.int32)
+            self._requests = prompt.argsort(stable=True).to(torch.int32), prompt, lengths
+        return self._requests
+
+    def _reseated(self) -> None:
+        super()._reseated()
+        self._requests = None
+
+    def _write(self, row: int, prefix: PromptPrefix) -> None:
+        tokens, size = prefix.k.shape[2:]
+        keys = functional.pad(prefix.k, (0, self.config.head_size - size, 0, -tokens % self.unit))
+        whole = keys.unflatten(2, (-1, self.unit)).transpose(-1, -2)  # [layers, kv_heads, blocks, size, unit]
+        self.shared[0, :, row, :, : keys.shape[2]] = whole.reshape(keys.shape)
+        self.shared[1, :, row, :, :tokens, :size] = prefix.v

@@ -1,0 +1,33 @@
+"""The engine that shares a process with the learner, and its weights or a copy of them: the fast one where there is one."""
+
+from __future__ import annotations
+
+from posttrain.core.protocols import Engine, Model
+from posttrain.engines.local.backed_engine import BackedEngine
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.prefix_cache import KEPT_BYTES
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.models.hf.backed import Backed
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+
+def embedded(
+    model: Model,
+    tokenizer: Tokenizer,
+    slots: int = 256,
+    precision: str = "float32",
+    kept_gib: float | None = None,
+    rests: bool = True,
+    own: bool = False,
+) -> Engine:
+    """`slots`: how many requests run at once. `kept_gib`: of keys and values that are kept between turns. `rests`: whether
+    memory is given back when nothing runs. `own`: it samples with a copy of the weights that are loaded last."""
+    model = own_copy(model) if own else model
+    if isinstance(model, Decoder):
+        kept = KEPT_BYTES if kept_gib is None else int(kept_gib * 2**30)
+        return LocalEngine(model, tokenizer, slots, precision, kept, rests, own)
+    if isinstance(model, Backed):
+        return BackedEngine(model, tokenizer, slots, precision, own)
+    return UncachedEngine(model, tokenizer, slots, precision, own)

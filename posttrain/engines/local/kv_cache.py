@@ -1,0 +1,257 @@
+"""Decides where keys and values of running requests lie: a prompt once for all its requests, and each one's own tokens.
+
+A request looks at its prompt and at its own tokens in two products that are joined by their normalisers. So the prompt
+of a group costs memory and bandwidth once, however many rollouts continue it.
+
+    B    running requests    G    prompts in use    W    requests of the most used prompt    R    query heads per key head
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.models.native.attention import fused, merged
+from posttrain.models.native.decoder import DecoderConfig
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptPrefix:
+    """A computed prompt of P tokens, kept while requests that begin with it wait."""
+
+    k: Tensor  # [layers, kv_heads, P, size]
+    v: Tensor
+    logits: Tensor  # [V], of the first token to sample
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.k, self.v, self.logits
+
+    def alone(self) -> PromptPrefix:
+        """Itself, without the memory of prompts that were computed beside it."""
+        return self if all(x._base is None for x in self.tensors) else PromptPrefix(*(x.clone() for x in self.tensors))
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Which requests share which row of prompts. Padding members repeat the first one of their row."""
+
+    members: Tensor  # int64 [G * kv_heads * W], index into queries laid as [B * kv_heads]
+    place: Tensor  # int64 [B * kv_heads], where a request's output lies in [G * kv_heads * W]
+    mask: Tensor  # [G, 1, 1, P], added to the scores
+
+
+class KVCache:
+    """Running requests occupy the first slots, and their prompts the first rows: one step is a few dense products."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.unit = 1  # tokens that lie together
+        self.own = self._empty(0, 0)
+        self.shared = self._empty(0, 0)
+        self.row: dict[Prompt, int] = {}  # of every prompt in use, in the order of the rows
+        self.prompt: list[Prompt] = []  # [B], of each slot
+        self._groups: _Groups | None = None
+
+    def reserve(self, slots: int, own: int, prompts: int, prompt: int) -> None:
+        """Make room for so many requests with `own` tokens each, and so many prompts of at most `prompt` tokens."""
+        self.own = self._grown(self.own, slots, own)
+        self.shared = self._grown(self.shared, len(self.row) + prompts, prompt)
+
+    def admit(self, prompts: Sequence[Prompt], computed: dict[Prompt, PromptPrefix]) -> None:
+        """The next slots run these prompts."""
+        for prompt in dict.fromkeys(prompts):
+            if prompt not in self.row:
+                row = self.row[prompt] = len(self.row)
+                self._write(row, computed[prompt])
+        self.prompt.extend(prompts)
+        self._reseated()
+
+    def keep(self, count: int, source: Sequence[int], to: Sequence[int], filled: int) -> None:
+        """The first `count` slots go on, after `source` moved to `to`; `filled`: most own tokens of a request."""
+        if source:
+            index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
+            filled = self.whole(filled)
+            self.own[:, :, place, :, :filled] = self.own[:, :, index, :, :filled]
+            for old, new in zip(source, to, strict=True):
+                self.prompt[new] = self.prompt[old]
+        del self.prompt[count:]
+        self._release(set(self.prompt))
+        self._reseated()
+
+    def states(self, slot: int, tokens: int) -> Tensor:
+        """A copy of a request's own keys and values, [2, layers, kv_heads, tokens, size]; whole units of tokens."""
+        return self.own[:, :, slot, :, : self.whole(tokens)].clone()
+
+    def restore(self, slot: int, states: Tensor) -> None:
+        """The inverse."""
+        self.own[:, :, slot, :, : states.shape[3]] = states
+
+    def extend(self, slot: int, place: int, tokens: int) -> ExtendAttention:
+        """Where the next so many own tokens of a request are put, from `place` on, and what they may look at."""
+        return ExtendAttention(self, slot, place, tokens)
+
+    def step(self, place: Tensor, longest: int) -> DecodeAttention:
+        """Where the next token of every request is put and what it may look at; place int64 [B], all below `longest`."""
+        if self._groups is None:
+            self._groups = self._group()
+        return DecodeAttention(self, place, longest, self._groups)
+
+    def _reseated(self) -> None:
+        """Other requests run, or in other slots."""
+        self._groups = None
+
+    def _write(self, row: int, prefix: PromptPrefix) -> None:
+        """Keep a prompt in a row."""
+        tokens = prefix.k.shape[2]
+        self.shared[0, :, row, :, :tokens] = prefix.k
+        self.shared[1, :, row, :, :tokens] = prefix.v
+
+    def whole(self, tokens: int) -> int:
+        """So many tokens or more that fill whole units."""
+        return math.ceil(tokens / self.unit) * self.unit
+
+    def _release(self, used: set[Prompt]) -> None:
+        """Give back the rows of prompts that nobody uses; the last rows fill the holes."""
+        rows = list(self.row)
+        for hole in [row for prompt, row in self.row.items() if prompt not in used]:
+            while rows and rows[-1] not in used:
+                rows.pop()
+            if hole < len(rows):
+                rows[hole] = prompt = rows.pop()
+                filled = self.whole(len(prompt))
+                self.shared[:, :, hole, :, :filled] = self.shared[:, :, self.row[prompt], :, :filled]
+        self.row = {prompt: row for row, prompt in enumerate(rows)}
+
+    def _group(self) -> _Groups:
+        heads = self.config.kv_heads
+        slots: list[list[int]] = [[] for _ in self.row]
+        for slot, prompt in enumerate(self.prompt):
+            slots[self.row[prompt]].append(slot)
+        widest = max(map(len, slots))
+        place = [0] * len(self.prompt)
+        for row, members in enumerate(slots):
+            for number, slot in enumerate(members):
+                place[slot] = row * heads * widest + number
+        padded = torch.tensor([members + [members[0]] * (widest - len(members)) for members in slots])
+        head = torch.arange(heads)
+        length = torch.tensor([len(prompt) for prompt in self.row])
+        visible = torch.arange(int(length.max()))[None, :] < length[:, None]
+        return _Groups(
+            (padded[:, None, :] * heads + head[None, :, None]).reshape(-1).to(self.device),
+            (torch.tensor(place)[:, None] + widest * head[None, :]).reshape(-1).to(self.device),
+            _added(visible, self.dtype).to(self.device),
+        )
+
+    def _empty(self, slots: int, tokens: int) -> Tensor:
+        config = self.config
+        shape = (2, config.layers, slots, config.kv_heads, tokens, config.head_size)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _grown(self, old: Tensor, slots: int, tokens: int) -> Tensor:
+        """With at least so many slots and tokens: `old` itself where it has them."""
+        have, filled = old.shape[2], old.shape[4]
+        if slots <= have and tokens <= filled:
+            return old
+        if filled and tokens > filled:
+            tokens = max(tokens, min(self.config.context, 3 * filled // 2))  # grows in few steps
+        new = self._empty(max(slots, have), max(64 * math.ceil(tokens / 64), filled))
+        new[:, :, :have, :, :filled] = old
+        return new
+
+
+class DecodeAttention:
+    """The `Attend` of one decoding step: one new token of each running request."""
+
+    def __init__(self, cache: KVCache, place: Tensor, longest: int, groups: _Groups) -> None:
+        self.cache, self.place, self.longest, self.groups = cache, place, longest, groups
+        self.slot = torch.arange(place.shape[0], device=place.device)
+        visible = torch.arange(longest, device=place.device)[None, :] <= place[:, None]
+        self.mask = _added(visible, cache.dtype)  # [B, 1, 1, longest]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, heads, size], k and v [B, kv_heads, size] -> [B, heads, size]."""
+        cache, groups = self.cache, self.groups
+        count, (heads, size) = q.shape[0], k.shape[1:]
+        keys, values = cache.own[0, layer], cache.own[1, layer]
+        keys[self.slot, :, self.place] = k.to(cache.dtype)
+        values[self.slot, :, self.place] = v.to(cache.dtype)
+        # The R query heads that share a key head are laid as its queries: nothing is repeated.
+        queries = q.to(cache.dtype).reshape(count, heads, -1, size)
+        own, own_mass = attention(
+            queries, keys[:count, :, : self.longest], values[:count, :, : self.longest], self.mask
+        )
+        used, length = groups.mask.shape[0], groups.mask.shape[-1]
+        together = queries.reshape(count * heads, -1).index_select(0, groups.members).view(used, heads, -1, size)
+        keys, values = cache.shared[0, layer], cache.shared[1, layer]
+        shared, shared_mass = attention(together, keys[:used, :, :length], values[:used, :, :length], groups.mask)
+        shared = shared.reshape(groups.members.shape[0], -1).index_select(0, groups.place).view_as(own)
+        shared_mass = shared_mass.reshape(groups.members.shape[0], -1).index_select(0, groups.place)
+        return merged(own, own_mass, shared, shared_mass.view_as(own_mass)).reshape(q.shape)
+
+
+class ExtendAttention:
+    """The `Attend` of given tokens that follow what one request has in the cache. What fills them up sees nothing."""
+
+    def __init__(self, cache: KVCache, slot: int, place: int, tokens: int) -> None:
+        self.cache, self.slot, self.place, self.tokens = cache, slot, place, tokens
+        prompt = cache.prompt[slot]
+        self.row, self.length = cache.row[prompt], len(prompt)
+        own = torch.arange(place + tokens, device=cache.device)
+        repeat = cache.config.heads // cache.config.kv_heads
+        visible = own[None, :] <= torch.arange(place, place + tokens, device=cache.device)[:, None]
+        self.mask = _added(visible, cache.dtype)[:, 0, 0].repeat(repeat, 1)[
+            None, None
+        ]  # [1, 1, R * tokens, place + tokens]
+        self.all = torch.zeros(1, 1, 1, self.length, dtype=cache.dtype, device=cache.device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, size], k and v [n, kv_heads, size], n at least `tokens` -> [n, heads, size]."""
+        cache, count, (heads, size) = self.cache, self.tokens, k.shape[1:]
+        where = slice(self.place, self.place + count)
+        keys, values = cache.own[0, layer, self.slot], cache.own[1, layer, self.slot]
+        keys[:, where] = k[:count].transpose(0, 1).to(cache.dtype)
+        values[:, where] = v[:count].transpose(0, 1).to(cache.dtype)
+        # The R query heads that share a key head are laid as its queries.
+        queries = q[:count].to(cache.dtype).unflatten(1, (heads, -1)).permute(1, 2, 0, 3).reshape(1, heads, -1, size)
+        own = attention(queries, keys[None, :, : where.stop], values[None, :, : where.stop], self.mask)
+        shared = attention(
+            queries,
+            cache.shared[0, layer, self.row, :, : self.length][None],
+            cache.shared[1, layer, self.row, :, : self.length][None],
+            self.all,
+        )
+        out = merged(*own, *shared).view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(count, -1, size)
+        whole = torch.zeros_like(q, dtype=cache.dtype)
+        whole[:count] = out
+        return whole
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [B, heads, n, size] of q over k and v [B, heads, m, size], and the logsumexp of its scores [B, heads, n].
+
+    mask [B, 1, 1 or n, m] is added to the scores.
+    """
+    if q.device.type == "cpu":
+        return fused(q, k, v, mask)
+    return plain_attention(q, k, v, mask)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in single operations, for devices whose fused kernels want another mask. Scores are float32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
+    mass = scores.logsumexp(-1)
+    return ((scores - mass.unsqueeze(-1)).exp() @ v.to(wide)).to(v.dtype), mass
+
+
+def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """bool [B, m] -> 0 where a query may look and -inf elsewhere, [B, 1, 1, m]."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, -math.inf)[:, None, None, :]

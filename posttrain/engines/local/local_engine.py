@@ -1,0 +1,414 @@
+"""The embedded rollout engine: continuous batching over a key-value cache, with the learner's own weights.
+
+Requests wait in line until a slot of the cache is free. The prompt of a group is computed and kept once. Running requests
+occupy the first slots, so one decoding step is one dense forward over them.
+
+Decided here: where decoding is compiled code, which adds up each row's numbers in an order of its own, prompts and output
+heads too are computed so that nothing depends on what is computed beside them. Prompts still go through the model
+together, but their products go in blocks of one size, and each looks at itself in a call of its own. So a request gives
+the same bits in any company, whenever it arrives.
+
+    B    running requests (slots in use)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Layout
+from posttrain.core.protocols import Engine, Paced
+from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.local.compiled_step import CompiledStep, Given, PackedCache, logits_in_blocks, supported
+from posttrain.engines.local.engine_weights import take_over
+from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
+from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
+from posttrain.engines.local.running_batch import RunningBatch
+from posttrain.engines.local.sampler import sample, uniform
+from posttrain.engines.request import Request, complete, reached_stop, stop_window
+from posttrain.engines.throughput import Throughput
+from posttrain.models.native.attention import SegmentAttention, each_alone, filled
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.fused import compiles
+from posttrain.models.native.kernels import build
+from posttrain.models.native.linear import ROUND, in_blocks, rounds
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
+POLL_STEPS = 4  # of decoding, after which the caller may look at what else has happened
+
+
+class LocalEngine:
+    """See `posttrain.core.protocols.Engine`. One per learner; not thread-safe.
+
+    `slots`: how many requests run at once. `context`: tokens of prompt and reply together, at most the model's. `rests`:
+    whether memory that an update can use is given back when nothing runs; it then takes a while to begin again. `own`: the
+    model is the engine's, and weights that are loaded are written over its own; else it is the learner's.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        slots: int = 256,
+        precision: str = "float32",
+        kept_bytes: int = KEPT_BYTES,
+        rests: bool = True,
+        own: bool = False,
+    ) -> None:
+        self.model, self.own = model, own
+        self.tokenizer = tokenizer
+        self.slots, self.rests = slots, rests
+        self.context = model.config.context
+        self.version = 0
+        self.device = model.head.device
+        self.precision = precision
+        self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
+        self.eos = torch.tensor(self.eos_ids, dtype=torch.int64, device=self.device)
+        self.waiting: deque[Request] = deque()
+        self.prefixes: dict[tuple[int, ...], PromptPrefix] = {}
+        self.running: list[Request] = []  # [B], request of each slot
+        self.kept = PrefixCache(kept_bytes)
+        self.computed = 0  # tokens that went through the model
+        self._pace = Throughput()
+        self._resumed: dict[int, CachedPrefixes] = {}  # by the id of the waiting request that goes on from it
+        self._prefix_of: dict[int, PromptPrefix] = {}  # of running requests that are to be kept
+        self._rows = RunningBatch(self.device)
+        self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
+        self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
+        self.batch_invariant = self._compiled is not None and compiles()
+        self._cache = self._new_cache()
+
+    @property
+    def backend(self) -> str:
+        """What computes the decoding steps, in words."""
+        return build.backend(self._compiled is not None)
+
+    def load(self, weights: Any, version: int) -> None:
+        """Shared weights are there already: only the version is noted."""
+        assert not self.running and not self.waiting, "weights change between batches of rollouts, not within one"
+        assert self.own or weights is self.model, "this engine shares the learner's weights"
+        if self.own:
+            take_over(self.model, weights)
+        self.version = version
+        self.prefixes.clear()
+        self.kept.clear()
+        self._forget_copies()
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
+        tokens, kept = tuple(prompt), self.kept.take(id)
+        if kept is None or tokens[: len(kept.prompt) + len(kept.own)] != kept.tokens:
+            request = Request(id, tokens, sampling, keep=keep)
+        else:
+            request = Request(id, kept.prompt, sampling, tokens[len(kept.prompt) :], keep)
+            self._resumed[id] = kept
+            if kept.prefix is not None:
+                self.prefixes[kept.prompt] = kept.prefix
+        self.waiting.append(request.check(self.context, self.model.config.vocab))
+
+    def forget(self, id: int) -> None:
+        self.kept.take(id)
+
+    def cancel(self, id: int) -> None:
+        self.waiting = deque(request for request in self.waiting if request.id != id)
+        self._resumed.pop(id, None)
+        self._prefix_of.pop(id, None)
+        if slots := [slot for slot, request in enumerate(self.running) if request.id == id]:
+            self._leave(slots)
+        if self.rests and not self.running and not self.waiting:
+            self._rest()
+
+    def copy(self, id: int, to: int, tokens: int) -> None:
+        self.kept.copy(id, to, tokens, self._cache.whole)
+
+    def poll(self) -> list[Completion]:
+        """Decode until a request has finished, for a few steps at most; [] if none has."""
+        # Not inference_mode: under it autocast would cast every weight again at every token.
+        with torch.no_grad(), self._autocast():
+            for _ in range(POLL_STEPS):
+                if not self.running and not self.waiting:
+                    break
+                began, count, computed = time.perf_counter(), len(self.running), self.computed
+                free = self.slots - count
+                # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.
+                admitting = bool(self.waiting) and (not count or free >= max(1, self.slots // 8))
+                if admitting:
+                    self._admit(free)
+                else:
+                    self._decode()
+                done = self._finished()  # waits for the device, so the clock may be read
+                seconds = time.perf_counter() - began
+                if admitting:
+                    self._pace.read(self.computed - computed, seconds)
+                else:
+                    self._pace.decoded(count, seconds)
+                if done:
+                    if self.rests and not self.running and not self.waiting:
+                        self._rest()
+                    return done
+        return []
+
+    def pace(self) -> dict[str, float]:
+        return self._pace.counts()
+
+    def close(self) -> None:
+        self.waiting.clear()
+        self.prefixes.clear()
+        self.kept.clear()
+        self._resumed.clear()
+        self._prefix_of.clear()
+        self.running.clear()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Nothing runs: give back the memory that an update can use."""
+        self._cache = self._new_cache()
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """Of the weights: they may have changed, or nothing runs."""
+        if self._compiled is not None:
+            self._compiled.forget()
+
+    def _new_cache(self) -> KVCache:
+        if self._compiled is not None:
+            return PackedCache(self.model.config, self.dtype, self.device)
+        # a processor's attention of few queries is faster in float32, though it reads more
+        return KVCache(
+            self.model.config,
+            self.dtype if self.device.type == "cuda" else torch.promote_types(self.dtype, torch.float32),
+            self.device,
+        )
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, free: int) -> None:
+        """Move requests from the line into free slots and sample their first token."""
+        requests = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
+        requests.sort(key=lambda r: not r.own)  # those that go on come first
+        waiting = len(self.running) + len(requests) + len(self.waiting)
+        here = {r.prompt: r.prompt in self._cache.row for r in requests} | {
+            r.prompt: False for r in requests if not r.own
+        }
+        self._prefill([prompt for prompt, there in here.items() if not there and prompt not in self.prefixes])
+        self._cache.reserve(
+            min(self.slots, waiting),
+            max(len(r.own) + r.budget(self.context) for r in requests),
+            len({r.prompt for r in requests}),
+            max(len(r.prompt) for r in requests),
+        )
+        self._cache.admit([r.prompt for r in requests], self.prefixes)
+        first = len(self.running)
+        self.running.extend(requests)
+        self._rows.append(requests, self.context)
+        for request in requests:
+            if request.keep and request.prompt in self.prefixes:
+                self.prefixes[request.prompt] = self.prefixes[request.prompt].alone()
+                self._prefix_of[request.id] = self.prefixes[request.prompt]
+        fresh = first + sum(bool(r.own) for r in requests)
+        self._go_on(range(first, fresh))
+        if fresh < len(self.running):
+            logits = torch.stack([self.prefixes[r.prompt].logits for r in self.running[fresh:]])
+            self._choose(logits, slice(fresh, len(self.running)))
+        still = Counter(r.prompt for r in self.waiting)
+        self.prefixes = {p: x for p, x in self.prefixes.items() if still[p]}
+
+    def _go_on(self, slots: range) -> None:
+        """Compute what these slots were given behind what was kept of them, but for the last token: that is decoded."""
+        given = []
+        for slot in slots:
+            request = self.running[slot]
+            kept, place = self._resumed.pop(request.id), 0
+            if kept.states is not None:
+                self._cache.restore(slot, kept.states)
+                place = len(kept.own) - 1
+            if tokens := request.own[place:-1]:
+                given.append(Given(slot, place, tokens))
+        self.computed += sum(len(one.tokens) for one in given)
+        if self._compiled is not None and given:
+            assert isinstance(self._cache, PackedCache)
+            self._compiled.feed(self._cache, given)
+        for one in given if self._compiled is None else ():
+            self._extend(one)
+
+    def _extend(self, given: Given) -> None:
+        """The same by torch's operations, of one request."""
+        count, first = len(given.tokens), len(self.running[given.slot].prompt) + given.place
+        total = -(-count // ROUND) * ROUND if rounds(self.device) else count
+        tokens = torch.zeros(total, dtype=torch.int64, device=self.device)
+        tokens[:count] = torch.tensor(given.tokens, device=self.device)
+        position = torch.arange(first, first + total, device=self.device)
+        attend = self._cache.extend(given.slot, given.place, count)
+        self.model(tokens, position, attend, tokens[:1] * 0)
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
+        while prompts:
+            size, take = 0, 0
+            while take < len(prompts) and (take == 0 or size + len(prompts[take]) <= PREFILL_TOKENS):
+                size += len(prompts[take])
+                take += 1
+            self._prefill_batch(prompts[:take])
+            prompts = prompts[take:]
+
+    def _prefill_batch(self, prompts: list[tuple[int, ...]]) -> None:
+        """Compute and keep these prompts, in one pass through the model."""
+        self.computed += sum(map(len, prompts))
+        layout = self._laid(prompts)
+        ends = [start + length - 1 for start, length in zip(layout.start, layout.length, strict=True)]
+        last = torch.tensor(ends[: len(prompts)], device=self.device)
+        attention = SegmentAttention(layout) if not self.batch_invariant else each_alone(layout, len(prompts))
+        keys, values = [], []
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k)
+            values.append(v)
+            return attention(layer, q, k, v)
+
+        if self.batch_invariant:
+            asked = torch.cat((last, last[:1].expand(-len(last) % ROUND)))
+            with in_blocks(ROUND):
+                hidden = self.model(layout.tokens, layout.position, attend, asked)[: len(last)]
+        else:
+            hidden = self.model(layout.tokens, layout.position, attend, last)
+        logits = logits_in_blocks(self.model, hidden) if self.batch_invariant else self.model.logits(hidden)
+        k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
+        for i, prompt in enumerate(prompts):
+            span = slice(layout.start[i], layout.start[i] + layout.length[i])
+            self.prefixes[prompt] = PromptPrefix(k[:, :, span], v[:, :, span], logits[i])
+
+    def _laid(self, prompts: list[tuple[int, ...]]) -> Layout:
+        """The prompts end to end, and what fills them up where numbers of rows are to be multiples."""
+        length = [len(p) for p in prompts]
+        layout = Layout(
+            torch.tensor([t for p in prompts for t in p], device=self.device),
+            torch.cat([torch.arange(n) for n in length]).to(self.device),
+            tuple(sum(length[:i]) for i in range(len(length))),
+            tuple(length),
+            (-1,) * len(prompts),
+        )
+        return filled(layout, ROUND) if self.batch_invariant or rounds(self.device) else layout
+
+    # -- decoding -----------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        """One token for every running request."""
+        count, rows = len(self.running), self._rows
+        self.computed += count
+        if self._compiled is not None:
+            assert isinstance(self._cache, PackedCache)
+            left = self._compiled(self._cache, rows, count)
+            rows.longest += 1
+            if left is not None:
+                self._choose(*left)
+            return
+        attend = self._cache.step((rows.before + rows.count)[:count] - 1, rows.longest)
+        hidden = self.model(rows.token[:count], rows.length[:count], attend)
+        rows.advance(count)
+        self._choose(self.model.logits(hidden), slice(0, count))
+
+    def _choose(self, logits: Tensor, rows: slice | Tensor) -> None:
+        """Sample the next token of these slots from logits [rows, V] and note which requests are finished."""
+        state = self._rows
+        draw = uniform(state.seed[rows], state.count[rows])
+        token, logp = sample(
+            logits,
+            draw,
+            state.temperature[rows] if state.any_tempered else None,
+            state.top_p[rows] if state.any_top_p else None,
+            state.top_k[rows] if state.any_top_k else None,
+            state.temperature[rows] == 0 if state.any_greedy else None,
+        )
+        state.record(rows, token, logp, torch.isin(token, self.eos))
+
+    def _finished(self) -> list[Completion]:
+        """Take finished requests out of their slots, and keep the rest in the first ones."""
+        state, count = self._rows, len(self.running)
+        ended = state.ended[:count].tolist()
+        stopped = self._reached_stop(count)
+        out = [slot for slot in range(count) if ended[slot] or slot in stopped]
+        if not out:
+            return []
+        completions = self._completions(out, stopped)
+        for slot, completion in zip(out, completions, strict=True):
+            self._keep(slot, completion)
+        self._leave(out)
+        return completions
+
+    def _leave(self, out: list[int]) -> None:
+        """The requests in these slots are over; the others fill the first slots."""
+        state, keep = self._rows, sorted(set(range(len(self.running))) - set(out))
+        # Fill the holes among the first len(keep) slots from the slots behind them.
+        holes = [slot for slot in out if slot < len(keep)]
+        movers = [slot for slot in keep if slot >= len(keep)]
+        self._cache.keep(len(keep), movers, holes, state.longest)
+        state.keep(len(keep), movers, holes)
+        for hole, mover in zip(holes, movers, strict=True):
+            self.running[hole] = self.running[mover]
+        del self.running[len(keep) :]
+
+    def _reached_stop(self, count: int) -> set[int]:
+        """Slots whose text has just reached one of their stop strings."""
+        slots = [s for s in range(count) if self.running[s].sampling.stop]
+        if not slots:
+            return set()
+        window = stop_window(s for slot in slots for s in self.running[slot].sampling.stop)
+        index = torch.tensor(slots, device=self.device)
+        sampled = self._rows.count[index][:, None]
+        place = sampled - window + torch.arange(window, device=self.device)
+        tails = self._rows.tokens[index[:, None], place.clamp_min(0)].masked_fill(place < 0, -1).tolist()
+        reached = set()
+        for slot, tail in zip(slots, tails, strict=True):
+            request, own = self.running[slot], [t for t in tail if t >= 0]
+            if reached_stop(self.tokenizer, [*request.begun, *own][-window:], request.sampling.stop):
+                reached.add(slot)
+        return reached
+
+    def _completions(self, slots: list[int], stopped: set[int]) -> list[Completion]:
+        state = self._rows
+        counts = state.count[slots].tolist()
+        longest = max(counts)
+        tokens, logps = state.tokens[slots, :longest].tolist(), state.logp[slots, :longest].tolist()
+        found = []
+        for slot, count, sampled, logp in zip(slots, counts, tokens, logps, strict=True):
+            if not math.isfinite(sum(logp[:count])):
+                raise UserError(
+                    "the model's probabilities are not finite: its weights are damaged or too large, or training drove "
+                    "them there (a smaller --lr, or --max-grad-norm)"
+                )
+            found.append(
+                complete(
+                    self.running[slot],
+                    sampled[:count],
+                    logp[:count],
+                    stopped=slot in stopped,
+                    eos_ids=self.eos_ids,
+                    tokenizer=self.tokenizer,
+                    version=self.version,
+                )
+            )
+        return found
+
+    def _keep(self, slot: int, completion: Completion) -> None:
+        """Set aside what a request leaves, if another one may go on from it."""
+        request = self.running[slot]
+        if not request.keep:
+            return
+        own = (*request.own, *completion.tokens)
+        prefix = self._prefix_of.pop(request.id, None)
+        self.kept.put(request.id, CachedPrefixes(request.prompt, own, prefix, self._cache.states(slot, len(own) - 1)))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Engine] = LocalEngine
+    _paced: Callable[..., Paced] = LocalEngine

@@ -1,0 +1,98 @@
+"""What an engine keeps of requests that may go on: the keys and values of their tokens, within a budget of bytes.
+
+Decided here: what was kept longest without being asked for is let go first. It is then computed again, to the same bits,
+so that a budget changes nothing but the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from posttrain.engines.local.kv_cache import Prompt, PromptPrefix
+
+KEPT_BYTES = 4 << 30  # unless a run says otherwise
+
+
+@dataclass(frozen=True)
+class CachedPrefixes:
+    """A request that was answered."""
+
+    prompt: Prompt  # what others share with it, or nobody
+    own: tuple[int, ...]  # the tokens behind it; the last one was sampled and is not computed yet
+    prefix: PromptPrefix | None = None  # of the prompt; None: let go
+    states: Tensor | None = None  # of the own tokens but the last, as `Cache.states` gives them; None: let go
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.own)
+
+
+class PrefixCache:
+    """By the ids of the requests. What several share is counted once."""
+
+    def __init__(self, budget: int) -> None:
+        """`budget`: bytes."""
+        self.budget = budget
+        self.bytes = 0  # of all keys and values that are held
+        self._kept: dict[int, CachedPrefixes] = {}  # in the order in which they were answered
+        self._holders: dict[int, int] = {}  # of each tensor that is held, by its identity
+
+    def put(self, id: int, kept: CachedPrefixes) -> None:
+        self._kept[id] = kept
+        self._hold(kept)
+        for oldest, other in list(self._kept.items()):
+            if self.bytes <= self.budget:
+                break
+            self._let_go(other)
+            self._kept[oldest] = replace(other, prefix=None, states=None)
+
+    def take(self, id: int) -> CachedPrefixes | None:
+        """What is known of a request; it is then no longer kept."""
+        kept = self._kept.pop(id, None)
+        if kept is not None:
+            self._let_go(kept)
+        return kept
+
+    def copy(self, id: int, to: int, tokens: int, whole: Callable[[int], int]) -> None:
+        """Another request goes on from the first so many tokens. `whole`: so many or more, as `Cache.states` gives them."""
+        kept = self._kept.get(id)
+        own = tokens - len(kept.prompt) if kept else 0
+        if kept is None or not 0 < own <= len(kept.own):
+            return
+        if own < len(kept.own):
+            states = None if kept.states is None else kept.states[:, :, :, : whole(own - 1)].clone()
+            kept = replace(kept, own=kept.own[:own], states=states)
+        self.put(to, kept)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._holders.clear()
+        self.bytes = 0
+
+    @property
+    def tokens(self) -> int:
+        """Whose keys and values are held."""
+        prompts = {id(kept.prefix): len(kept.prompt) for kept in self._kept.values() if kept.prefix is not None}
+        states = {id(kept.states): len(kept.own) - 1 for kept in self._kept.values() if kept.states is not None}
+        return sum(prompts.values()) + sum(states.values())
+
+    def _hold(self, kept: CachedPrefixes) -> None:
+        for x in _tensors(kept):
+            self._holders[id(x)] = self._holders.get(id(x), 0) + 1
+            if self._holders[id(x)] == 1:
+                self.bytes += x.numel() * x.element_size()
+
+    def _let_go(self, kept: CachedPrefixes) -> None:
+        for x in _tensors(kept):
+            self._holders[id(x)] -= 1
+            if not self._holders[id(x)]:
+                del self._holders[id(x)]
+                self.bytes -= x.numel() * x.element_size()
+
+
+def _tensors(kept: CachedPrefixes) -> list[Tensor]:
+    found = () if kept.prefix is None else kept.prefix.tensors
+    return [*found] if kept.states is None else [*found, kept.states]

@@ -1,0 +1,141 @@
+"""Holds what an engine knows of its running requests between two decoding steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posttrain.core.types import Sampling
+from posttrain.engines.request import Request
+
+
+class _Asked(NamedTuple):
+    """Which parts of sampling a request asks for."""
+
+    tempered: bool
+    greedy: bool
+    top_p: bool
+    top_k: bool
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> _Asked:
+        return cls(sampling.temperature != 1, sampling.temperature == 0, sampling.top_p < 1, sampling.top_k > 0)
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_p or self.top_k
+
+
+class RunningBatch:
+    """What is known of each running request, one row per slot, on the device: a decoding step touches no Python list."""
+
+    _COLUMNS = (
+        "token",
+        "length",
+        "before",
+        "count",
+        "seed",
+        "budget",
+        "temperature",
+        "top_p",
+        "top_k",
+        "filtered",
+        "ended",
+    )
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.size = 0
+        integers = torch.zeros(0, dtype=torch.int64, device=device)
+        floats = torch.zeros(0, dtype=torch.float32, device=device)
+        bools = torch.zeros(0, dtype=torch.bool, device=device)
+        self.slot = integers  # 0, 1, 2, ...
+        self.token = integers  # the last token sampled
+        self.length = integers  # tokens in the cache, so also the position of the next
+        self.before = integers  # own tokens that were given
+        self.count = integers  # tokens sampled
+        self.budget = integers  # tokens that may be sampled
+        self.seed = integers
+        self.temperature, self.top_p, self.top_k = floats, floats, integers
+        self.filtered = bools  # by top-p or top-k
+        self.ended = bools
+        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, tokens sampled]
+        self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
+        self.longest = 0  # the most own tokens, given or sampled, known without asking the device
+        self._asked: list[_Asked] = []  # [size]
+        self._note()
+
+    def append(self, requests: list[Request], context: int) -> None:
+        sampling = [r.sampling for r in requests]
+        budget = [r.budget(context) for r in requests]
+        new = {
+            "token": torch.tensor([r.own[-1] if r.own else 0 for r in requests]),
+            "length": torch.tensor([len(r.prompt) + max(0, len(r.own) - 1) for r in requests]),
+            "before": torch.tensor([len(r.own) for r in requests]),
+            "count": torch.zeros(len(requests), dtype=torch.int64),
+            "seed": torch.tensor([s.seed for s in sampling]),
+            "budget": torch.tensor(budget),
+            "temperature": torch.tensor([s.temperature for s in sampling], dtype=torch.float32),
+            "top_p": torch.tensor([s.top_p for s in sampling], dtype=torch.float32),
+            "top_k": torch.tensor([s.top_k for s in sampling]),
+            "filtered": torch.tensor([_Asked.of(s).filtered for s in sampling]),
+            "ended": torch.zeros(len(requests), dtype=torch.bool),
+        }
+        for name, column in new.items():
+            setattr(self, name, torch.cat([getattr(self, name)[: self.size], column.to(self.device)]))
+        total, width = self.size + len(requests), max(self.tokens.shape[1], max(budget))
+        for name in ("tokens", "logp"):
+            table = getattr(self, name)
+            grown = torch.zeros(total, width, dtype=table.dtype, device=self.device)
+            grown[: self.size, : table.shape[1]] = table[: self.size]
+            setattr(self, name, grown)
+        self.size = total
+        self.slot = torch.arange(total, device=self.device)
+        # what is new samples its first token before anything is decoded; what goes on does so by decoding
+        self.longest = max(self.longest, *(max(1, len(r.own)) for r in requests))
+        self._asked += map(_Asked.of, sampling)
+        self._note()
+
+    def record(self, rows: slice | Tensor, token: Tensor, logp: Tensor, eos: Tensor) -> None:
+        """Note the next token of some slots: a slice, or int64 [n]."""
+        count = self.count[rows]
+        self.token[rows] = token
+        self.tokens[self.slot[rows], count] = token
+        self.logp[self.slot[rows], count] = logp
+        sampled = count + 1  # a new tensor: `count` is a view of what is written next
+        self.count[rows] = sampled
+        self.ended[rows] = eos | (sampled >= self.budget[rows])
+
+    def advance(self, count: int) -> None:
+        """The last token of the first `count` requests went into the cache; the next one is about to be sampled."""
+        self.length[:count] += 1
+        self.longest += 1
+
+    def keep(self, count: int, source: list[int], to: list[int]) -> None:
+        """The first `count` slots go on, after `source` moved to `to`."""
+        if source:
+            index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
+            for name in (*self._COLUMNS, "tokens", "logp"):
+                column = getattr(self, name)
+                column[place] = column[index]
+            for old, new in zip(source, to, strict=True):
+                self._asked[new] = self._asked[old]
+        del self._asked[count:]
+        self.size = count
+        self.longest = int((self.before + self.count)[:count].max()) if count else 0
+        self._note()
+
+    def _note(self) -> None:
+        """What some of the requests that run now ask of sampling; what none asks for is left out of it."""
+        asked = set(self._asked)
+        self.any_tempered = any(a.tempered for a in asked)
+        self.any_greedy = any(a.greedy for a in asked)
+        self.any_top_p = any(a.top_p for a in asked)
+        self.any_top_k = any(a.top_k for a in asked)
+        self.filtered_slots: Tensor | None = None
+        """int64 [n], of requests whose logits are filtered by top-p or top-k; None: there are none."""
+        if self.any_top_p or self.any_top_k:
+            slots = [slot for slot, a in enumerate(self._asked) if a.filtered]
+            self.filtered_slots = torch.tensor(slots, device=self.device)

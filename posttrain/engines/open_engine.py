@@ -1,0 +1,59 @@
+"""Which engine samples, by its name in the options."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from posttrain.core.protocols import Engine, Model
+from posttrain.core.types import UserError
+from posttrain.engines.local.embedded import embedded
+from posttrain.engines.local.prefix_cache import KEPT_BYTES
+from posttrain.engines.model_manifest import announced
+from posttrain.engines.pool.replicas import Many, open_pool
+from posttrain.engines.vllm.vllm_engine import VLLMEngine
+from posttrain.engines.vllm.vllm_worker import POLL_STEPS
+from posttrain.models.hf.backed import Backed
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+
+def open_engine(
+    kind: Literal["local", "vllm"],
+    model: Model,
+    tokenizer: Tokenizer,
+    slots: int,
+    precision: str,
+    *,
+    cache_gib: float = KEPT_BYTES / 2**30,
+    seconds: float = 120.0,
+    serving: bool = False,
+    own: bool = False,
+    many: Many = Many(),  # noqa: B008  frozen
+) -> Engine:
+    """`seconds`: limit of silence of an engine in another process, in a hand-over of weights and in a decoding step.
+
+    `serving`: requests come at any time, and nothing but sampling needs the memory. `own`: the weights that are loaded last
+    are sampled with, whatever becomes of the model meanwhile. `many`: a pool, if it names engines.
+    """
+    if kind == "local" and many.handover == "adapter":
+        raise UserError("--handover adapter is of vLLM: give --engine vllm, or leave it out")
+    if kind == "local" and not many:
+        return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
+    if isinstance(model, Backed) and model.vision is not None:
+        raise UserError(
+            f"engines in other processes sample from models of text alone, and {type(model.inner).__name__} sees: leave out "
+            "--replicas, --engines and --engine"
+        )
+    announced(model)
+    if many:
+        return open_pool(kind, model, tokenizer, slots, precision, many, cache_gib=cache_gib, seconds=seconds)
+    return VLLMEngine(
+        model,
+        tokenizer,
+        slots,
+        precision,
+        cache_gib=cache_gib,
+        load_seconds=seconds,
+        step_seconds=seconds,
+        poll_steps=POLL_STEPS if serving else None,
+        adapter_alone=many.handover == "adapter",
+    )

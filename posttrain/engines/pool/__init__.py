@@ -1,0 +1,1 @@
+"""Several engines behind one: crashes, hangs and wrong weights are tolerated."""

@@ -1,0 +1,80 @@
+"""An engine that listens for the pools of runs, one after the other, and samples with the weights that each hands over."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
+from posttrain.engines.pool.pool_protocol import Gone, Wire, prove
+from posttrain.engines.pool.replica import Host, answered, opened
+from posttrain.engines.pool.replicas import host_and_port, keep_alive
+
+LOOK_SECONDS = 0.5  # between looks at whether anybody said to stop
+MOST_UNPROVEN = 64  # peers that may be about to prove that they have the token; further ones are turned away
+
+
+def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str], None]) -> NoReturn:
+    """Answer until an interruption. `setup`: from `replicas.setup_of`. Raises UserError for an address that is taken."""
+    host, port = host_and_port(address, "--listen")
+    had: tuple[Any, Host] | None = None  # a pool that comes again finds the engine as it was
+
+    def hosted(told: dict[str, Any]) -> Host:
+        nonlocal had
+        if had is None or had[0] != told["layout"]:
+            had = None
+            had = told["layout"], opened({**setup, "layout": told["layout"]}, None)
+        return had[1]
+
+    try:
+        server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(f"--listen {address} cannot be listened at: {one_line(error)}") from error
+    with server:
+        say(f"listens at  {host}:{server.getsockname()[1]}")
+        proven: SimpleQueue[tuple[socket.socket, str]] = SimpleQueue()
+        threading.Thread(target=_meet, args=(server, token, proven, say), name="meeting", daemon=True).start()
+        while True:
+            try:
+                end, peer = proven.get(timeout=LOOK_SECONDS)
+            except Empty:  # a signal may have reached another thread, and is noticed here
+                continue
+            say(f"a pool      {peer}")
+            try:
+                answered(Wire(end), hosted)
+                say("it is gone")
+            except UserError as error:
+                say(f"it is gone  {error}")
+            finally:
+                end.close()
+
+
+def _meet(
+    server: socket.socket, token: bytes, proven: SimpleQueue[tuple[socket.socket, str]], say: Callable[[str], None]
+) -> None:
+    """Let those in who prove that they have the token. Nobody waits for one that is slow to."""
+    places = threading.BoundedSemaphore(MOST_UNPROVEN)
+
+    def meet(end: socket.socket, peer: str) -> None:
+        try:
+            keep_alive(end)
+            prove(end, token, listening=True)
+            proven.put((end, peer))
+        except (Gone, OSError) as error:
+            say(f"refused     {peer}: {one_line(error)}")
+            end.close()
+        finally:
+            places.release()
+
+    with suppress(OSError):  # the server is closed
+        while True:
+            end, peer = server.accept()
+            if places.acquire(blocking=False):
+                threading.Thread(target=meet, args=(end, peer[0]), daemon=True).start()
+            else:
+                end.close()

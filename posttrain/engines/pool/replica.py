@@ -1,0 +1,168 @@
+"""The process of an engine that answers a pool: `attend` is its whole life, whichever engine it is.
+
+    pool -> engine   ("submit", ticket, id, prompt, sampling, keep), ("cancel", id), ("forget", id),
+                     ("copy", id, to, tokens), ("transfer", method, info), ("load", offer); first of all ("setup", ...)
+    engine -> pool   ("hello", what it is), ("transferred",), ("loaded", version, checksum), ("done", ticket, completion),
+                     ("alive",) now and then while it works, ("failed", why) before it gives up
+
+Unlike vLLM's process of a run without a pool, it samples whether the pool listens or not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.core.protocols import Engine
+from posttrain.core.types import UserError
+from posttrain.engines.local.backed_engine import BackedEngine
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, completion_said, sampling_read, wait
+from posttrain.engines.weight_sync import Offer, Received, checksum_of, offered, shared_memory
+from posttrain.models.adapters.lora import held
+from posttrain.models.checkpoint_folder import allocate
+from posttrain.models.hf.backed import Backed
+from posttrain.models.json_files import read_json
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.decoder_config import read_config
+from posttrain.models.native.kernels import build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+LAST_SECONDS = 1.0  # for the pool to hear why an engine gives up
+
+
+class Host(Protocol):
+    """An engine that takes over weights as they are offered."""
+
+    @property
+    def engine(self) -> Engine: ...
+    def hello(self) -> dict[str, Any]: ...  # besides what every engine says
+    def transfer(self, method: str, info: Any) -> None: ...  # calls a method of vLLM's weight transfer
+    def take(self, offer: Offer) -> tuple[int, int]: ...  # version and checksum of what it holds from then on
+
+
+class LocalHost:
+    """The embedded engine with weights of its own."""
+
+    def __init__(self, setup: dict[str, Any], memory: Tensor | None) -> None:
+        """`setup`: as `described` in `posttrain.engines.pool.replicas`."""
+        torch.set_num_threads(setup["threads"])
+        build.use(setup["compiled"])
+        folder, self.memory, self.layout = Path(setup["folder"]), memory, setup["layout"]
+        self.dtype = dtype = getattr(torch, setup["layout"]["dtype"])
+        device = torch.device(setup["device"])
+        self.model: Decoder | Backed
+        if setup["backed"] is None:
+            config = read_config(folder, read_json(folder / "config.json"))
+            self.model = allocate(folder, config, dtype, device).requires_grad_(False)
+        else:
+            from posttrain.models.hf.transformers_folder import empty_backed
+
+            self.model = empty_backed(folder, dtype, device, setup["context"], setup["backed"]).requires_grad_(False)
+        own = {name: list(tensor.shape) for name, tensor in held(self.model)}
+        if own != {s["name"]: s["shape"] for s in self.layout["stored"]}:
+            raise UserError("it holds another kind of model than the run trains: start it with the run's --model")
+        self.model.eos_ids = tuple(setup["eos_ids"])
+        self.slots, kept = setup["slots"], int(setup["cache_gib"] * 2**30)
+        tokenizer, precision = Tokenizer.load(folder), setup["precision"]
+        if isinstance(self.model, Decoder):
+            self.engine: Engine = LocalEngine(self.model, tokenizer, self.slots, precision, kept, own=True)
+        else:
+            self.engine = BackedEngine(self.model, tokenizer, self.slots, precision, own=True)
+
+    def hello(self) -> dict[str, Any]:
+        return {"coldest": 0.0, "slots": self.slots, "context": self.model.config.context}
+
+    def transfer(self, method: str, info: Any) -> None:
+        raise NotImplementedError("it takes weights over from memory or files")
+
+    def take(self, offer: Offer) -> tuple[int, int]:
+        """The checksum is that of the engine's own weights, behind the hand-over."""
+        self.engine.load(Received(self.layout, offered(offer, self.memory)), offer["version"])
+        return offer["version"], checksum_of((name, tensor.to(self.dtype)) for name, tensor in held(self.model))
+
+
+def attend(host: Host, wire: Wire, alive: float) -> None:
+    """Answer until the pool is gone, which is raised as Gone. `alive`: seconds between two signs of life."""
+    engine, tickets, told = host.engine, dict[int, int](), time.monotonic()
+    about = {"backend": engine.backend, "batch_invariant": engine.batch_invariant}
+    wire.tell("hello", {**about, **host.hello()})
+    try:
+        while True:
+            if not tickets or wire.owes:
+                wait([wire], 0.001 if tickets else None)
+                wire.flush()
+            for message in wire.heard():
+                _carry_out(host, wire, tickets, message)
+            for done in engine.poll() if tickets else ():
+                wire.tell("done", tickets.pop(done.id), completion_said(done))
+            if tickets and time.monotonic() - told > alive:
+                wire.tell("alive")
+                told = time.monotonic()
+    finally:
+        for id in tickets:  # another pool may come
+            engine.cancel(id)
+
+
+def _carry_out(host: Host, wire: Wire, tickets: dict[int, int], message: Message) -> None:
+    what, *more = message
+    if what == "submit":
+        ticket, id, prompt, sampling, keep = more
+        host.engine.submit(id, prompt, sampling_read(sampling), keep)
+        tickets[id] = ticket
+    elif what == "cancel":
+        host.engine.cancel(*more)
+        tickets.pop(more[0], None)
+    elif what == "forget":
+        host.engine.forget(*more)
+    elif what == "copy":
+        host.engine.copy(*more)
+    elif what == "load":
+        wire.tell("loaded", *host.take(*more))
+    elif what == "transfer":
+        host.transfer(*more)
+        wire.tell("transferred")
+    else:
+        raise ValueError(f"the pool asked for {what!r}")
+
+
+def opened(setup: dict[str, Any], memory: Tensor | None) -> Host:
+    """The engine that a setup asks for."""
+    if setup["engine"] == "local":
+        return LocalHost(setup, memory)
+    from posttrain.engines.vllm.vllm_worker import VLLMHost
+
+    return VLLMHost(setup, memory)
+
+
+def answered(wire: Wire, host: Callable[[dict[str, Any]], Host]) -> None:
+    """The whole conversation with one pool. Returns when it is gone; what else goes wrong is told it, and raised."""
+    try:
+        while not (messages := wire.heard()):
+            wait([wire], None)
+        [[what, setup]] = messages
+        assert what == "setup", "a pool says first what it needs"
+        attend(host(setup), wire, setup["alive"])
+    except Gone:
+        return
+    except Exception as error:
+        wire.tell("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        end = time.monotonic() + LAST_SECONDS
+        while wire.owes and time.monotonic() < end:
+            wait([wire], LAST_SECONDS)
+            wire.flush()
+        raise
+
+
+def main(socket_fd: int, memory_fd: int) -> None:
+    """A child process of the pool's own machine. `memory_fd`: of the weights."""
+    memory = shared_memory(memory_fd)
+    answered(Wire(socket.socket(fileno=socket_fd)), lambda setup: opened(setup, memory))
+    os._exit(0)  # vLLM takes seconds to put away what goes with the process

@@ -1,0 +1,78 @@
+"""Whether an engine samples with the weights that it was given: a few tokens, scored by the learner too.
+
+The engine is asked for one token behind each beginning of a fixed text. What it says of the log-probability of that token
+is compared with the learner's, of which the whole table is computed once for each version. A hand-over that reaches no
+weight in use is caught in two ways: the difference is above a limit, or it is that of the weights before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Layout
+from posttrain.core.protocols import Model
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.models.row_shards import asked_by_all
+
+TOKENS = 32
+LIMIT = 0.05  # nats, in float32: kernels differ by some 1e-5
+LIMIT_BFLOAT16 = 0.5  # whose weights are rounded to 8 bits; seen: up to 0.1
+OLD = 10.0  # so many times nearer to the weights before than to those that were handed over: they are still in use
+NOTICED = 1e-4  # nats: less than that is noise
+
+
+class WeightProbe:
+    """`limit`: most nats between engine and learner at any token."""
+
+    def __init__(self, model: Model, limit: float) -> None:
+        self.limit = limit
+        vocab, count = model.config.vocab, min(TOKENS, model.config.context - 1)
+        self.text = tuple(7919 * (place + 1) % vocab for place in range(count))
+        self._table: Tensor | None = None  # float32 [n, V] of the version that is handed over: behind text[: i + 1]
+        self._before: Tensor | None = None  # of the version before
+
+    def look(self, weights: Model) -> None:
+        """The learner's side of it. Reads the weights, and keeps none of them.
+
+        Raises UserError if they are damaged, or another process that holds some of them is lost.
+        """
+        device, count = weights.head.device, len(self.text)
+        place = torch.arange(count, device=device)
+        layout = Layout(torch.tensor(self.text, device=device), place, (0,), (count,), (-1,))
+        with asked_by_all(weights), torch.no_grad():
+            hidden = weights.hidden(layout, place)  # a sharded head is there only behind this
+            logits = weights.head.logits(hidden)
+        if not logits.isfinite().all():
+            raise UserError(
+                "the model's probabilities are not finite: its weights are damaged or too large, or training drove them "
+                "there (a smaller --lr, or --max-grad-norm)"
+            )
+        self._before, self._table = self._table, logits.float().log_softmax(-1).cpu()
+
+    def requests(self) -> list[tuple[list[int], Sampling]]:
+        """What an engine is asked, by place."""
+        return [
+            (list(self.text[: place + 1]), Sampling(max_tokens=1, seed=seed_of("canary", place)))
+            for place in range(len(self.text))
+        ]
+
+    def deviation(self, found: Mapping[int, Completion], knew: bool = False) -> tuple[float, str | None]:
+        """Most nats between the two, and what is wrong with that. `knew`: the engine had the version before."""
+        assert self._table is not None and len(found) == len(self.text)
+        far = self._far(self._table, found)
+        if not far <= self.limit:
+            return far, f"is {far:.3g} nats off the learner's log-probabilities, and may be {self.limit:g}"
+        if knew and self._before is not None:
+            old = self._far(self._before, found)
+            if far > max(NOTICED, OLD * old):
+                return far, f"still samples with the weights before ({old:.1g} nats off those, {far:.3g} off the new)"
+        return far, None
+
+    def _far(self, table: Tensor, found: Mapping[int, Completion]) -> float:
+        token = torch.tensor([found[place].tokens[0] for place in range(len(found))])
+        said = torch.tensor([found[place].logp[0] for place in range(len(found))])
+        return (table.gather(-1, token[:, None]).squeeze(-1) - said).abs().max().item()

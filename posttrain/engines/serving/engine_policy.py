@@ -1,0 +1,155 @@
+"""A policy that an engine is, with its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.conversation import with_calls
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Completion, Sampling, StopReason, ToolCall
+from posttrain.engines.serving.engine_thread import EngineThread
+from posttrain.engines.serving.requests import SEEDS, PolicyRequest, Prompt, RequestRefused
+from posttrain.engines.serving.responses import PolicyResponse
+from posttrain.engines.serving.task_group import together
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+SLACK = 4  # as many characters as the longest tokens say are tokenised, and as many again: normalisers drop some
+
+
+class EnginePolicy:
+    """An engine with its tokenizer. `close` it."""
+
+    def __init__(
+        self,
+        desk: EngineThread,
+        tokenizer: Tokenizer,
+        name: str,
+        context: int,
+        eos_ids: Sequence[int],
+        max_tokens: int | None = None,
+    ) -> None:
+        """`name`: of the model, as clients call it; `context`: tokens it reads; `max_tokens`: most of a reply."""
+        self.desk, self.tokenizer, self.name, self.context = desk, tokenizer, name, context
+        self.eos_ids, self.max_tokens = frozenset(eos_ids), max_tokens or context
+        self._added = tokenizer.added
+        self._most_characters = SLACK * context * max(map(len, tokenizer.vocabulary), default=1)
+        self._texts = ThreadPoolExecutor(1, "texts")  # long prompts take time, in which others are to be heard
+
+    def describe(self) -> dict[str, Any]:
+        return {"id": self.name, "root": self.name, "max_model_len": self.context}
+
+    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+    def check(self, model: str | None) -> None:
+        if model is not None and model != self.name:
+            raise RequestRefused(
+                f"there is no model {model!r:.200}; it is {self.name!r}", 404, "model_not_found", "model"
+            )
+
+    async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:
+        tokens, ends = await self._read(prompt, asked)
+        room = self.context - len(tokens)
+        if room <= 0:
+            raise self._too_long(f"{len(tokens)} tokens")
+        most = min(self.max_tokens, room)  # a reply that is cut says so
+        seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
+        sampling = Sampling(
+            asked.temperature,
+            asked.top_p,
+            asked.top_k,
+            min(most, asked.max_tokens or most),
+            (*asked.stop, *ends.values()),
+            seed,
+        )
+        each = [replace(sampling, seed=seed_of(seed, number)) for number in range(1, asked.count)]
+        completions = await together(self.desk.complete(tokens, how) for how in (sampling, *each))
+        return [self._said(completion, tokens, asked, ends) for completion in completions]
+
+    def _too_long(self, size: str) -> RequestRefused:
+        return RequestRefused(
+            f"This model's maximum context length is {self.context} tokens; the prompt has {size}, which leaves no room "
+            "for a reply: shorten it",
+            code="context_length_exceeded",
+            parameter="messages",
+        )
+
+    def _said(
+        self, completion: Completion, tokens: Sequence[int], asked: PolicyRequest, ends: dict[int, str]
+    ) -> PolicyResponse:
+        stopped_by, ending = ended_by(completion, asked.stop, ends)
+        calls, before = self._calls(completion, asked) if asked.tools else ((), None)
+        return PolicyResponse(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)
+
+    def _calls(self, completion: Completion, asked: PolicyRequest) -> tuple[Sequence[ToolCall], int | None]:
+        """The calls of tools in a reply that can be made, and where the first begins.
+
+        What a template shows of a call may have its id, on which the next reply depends: it follows from the reply.
+        """
+        form = self.tokenizer.tool_format
+        found = form.read(completion.text, asked.tools) if form is not None else []
+        calls = [
+            replace(call, id=_id_of(completion, place)) for place, call in enumerate(found) if call.problem is None
+        ]
+        return calls, form.start(completion.text) if form is not None and calls else None
+
+    async def _read(self, prompt: Prompt, asked: PolicyRequest) -> tuple[Sequence[int], dict[int, str]]:
+        """The tokens of a prompt, and the text of each token besides the model's own ends that is to end a reply."""
+
+        def read() -> tuple[Sequence[int], dict[int, str]]:
+            ends = {id: self._end(id) for id in asked.stop_ids if id not in self.eos_ids}
+            if isinstance(prompt, tuple):
+                return prompt, ends
+            text = prompt
+            if not isinstance(text, str):
+                messages = with_calls(text, self.tokenizer.tool_format)
+                text = self.tokenizer.render(messages, True, asked.tools)
+            if len(text) > self._most_characters:
+                raise self._too_long(f"{len(text):,} characters")
+            return self.tokenizer.encode(text, start=True), ends
+
+        return await asyncio.get_running_loop().run_in_executor(self._texts, read)
+
+    def _end(self, id: int) -> str:
+        """The text of a token that is to end a reply. Only one that is never part of another text can."""
+        text = self._added.get(id)
+        if text is None:
+            raise RequestRefused(
+                f"stop_token_ids: token {id} is neither an end of the model's nor a special token",
+                parameter="stop_token_ids",
+            )
+        return text
+
+    def close(self) -> None:
+        self.desk.close()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+
+def _id_of(completion: Completion, place: int) -> str:
+    """Nine letters and digits: some templates take no others."""
+    content = repr((list(completion.tokens), place)).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()[:9]
+
+
+def ended_by(completion: Completion, stop: Sequence[str], ends: dict[int, str]) -> tuple[str | int | None, str]:
+    """What ended a reply besides the model itself: a stop string or the id of a token; and the same as text."""
+    if completion.stop is StopReason.STOP:
+        for id, text in ends.items():
+            if completion.tokens[-1] == id:
+                return id, text
+        for text in stop:
+            if completion.text.endswith(text):
+                return text, text
+    return None, ""
+
+
+if TYPE_CHECKING:
+    from posttrain.engines.serving.policy_server import Policy
+
+    _proof: Callable[..., Policy] = EnginePolicy

@@ -1,0 +1,133 @@
+"""An engine that many clients ask. It works in a thread of its own, so that decoding and HTTP do not wait for each other.
+
+Decided here: whatever has been asked by then is decoded together, and nobody waits for a batch to fill. The thread sleeps
+while nothing is asked. What a client no longer waits for is cancelled in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from posttrain.core.messages import one_line
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.serving.requests import RequestRefused
+
+JOIN_SECONDS = 30.0  # for a decoding step to end
+
+Outcome = Completion | UserError
+"""Of a request: what was sampled, or why it cannot be."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What the thread is to do."""
+
+    id: int
+    prompt: Sequence[int] = ()
+    sampling: Sampling | None = None  # None: cancel it
+
+
+class EngineThread:
+    """Hands requests to an engine. Made and used in one event loop; the engine belongs to the thread until `close`."""
+
+    def __init__(self, engine: Engine, failed: Callable[[BaseException], None] = lambda error: None) -> None:
+        """`failed` is called in the event loop if the engine cannot go on: nothing is answered from then on."""
+        self.engine = engine
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}  # clients, by the number of their request
+        self._problem: RequestRefused | None = None
+        self._asked = 0
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    async def complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        """A reply. Cancelled, it is not sampled to its end.
+
+        Raises UserError for what the engine refuses, and Refused if it cannot go on.
+        """
+        if self._problem is not None:
+            raise self._problem
+        self._asked += 1
+        id, answer = self._asked, self._loop.create_future()
+        self._waiting[id] = answer
+        self._orders.put(_Order(id, prompt, sampling))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._orders.put(_Order(id))
+            raise
+        finally:
+            del self._waiting[id]
+
+    @property
+    def under_way(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._waiting)
+
+    def close(self) -> None:
+        """End the thread; requests in it are lost. The engine stays open. May be called twice."""
+        self._orders.put(None)
+        self._thread.join(JOIN_SECONDS)
+
+    def _settle(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        for id, outcome in outcomes:
+            answer = self._waiting.get(id)
+            if answer is None or answer.done():  # the client has gone
+                continue
+            if isinstance(outcome, Completion):
+                answer.set_result(outcome)
+            else:
+                answer.set_exception(outcome)
+
+    def _fail(self, problem: BaseException) -> None:
+        self._problem = RequestRefused(f"the engine cannot go on: {one_line(problem)}", 503)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._problem)
+        self._failed(problem)
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        has: set[int] = set()  # requests that the engine owes
+        try:
+            while self._carry_out(has):
+                done = self.engine.poll() if has else []
+                has.difference_update(completion.id for completion in done)
+                self._tell([(completion.id, completion) for completion in done])
+        except BaseException as error:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _carry_out(self, has: set[int]) -> bool:
+        """What was ordered; waits for it where the engine has nothing to do. False: that was all."""
+        refused: list[tuple[int, Outcome]] = []
+        with suppress(queue.Empty):
+            while (order := self._orders.get(block=not (has or refused))) is not None:
+                if order.sampling is None:
+                    if order.id in has:
+                        self.engine.cancel(order.id)
+                        has.discard(order.id)
+                    continue
+                try:
+                    self.engine.submit(order.id, order.prompt, order.sampling)
+                except UserError as error:  # a mistake of the client's
+                    refused.append((order.id, error))
+                else:
+                    has.add(order.id)
+            return False
+        self._tell(refused)
+        return True
+
+    def _tell(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        if outcomes:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._settle, outcomes)

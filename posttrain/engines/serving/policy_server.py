@@ -1,0 +1,224 @@
+"""The HTTP server in front of a policy. Decided here: what is served where, how much at once, and what an error looks like.
+
+    POST /inference/v1/generate    token ids in, token ids and log-probabilities out
+    POST /v1/chat/completions      OpenAI's chat
+    POST /v1/completions           OpenAI's completions
+    GET  /v1/models                the model and its limits
+    GET  /health
+
+It is bound to this machine. Whoever is elsewhere comes through a tunnel. A web page is kept out: its requests say where they
+come from (Origin), carry no JSON content type, unless the browser was allowed to, and name another host if they come by a
+name that was rebound. A program that says nothing of the content type, or what curl says by itself, is heard all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
+from posttrain.engines.serving import responses
+from posttrain.engines.serving.requests import (
+    PolicyRequest,
+    Prompt,
+    RequestRefused,
+    read_body,
+    read_chat,
+    read_completion,
+    read_generate,
+)
+from posttrain.engines.serving.responses import Form, PolicyResponse
+from posttrain.engines.serving.task_group import together
+
+HOST = "127.0.0.1"
+NAMES = (HOST, "localhost")
+UNSAID = "application/x-www-form-urlencoded"  # what curl -d says where nobody told it
+BODY_SECONDS = 60.0  # for a body to arrive
+GOODBYE_SECONDS = 1.0  # for connections to end when the server does
+
+
+QUIET = logging.getLogger("posttrain.engines.serving")
+"""What aiohttp says of requests that are none, page by page. Nobody hears it: their senders are told."""
+QUIET.addHandler(logging.NullHandler())
+QUIET.propagate = False
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Of what is served at once."""
+
+    requests: int = 1024
+    body: int = 8 << 20  # bytes: what takes longer to read would keep others waiting
+
+
+class Policy(Protocol):
+    """What answers requests."""
+
+    def describe(self) -> dict[str, Any]:
+        """Its card, as OpenAI lists models; `max_model_len`: tokens of prompt and reply together, as vLLM has it."""
+        ...
+
+    def check(self, model: str | None) -> None:
+        """Raises Refused if it is not the model that is asked for."""
+        ...
+
+    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What of a request counts here. Raises Refused."""
+        ...
+
+    async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:
+        """As many replies to a prompt as are asked for. Cancelled where the client goes away. Raises Refused, UserError."""
+        ...
+
+
+Find = Callable[[web.Request], Policy]
+"""The policy that a request is for. Raises Refused."""
+
+
+class PolicyHandlers:
+    """The handlers of an application."""
+
+    def __init__(self, find: Find, limits: ServerLimits) -> None:
+        self._find, self._limits = find, limits
+        self.under_way = 0
+
+    def application(self, prefix: str = "") -> web.Application:
+        """`prefix`: what all paths begin with, such as "/{key}"."""
+        app = web.Application(middlewares=[self._told], client_max_size=self._limits.body)
+        app.router.add_get(f"{prefix}/health", self.health)
+        app.router.add_get(f"{prefix}/v1/models", self.models)
+        for path, read, form in (
+            ("/inference/v1/generate", read_generate, responses.generate),
+            ("/v1/chat/completions", read_chat, responses.chat),
+            ("/v1/completions", read_completion, responses.completions),
+        ):
+            app.router.add_post(prefix + path, self._answering(read, form))
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        self._find(request)
+        return web.json_response({"status": "ok", "requests": self.under_way})
+
+    async def models(self, request: web.Request) -> web.Response:
+        card = self._find(request).describe()
+        return web.json_response({"object": "list", "data": [{"object": "model", "owned_by": "posttrain", **card}]})
+
+    def _answering(
+        self, read: Callable[[dict[str, object]], PolicyRequest], form: Form
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            policy = self._find(request)
+            asked = read(policy.heard(read_body(await _body(request))))
+            policy.check(asked.model)
+            count = asked.count * len(asked.prompts)
+            if self.under_way + count > self._limits.requests:
+                raise RequestRefused(
+                    f"{self.under_way} replies are under way: ask again later", 429, "rate_limit_exceeded"
+                )
+            self.under_way += count
+            try:
+                each = await together(policy.replies(prompt, asked) for prompt in asked.prompts)
+                replies = [reply for replies in each for reply in replies]
+            finally:
+                self.under_way -= count
+            name = str(asked.model or policy.describe()["id"])
+            if asked.stream:
+                return await _streamed(request, b"".join(responses.events(form, name, asked, replies)))
+            return web.json_response(form(name, asked, replies), dumps=_compact)
+
+        return answer
+
+    @web.middleware
+    async def _told(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """What goes wrong, in OpenAI's form."""
+        try:
+            if request.url.host not in NAMES:
+                raise RequestRefused(f"this is {HOST}, and not {request.host:.100}", 421)
+            return await handler(request)
+        except RequestRefused as refused:
+            problem = refused
+        except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
+            problem = RequestRefused(_plain(error, request), error.status)
+        except web.RequestPayloadError:  # of a body that is compressed, or cut into pieces, in a wrong way
+            problem = RequestRefused("the body cannot be read")
+        except UserError as error:
+            problem = RequestRefused(one_line(error))
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            problem = RequestRefused("the server made a mistake, which it has printed", 500)
+        headers = {"Retry-After": "1"} if problem.status in (429, 503) else {}
+        return web.json_response(responses.refusal(problem), status=problem.status, headers=headers)
+
+
+def _plain(error: web.HTTPException, request: web.Request) -> str:
+    if error.status not in (404, 405):
+        return error.text or error.reason
+    there = sorted({f"{route.method} {'/' + '/'.join(parts)}" for route in request.app.router.routes()
+                    if route.method != "HEAD" and route.resource is not None
+                    for parts in [[p for p in route.resource.canonical.split("/") if p and "{" not in p]]})  # fmt: skip
+    return f"there is no {request.method} {request.path:.100}; there are {', '.join(there)}"
+
+
+async def _body(request: web.Request) -> bytes:
+    said = request.content_type if "Content-Type" in request.headers else UNSAID
+    if said != "application/json" and (said != UNSAID or "Origin" in request.headers):
+        raise RequestRefused(f"the content type is {said:.100}; expected application/json", 415)
+    if "Content-Encoding" in request.headers:
+        raise RequestRefused("the body is compressed; send it as it is", 415)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        raise RequestRefused(f"the body did not arrive within {BODY_SECONDS:g} s", 408) from None
+
+
+async def _streamed(request: web.Request, content: bytes) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    await response.write(content)
+    await response.write_eof()
+    return response
+
+
+def _compact(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+@asynccontextmanager
+async def serving(application: web.Application, port: int = 0) -> AsyncIterator[int]:
+    """Serve it on a port of this machine (0: any free one), which is given. Raises UserError if it is taken."""
+    listening = socket.socket()
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((HOST, port))
+    except OSError as error:
+        listening.close()
+        raise UserError(f"--port {port} cannot be used: {error.strerror}; choose another, or 0 for any") from None
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        logger=QUIET,
+        handler_cancellation=True,  # a client that goes away does not wait for its reply
+        shutdown_timeout=GOODBYE_SECONDS,
+        auto_decompress=False,  # a few kilobytes may become gigabytes, which would be read even after a refusal
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening, backlog=1024).start()
+        yield listening.getsockname()[1]
+    finally:
+        await runner.cleanup()
+        listening.close()

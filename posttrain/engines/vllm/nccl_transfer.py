@@ -1,0 +1,126 @@
+"""Weights from card to card, by vLLM's own weight-transfer API: over NCCL, or by CUDA IPC on one card.
+
+vLLM's trainer side drives each hand-over (init once, then start / update / finish); here are the client through which it
+speaks to an engine's process, and the source that it reads. Built to the documented API of vLLM 0.32 and tested with fakes:
+no run on cards has been recorded yet. Differences from the other transports: weights are read from the learner while they
+are sent, so an engine that comes back in the middle of a step gets them with the next one; and the checksum is that of
+names, types and shapes alone, so that what arrived is vouched for by the canary.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from posttrain.core.messages import one_line
+from posttrain.engines.pool.pool_protocol import Gone
+from posttrain.engines.vllm.vllm_engine import handed_over
+from posttrain.engines.weight_sync import Call, Copied, Laid, Transport, checksum_of_names
+
+Backend = Literal["nccl", "ipc"]
+
+
+class Client:
+    """vLLM's `VLLMWeightSyncClient`: the four calls, made in the engine's process."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update", None)
+
+    def update_weights(self, update_info: Any) -> None:
+        handles = update_info.pop("ipc_handles", None)
+        if handles is not None:  # handles of memory are no JSON; the process that reads them is our own child
+            update_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+        self.call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call("finish_weight_update", None)
+
+
+class CardToCard(Copied):
+    """See `handover.Transport`. `seconds`: limit of one hand-over."""
+
+    def __init__(self, backend: Backend, laid: Laid, seconds: float) -> None:
+        super().__init__(laid)
+        self.backend, self.seconds = backend, seconds
+        self._weights: Any = None
+        self._senders: dict[str, Any] = {}  # vLLM's trainer side, by the engine's name
+
+    def put(self, weights: Any, version: int) -> None:
+        names, shapes = [s.name for s in self.laid.stored], [s.shape for s in self.laid.stored]
+        self._weights = weights
+        self.offer = {
+            "version": version,
+            "checksum": checksum_of_names(names, [self.layout["dtype"]] * len(names), shapes),
+        }
+
+    def send(self, name: str, first: bool, call: Call) -> None:
+        """In a thread, since a collective with one that died may never end. Raises Gone."""
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                if first or name not in self._senders:
+                    self._senders[name] = self._sender(call)
+                self._senders[name].client.call = call
+                self._senders[name].send_weights()
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=work, name=f"weights for {name}", daemon=True)
+        thread.start()
+        thread.join(self.seconds)
+        if thread.is_alive():
+            raise Gone(f"the weights did not reach it within {self.seconds:g} s")
+        if failed:
+            raise Gone(f"the weights did not reach it ({one_line(failed[0])[:200]})") from failed[0]
+
+    def _sender(self, call: Call) -> Any:
+        """vLLM's trainer side, connected to the engine."""
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+        transport = self
+
+        class Source(WeightSource):  # type: ignore[misc]
+            def metadata(self) -> list[Any]:
+                return [ParamMeta(s.name, transport.laid.dtype, s.shape) for s in transport.laid.stored]
+
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+                for name, tensor in handed_over(transport._weights):
+                    yield name, tensor.to(transport.laid.dtype).contiguous()
+
+        if self.backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+
+            return IPCTrainerWeightTransferEngine.trainer_init(
+                IPCTrainerInitInfo(rank=0), client=Client(call), source=Source()
+            )
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        info = NCCLTrainerInitInfo("127.0.0.1", port, 2, rank=0)
+        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=Client(call), source=Source())
+
+    def done(self) -> None:
+        self.offer = self._weights = None
+
+    def close(self) -> None:
+        self.done()
+        self._senders.clear()
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Transport] = CardToCard

@@ -1,0 +1,233 @@
+"""What bridges share: a game of another library, played turn by turn. Decides what becomes of a reply that is no action.
+
+A game is told a reply and says what is seen next. Its own randomness belongs to its episode: a worker plays many episodes
+in turns, and libraries that draw from the global generators would otherwise depend on the company.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from posttrain.core.messages import near_or_all
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Reply, Sides, Task, Turn, UserError, Verdict
+
+WHICH = ("env", "game", "url")
+LONGEST = 8000  # characters of an observation or of a tool's answer that are shown, unless told otherwise
+_COLOURED = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m", re.DOTALL)  # what a terminal shows in another colour
+_ESCAPE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
+
+
+class NotAnAction(Exception):
+    """A reply that is no action; the message says what would be."""
+
+
+class BridgeError(Exception):
+    """A game, a server or a tool that does not do what it promises; the message says how."""
+
+
+@dataclass(frozen=True)
+class GameStep:
+    """What a game shows after an action."""
+
+    text: str
+    reward: float = 0.0  # of that action
+    done: bool = False
+    side: str = ""  # who is to act, where the policy plays several sides
+    earned: Mapping[str, float] | None = None  # by each side, at the end
+
+
+class BridgedGame(Protocol):
+    """One episode of another library. `act` raises NotAnAction; whatever else it raises is a failure of the library."""
+
+    def begin(self) -> GameStep: ...
+    def act(self, reply: str) -> GameStep: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How episodes are led, whatever the library. Columns of a task that are named like a setting are used instead.
+
+    What is played (`WHICH`) a column names only where nothing else does.
+    """
+
+    prompt: str = ""  # stands before what is seen first
+    chat: bool = False  # what is seen comes as messages of a user, for chat models; else as text
+    stop: tuple[str, ...] = ()  # stop strings of every reply
+    turns: int = 64  # replies of an episode
+    invalid: Literal["answer", "end"] = "answer"  # a reply that is no action: it is told so, or the episode ends
+    invalid_reward: float = 0.0  # for each of them
+    failure: Literal["invalid", "end"] = "invalid"  # the library fails: an invalid reward, or the end, as above
+    longest: int = LONGEST  # characters of an observation that are shown
+
+    def __post_init__(self) -> None:
+        for name, choices in (("invalid", ("answer", "end")), ("failure", ("invalid", "end"))):
+            if getattr(self, name) not in choices:
+                raise UserError(
+                    f"{name} is {getattr(self, name)!r}{near_or_all(str(getattr(self, name)), list(choices))}"
+                )
+        if self.turns < 1 or self.longest < 1:
+            raise UserError("an episode needs turns and longest of 1 or more")
+
+    def told_by(self, task: Task) -> Any:
+        """The same with what the task's columns say."""
+        settings = {field.name for field in fields(self) if field.name not in WHICH or not getattr(self, field.name)}
+        said = {name: value for name, value in task.items() if name in settings and value is not None}
+        if isinstance(said.get("stop"), str | list):
+            said["stop"] = (said["stop"],) if isinstance(said["stop"], str) else tuple(said["stop"])
+        return replace(self, **said) if said else self
+
+    def turn(self, step: GameStep, first: bool) -> Turn:
+        """What shows a step. `first`: of its side."""
+        text = shown(step.text, self.longest)
+        if first and self.prompt:
+            text = f"{self.prompt}\n{text}"
+        if self.chat:
+            messages = [{"role": "user", "content": text}]
+            return Turn(messages=messages, stop=self.stop, reward=step.reward, side=step.side)
+        text = f"{text}\n" if first else f"\n{text}\n"
+        return Turn(text=text, stop=self.stop, reward=step.reward, side=step.side)
+
+    def refused(self, problem: NotAnAction) -> GameStep:
+        """What a reply that is no action leads to."""
+        return GameStep(str(problem), self.invalid_reward, self.invalid == "end")
+
+    def failed(self, problem: Exception) -> GameStep:
+        """What a failure of the library leads to. Raises it where it is to be invalid."""
+        if self.failure == "invalid":
+            raise problem
+        return GameStep("", self.invalid_reward, True)
+
+
+def played(manner: Manner, game: BridgedGame) -> Generator[Turn, Reply, Verdict]:
+    """An episode of a game, from its first turn to the reward of its last action, or what each side earned."""
+    try:
+        step, asked = begun(game.begin()), set[str]()
+        for _ in range(manner.turns):
+            if step.done:
+                break
+            reply = yield manner.turn(step, step.side not in asked)
+            asked.add(step.side)
+            if ran_out(reply):
+                return 0.0
+            try:
+                step = game.act(reply)
+            except NotAnAction as problem:
+                step = manner.refused(problem)
+            except Exception as error:
+                step = manner.failed(error)
+        return step.reward if step.earned is None else Sides(step.earned)
+    finally:
+        with suppress(Exception):  # what it earned is known
+            game.close()
+
+
+def begun(step: GameStep) -> GameStep:
+    """The first step of a game. Raises Broken where there is nothing to be said."""
+    if step.done:
+        raise BridgeError("the game is over before it began")
+    return step
+
+
+def ran_out(reply: Reply) -> bool:
+    """Whether this was not sampled: the episode has run out of something."""
+    return not reply and reply.stop.truncated
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+def shown(text: str, longest: int) -> str:
+    """A text of another library as a turn can show it: characters that are some, colours as brackets, not too many.
+
+    >>> shown("SF\\x1b[41mG\\x1b[0m", 10), shown("abcdef", 4)
+    ('SF[G]', 'ab ... f')
+    """
+    text = _ESCAPE.sub("", _COLOURED.sub(r"[\1]", text)) if "\x1b" in text else text
+    if not text.isascii():
+        text = text.encode("utf-8", "replace").decode()
+    if len(text) <= longest:
+        return text
+    end = longest // 4
+    return f"{text[: longest - end - 1]} ... {text[len(text) - end :]}"
+
+
+def as_text(value: Any) -> str:
+    """An observation of numbers, names or both in words.
+
+    >>> as_text({"hand": (13, np.True_), "speed": np.array([0.12345, -1.0])})
+    'hand: 13, True; speed: 0.123 -1'
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {as_text(part)}" for key, part in value.items())
+    if isinstance(value, tuple | list):
+        return ", ".join(map(as_text, value))
+    if isinstance(value, np.ndarray) and value.ndim:
+        return ("\n" if value.ndim > 1 else " ").join(map(as_text, value))
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.item()
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def number_of(value: Any, what: str) -> float:
+    """A reward as a number; nothing is 0. Raises Broken if it is none."""
+    if value is None:
+        return 0.0
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not abs(number) < float("inf"):
+        raise BridgeError(f"{what} is {value!r:.60}, not a finite number")
+    return number
+
+
+# -- chance ------------------------------------------------------------------------------------------------------------
+
+
+def task_seed(task: Task) -> int:
+    """The seed of an episode: the task's, or one that follows from its id. Equal for all rollouts of the task."""
+    seed = task.get("seed")
+    if seed is None:
+        return seed_of("bridge", task.get("id")) % 2**32
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise BridgeError(f"the task's seed is {seed!r:.40}; expected a whole number from 0 to 2^32 - 1")
+    return seed
+
+
+class Chance:
+    """The global generators of Python and NumPy as one episode left them."""
+
+    def __init__(self, seed: int) -> None:
+        self._python = random.Random(seed).getstate()
+        self._numpy = np.random.RandomState(seed).get_state()
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Within this they are the episode's own; behind it those of everybody else again."""
+        python, numpy = random.getstate(), np.random.get_state()
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        try:
+            yield
+        finally:
+            self._python, self._numpy = random.getstate(), np.random.get_state()
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def need(library: str, extra: str) -> None:
+    """Raises UserError, with the fix, where a library is not installed. Imports nothing."""
+    if importlib.util.find_spec(library) is None:
+        raise UserError(f'{library} is not installed: pip install "posttrain[{extra}]"')

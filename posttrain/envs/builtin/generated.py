@@ -1,0 +1,83 @@
+"""Tasks that are made by a function: which of them are held out, and the command that writes them as rows.
+
+Every possible question belongs to one of two parts, told by its hash: training tasks and held-out tasks of the same kind
+can never meet, whatever the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from hashlib import sha256
+from typing import Any, NoReturn
+
+from posttrain.core.types import Task, UserError
+
+HELD_OUT = 0.1  # share of all possible questions
+FRUITLESS = 1000  # draws in a row without a new question: there are no more
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a question is one of those that no training task asks."""
+    return int.from_bytes(sha256(question.encode()).digest()[:4], "big") < HELD_OUT * 2**32
+
+
+def distinct(draws: Iterator[Task], count: int, held_out: bool) -> list[Task]:
+    """The first `count` tasks of endless draws that differ in their id, all held out or none of them.
+
+    Raises UserError where there seem to be no more.
+    """
+    found: dict[str, Task] = {}
+    fruitless = 0
+    while len(found) < count:
+        task = next(draws)
+        fruitless += 1
+        if task["id"] not in found and is_held_out(task["id"]) == held_out:
+            found[task["id"]] = task
+            fruitless = 0
+        elif fruitless > FRUITLESS:
+            raise UserError(f"only {len(found)} such tasks were found: ask for fewer than {count}, or for larger ones")
+    return list(found.values())
+
+
+def write(tasks: Callable[..., Sequence[Task]], words: Sequence[str] | None = None) -> None:
+    """The command of a module of tasks: each argument of `tasks` is an option, rows of JSON go to standard output.
+
+    `words`: of the command line, default: the process's own.
+    """
+    asked = vars(_parser(tasks).parse_args(words))
+    if asked["count"] < 1:
+        _refuse("--count must be 1 or more")
+    try:
+        with redirect_stdout(sys.stderr):  # libraries talk
+            rows = tasks(**asked)
+    except UserError as error:
+        _refuse(str(error))
+    for row in rows:
+        print(json.dumps(row, ensure_ascii=False))
+
+
+def _parser(tasks: Callable[..., Any]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(inspect.getdoc(tasks) or "").partition("\n\n")[0])
+    parser.add_argument("--count", type=int, default=1000, help="of rows (1000)")
+    parser.add_argument("--seed", type=int, default=0, help="other rows for another one (0)")
+    for name, parameter in inspect.signature(tasks).parameters.items():
+        if name in ("count", "seed"):
+            continue
+        option, default = f"--{name.replace('_', '-')}", parameter.default
+        if parameter.default is inspect.Parameter.empty:
+            parser.add_argument(name)
+        elif isinstance(default, bool):
+            parser.add_argument(option, action="store_true")
+        else:
+            parser.add_argument(option, type=type(default), default=default, help=f"({default})")
+    return parser
+
+
+def _refuse(reason: str) -> NoReturn:
+    print(f"error: {reason}", file=sys.stderr)
+    raise SystemExit(2)

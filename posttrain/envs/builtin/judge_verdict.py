@@ -1,0 +1,22 @@
+"""Judging: the prompt shows a question with a reply to it, and a verdict is right if it is the label of that reply.
+
+Rows have "label", as rows of preferences do: true or 1, false, 0 or -1. What the judge reads is made of their other columns
+with --prompt-template, or stands in them as "prompt".
+"""
+
+from __future__ import annotations
+
+from posttrain.core.types import Invalid, Reply, Task
+from posttrain.verify.verdict import final_verdict
+
+SUCCESS = 1.0  # the reward of a right verdict
+
+
+def reward(task: Task, reply: str) -> float | Invalid:
+    """1.0 if the reply ends with "verdict: yes" for a good one or "verdict: no" for a bad one; else, or cut off, 0.0."""
+    label = task.get("label")
+    if not isinstance(label, bool | int | float) or label not in (-1, 0, 1):
+        return Invalid(f"the task's label is {label!r:.40}; a verdict is compared with true or 1, false, 0 or -1")
+    if isinstance(reply, Reply) and reply.stop.truncated:
+        return 0.0
+    return float(final_verdict(reply) == float(label > 0))

@@ -1,0 +1,9 @@
+"""What plays where nothing scores: a teacher alone says what replies are worth."""
+
+from __future__ import annotations
+
+from posttrain.core.types import Task
+
+
+def reward(task: Task, reply: str) -> float:
+    return 0.0

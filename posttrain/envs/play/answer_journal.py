@@ -1,0 +1,139 @@
+"""The answers that a run got from services, kept in its folder so that a resumed run repeats them byte for byte.
+
+Decides which answers hold when a run is resumed. Valid ones always do. An Invalid holds for the step in which it came, if
+that step was finished: a step that an outage ended is asked again. A line of `answers.jsonl` is one of
+
+    {"step": 3, "question": digest, "service": name, "answer": ...} or with "invalid": reason in the place of the answer
+    {"begun": 4}                                                    all steps before it are finished
+
+Beside an answer stands what was `said` for it. That may be long, so it is not held: it is read again where it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
+
+ANSWERS = "answers.jsonl"
+"""The file, in the folder of a run. Its order of lines depends on the clock; nothing that a run computes does."""
+EVERYBODYS = "answers*.jsonl"
+"""All of them: further processes of a run write what they were told into files of their own."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Where a Reasoned answer stands."""
+
+    path: Path
+    start: int  # byte
+
+
+class AnswerJournal:
+    """Answers by step and question. The file is opened, and an older one of the folder continued, by the first answer."""
+
+    def __init__(self, folder: Path, resumed: bool, rank: int = 0) -> None:
+        """Raises UserError if a resumed run's journal cannot be read. `rank`: of this process among those of the run."""
+        self.path = folder / (f"answers.{rank}.jsonl" if rank else ANSWERS)
+        self.valid: dict[str, Any] = {}  # by question: the latest, or its _Line
+        self._of_step: dict[tuple[int, str], Any] = {}
+        self._file: BinaryIO | None = None
+        self._size = 0  # bytes of the whole lines of an older attempt
+        if resumed:
+            for path in sorted(folder.glob(EVERYBODYS)):
+                size = self._read(path)
+                self._size = size if path == self.path else self._size
+
+    def recall(self, step: int, question: str) -> tuple[bool, Any]:
+        """Whether there is an answer for this step, and the answer."""
+        of_step = (step, question) in self._of_step
+        found = self._of_step[step, question] if of_step else self.valid.get(question)
+        return of_step or question in self.valid, _read_again(found) if isinstance(found, _Line) else found
+
+    def note(self, step: int, question: str, service: str, answer: Any) -> None:
+        """Keep what was answered. A run that is killed after this call finds it again."""
+        found, reasoned = bare(answer), isinstance(answer, Reasoned)
+        told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
+        said = {"said": list(answer.said)} if reasoned else {}
+        start = self._write({"step": step, "question": question, "service": service, **told, **said})
+        if not isinstance(found, Invalid):
+            self.valid[question] = _Line(self.path, start) if reasoned else answer
+
+    def begin(self, step: int) -> None:
+        """All steps before this one are finished."""
+        if self._file is not None or self._size:  # without answers there is nothing to keep
+            self._write({"begun": step}, safe=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: dict[str, Any], safe: bool = False) -> int:
+        """Returns where the line begins. `safe`: once all that was written would outlive a power cut."""
+        try:
+            if self._file is None:
+                self._file = self.path.open("r+b" if self._size else "wb")
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+            start = self._file.tell()
+            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+            if safe:
+                os.fsync(self._file.fileno())
+            return start
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error.strerror or error}") from error
+
+    def _read(self, path: Path) -> int:
+        """Take in what one process has written; returns the bytes of its whole lines."""
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+            raise UserError(f"{path} cannot be read: it is no file")
+        invalid: dict[tuple[int, str], Any] = {}
+        begun = size = 0
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    if not line.endswith(b"\n"):  # the process was killed while it wrote
+                        break
+                    row = json.loads(line)
+                    if "begun" in row:
+                        begun = max(begun, int(row["begun"]))
+                    else:
+                        place = int(row["step"]), str(row["question"])
+                        invalid.pop(place, None)
+                        self._of_step.pop(place, None)
+                        found = _answer(row)
+                        kept = _Line(path, size) if isinstance(found, Reasoned) else found
+                        if isinstance(bare(found), Invalid):
+                            invalid[place] = kept
+                        else:
+                            self.valid[place[1]] = self._of_step[place] = kept
+                    size += len(line)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            raise UserError(
+                f"{path} is damaged behind byte {size}: put a copy of it back, or delete it, and what is left of "
+                "the run asks its services again"
+            ) from error
+        self._of_step.update((place, answer) for place, answer in invalid.items() if place[0] < begun)
+        return size
+
+
+def _answer(row: dict[str, Any]) -> Any:
+    """Of a line."""
+    found = Invalid(str(row["invalid"]), InvalidKind.UNANSWERED) if "invalid" in row else row["answer"]
+    return Reasoned(found, tuple(map(str, row["said"]))) if "said" in row else found
+
+
+def _read_again(line: _Line) -> Any:
+    try:
+        with line.path.open("rb") as file:
+            file.seek(line.start)
+            return _answer(json.loads(file.readline()))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{line.path} was changed while the run was on, behind byte {line.start}: {error}") from error

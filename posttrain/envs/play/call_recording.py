@@ -1,0 +1,181 @@
+"""What an episode did once and is not to do again: `recorded`.
+
+Environments are played again from their task and the replies they had when their worker is lost. What they ask of the
+world on the way, such as a search, would be asked again and might answer otherwise. A result that was recorded is kept by
+the pool, and comes back instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Never
+
+from posttrain.envs.play.env_outputs import TooMuch, plain_data
+
+MOST_RECORDS = 4096  # of an episode
+MOST_NOTES = 1 << 16  # characters of an episode's notes
+LEFT_OUT = f"left out: more than the {MOST_NOTES:,} characters of an episode's notes"
+FURTHER = {"further notes": LEFT_OUT}
+"""What is noted, beyond that limit, where not even a name has room."""
+MOST_FURTHER = 99  # its characters, as they are counted
+
+Keep = Callable[[int, Any], None]
+"""Sends a result to the pool: its number within the episode, and what it is."""
+
+
+class CallJournal:
+    """The results of one episode, by the order in which they were asked for.
+
+    `known`: those of before, in the order in which they came. What waits gets them in that order again: which of two tasks
+    goes on first decides what is asked next, and so which number that has.
+    """
+
+    def __init__(self, keep: Keep | None = None, known: Mapping[int, Any] | None = None) -> None:
+        self._keep = keep
+        self._known = dict(known or {})
+        self._left = deque(self._known)  # that were not taken yet
+        self._turns: dict[int, asyncio.Future[None]] = {}  # who waits for those before
+        self._asked = 0
+        self._thread = threading.get_ident()
+        self._notes: dict[str, Any] = {}
+        self._sizes: dict[str, int] = {}  # of each note, in characters
+        self._noted = 0  # their sum
+        self._further = False  # whether some of them have left no trace
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """As they are now."""
+        return {**self._notes, **(FURTHER if self._further else {})}
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Raises TypeError for what JSON cannot hold. What is too long stands there as such: no reward depends on it."""
+        for name, value in values.items():
+            name = str.__str__(name)
+            self._notes.pop(name, None)
+            self._noted -= self._sizes.pop(name, 0)
+            self._further |= not any(self._keeps(name, kept) for kept in (value, LEFT_OUT))
+
+    def _keeps(self, name: str, value: Any) -> bool:
+        """Note it, if there is room: each costs what it is long, however many there are."""
+        size = [0]
+        try:
+            ((name, kept),) = plain_data({name: value}, size, 0).items()
+        except TooMuch:
+            return False
+        except ValueError as problem:
+            raise TypeError(f"noted something {problem}") from None
+        if self._noted + size[0] > MOST_NOTES:
+            return False
+        self._notes[name], self._sizes[name] = kept, size[0]
+        self._noted += size[0]
+        return True
+
+    def next(self) -> tuple[int, bool]:
+        """The number of what is asked now, and whether its result is known."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "recorded was called in another thread than its episode's: in an async environment, give it the thread's "
+                "work, as in `await recorded(asyncio.to_thread, fetch, url)`"
+            )
+        number = self._asked
+        if number == MOST_RECORDS:
+            raise RuntimeError(f"an episode may record {MOST_RECORDS:,} results")
+        self._asked += 1
+        return number, number in self._known
+
+    def known(self, number: int) -> Any:
+        self._left.remove(number)
+        after = self._turns.pop(self._left[0], None) if self._left else None
+        if after is not None and not after.done():
+            after.set_result(None)
+        return self._known[number]
+
+    async def turn(self, number: int) -> None:
+        """Wait until those that came before are taken."""
+        if self._left[0] == number:
+            return await asyncio.sleep(0)
+        self._turns[number] = asyncio.get_running_loop().create_future()
+        await self._turns[number]
+
+    def write(self, number: int, value: Any) -> Any:
+        try:
+            plain = plain_data(value, [0], 0)
+        except ValueError as problem:
+            raise TypeError(f"recorded a result {problem}") from None
+        if self._keep is not None:
+            self._keep(number, plain)
+        return plain
+
+
+def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """The notes of an episode as a worker sends them. Raises ValueError if it has none such."""
+    size = [0]
+    found: dict[str, Any] = plain_data(dict(notes), size, 0)
+    if size[0] > MOST_NOTES + MOST_FURTHER:
+        raise TooMuch(f"that makes {size[0]:,} characters of notes: an episode may have {MOST_NOTES:,}")
+    return found
+
+
+CURRENT: ContextVar[CallJournal | None] = ContextVar("journal", default=None)
+NOTING: ContextVar[CallJournal | None] = ContextVar("noting", default=None)
+"""The episode's journal, also within what is recorded."""
+
+
+def note(*unnamed: Never, **values: Any) -> None:
+    """Keep something of an episode for whoever reads its rollout: `note(moves=7, opening="e4")`.
+
+    Plain JSON data, under names of the environment's own; what is noted later under a name replaces what was there, and what
+    goes beyond `MOST_NOTES` characters is left out. No result depends on it, and outside of an environment it does nothing.
+    Within what is `recorded` it is refused: that is not called again where an episode is played again, so note what it
+    returned.
+    """
+    if unnamed:
+        raise TypeError("note takes names, as in note(moves=7); of a dict, note(**values)")
+    journal = NOTING.get()
+    if journal is None:
+        return
+    if CURRENT.get() is None:
+        raise RuntimeError("note was called within what is recorded: note what `recorded` returned")
+    journal.note(values)
+
+
+def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function once in an episode, however often the episode is played: `page = recorded(fetch, url)`.
+
+    What it returns is plain JSON data. Of a coroutine function the result is awaited: `page = await recorded(fetch, url)`.
+    What it raises is not recorded. Outside of an environment it is a plain call, and so it is within what is recorded, which
+    is not called again as a whole, and in threads that the environment starts.
+    """
+    journal = CURRENT.get() or CallJournal()
+    number, known = journal.next()
+    if inspect.iscoroutinefunction(function):
+        return _awaited(journal, number, known, partial(function, *args, **kwargs))
+    if known:
+        return journal.known(number)
+    token = CURRENT.set(None)
+    try:
+        value = function(*args, **kwargs)
+    finally:
+        CURRENT.reset(token)
+    return journal.write(number, value)
+
+
+async def _awaited(journal: CallJournal, number: int, known: bool, call: Callable[[], Any]) -> Any:
+    if known:
+        try:
+            await journal.turn(number)
+        finally:  # if it is given up, others still wait for theirs
+            result = journal.known(number)
+        return result
+    token = CURRENT.set(None)
+    try:
+        value = await call()
+    finally:
+        CURRENT.reset(token)
+    return journal.write(number, value)

@@ -1,0 +1,127 @@
+"""Decides which context of an episode a turn belongs to.
+
+An environment says what is new. A program that speaks a model's API says all of it each time, and may hold several
+conversations at once. What it says is therefore compared with what stands in the contexts so far. Where it continues one,
+only the rest is an observation, so nothing that was sampled is ever tokenised again. Otherwise a new context begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from posttrain.core.conversation import Conversation, TextEncoder
+from posttrain.core.types import Completion, Reply, Transcript, Turn
+
+
+class Context:
+    """What the policy sees and says in one conversation."""
+
+    def __init__(self, tokenizer: TextEncoder, side: str = "") -> None:
+        self.tokenizer = tokenizer
+        self.side = side  # whose it is
+        self.conversation = Conversation(tokenizer)
+        self.transcript = Transcript()
+        self.last: Completion | None = None  # that was sampled in it
+        self.told = False  # that the episode has run out of something, in a turn that was not the whole
+        self._earlier: tuple[Any, ...] = ()  # what all of this was before the last turn
+        self.messages: list[Mapping[str, Any]] | None = []  # given and said; None: not all of it was messages
+        self._stop: tuple[str, ...] = ()  # of the last turn
+        self.text: str | None = ""  # the same of text
+
+    def branch(self) -> Context:
+        """Another one that begins with all of this."""
+        other = copy(self)
+        other.conversation, other.transcript = self.conversation.branch(), self.transcript.branch()
+        return other
+
+    def read(self, turn: Turn) -> list[int]:
+        """The tokens that put a turn before the policy."""
+        self._earlier = vars(self.conversation).copy(), self.messages, self.text, self._stop
+        if turn.tokens is not None:
+            tokens, self.conversation.seen = list(turn.tokens), ()
+            self.tokenizer.check_tokens(tokens)
+        else:
+            tokens = self.conversation.show(turn, self.last)
+        self.shown(turn)
+        return tokens
+
+    def take_back(self) -> None:
+        """What was read last was not put before the policy."""
+        if self._earlier:
+            conversation, self.messages, self.text, self._stop = self._earlier
+            vars(self.conversation).update(conversation)
+
+    def reply(self, completion: Completion, said: Reply, learn: bool) -> None:
+        self.transcript.sample(completion, learn)
+        self.last = completion
+        if self.messages is not None:
+            calls = [call.id for call in said.tool_calls if call.problem is None and self.conversation.tools]
+            self.messages = [*self.messages, {"said": said, "calls": calls, "stop": self._stop}]
+        if self.text is not None:
+            whole = self.tokenizer.decode(completion.tokens) == completion.text
+            self.text = self.text + completion.text if whole else None  # a text does not tell of what it lacks
+
+    def rest(self, turn: Turn) -> Turn | None:
+        """What of the turn, which is the whole of a context, is new here; None where it does not continue this one."""
+        if turn.tokens is not None:
+            so_far = self.transcript.tokens
+            begins = len(so_far) <= len(turn.tokens) and list(turn.tokens[: len(so_far)]) == so_far
+            return replace(turn, tokens=turn.tokens[len(so_far) :]) if begins else None
+        if turn.messages is not None:
+            count = len(self.messages or ())
+            begins = 0 < count < len(turn.messages) and (turn.tools or None) == (self.conversation.tools or None)
+            begins = begins and all(map(_same, self.messages or (), turn.messages))
+            return replace(turn, messages=turn.messages[count:]) if begins else None
+        begins = bool(self.text) and (turn.text or "").startswith(self.text or "")
+        return replace(turn, text=(turn.text or "")[len(self.text or "") :]) if begins else None
+
+    def shown(self, turn: Turn) -> None:
+        """A turn is put before the policy."""
+        self.conversation.first, self._stop = False, turn.stop
+        if turn.messages is None:
+            self.messages = None
+        elif self.messages is not None:
+            self.messages = [*self.messages, *turn.messages]
+        self.text = None if turn.text is None or self.text is None else self.text + turn.text
+
+
+def placed(turn: Turn, contexts: Sequence[Context]) -> tuple[Turn, Context | None]:
+    """What a whole turn adds to a context, and to which; the turn itself, as a fresh one, where it continues none.
+
+    Of several the longest is continued, and of equal ones the latest.
+    """
+    for context in sorted(reversed(contexts), key=lambda c: -len(c.transcript)):
+        if len(context.transcript) and (rest := context.rest(turn)) is not None:
+            return replace(rest, fresh=False), context
+    return replace(turn, fresh=True), None
+
+
+def _same(seen: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether a message is the one that was seen.
+
+    A reply is known by its calls of tools, or else by its text, with or without the stop string. Programs trim what a model
+    said, so white space around it is not compared.
+    """
+    said: Reply | None = seen.get("said")
+    if said is None:
+        return dict(seen) == dict(given)
+    calls = seen["calls"]
+    if calls or given.get("tool_calls"):
+        return given["role"] == "assistant" and [call.get("id") for call in given.get("tool_calls") or ()] == calls
+    text = given.get("content")
+    shown = {said.strip(), *(said.removesuffix(stop).strip() for stop in seen["stop"])}
+    return given["role"] == "assistant" and isinstance(text, str) and text.strip() in shown
+
+
+def positions(steps: Iterable[tuple[int, int, float]], transcripts: Sequence[Transcript]) -> list[tuple[int, float]]:
+    """Step rewards by the scored tokens of the whole rollout up to their end.
+
+    Given by transcript, and by scored tokens of that transcript.
+    """
+    before = [0]
+    for transcript in transcripts:
+        before.append(before[-1] + transcript.n_scored)
+    return [(before[place] + scored, reward) for place, scored, reward in steps]

@@ -1,0 +1,400 @@
+"""Reads what environments yield and return. Decides what counts as a turn and as a reward.
+
+It is user data, and is checked here, in one place: a value that cannot be read becomes `Invalid` with a reason that says
+what was expected, never a silent 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core.messages import short
+from posttrain.core.pictures import PictureError, has_parts, parts
+from posttrain.core.types import ROLES, Ask, Graded, Invalid, InvalidKind, Sides, SpanReward, Turn, UserError
+
+MOST_REWARD = 1e6
+"""Rewards beyond this, in absolute value, are invalid: gradients made of them are noise, or not finite."""
+LONGEST_TEXT = 1 << 20
+"""Characters that a turn may show, all its messages together: more fits no context, and takes minutes to tokenise.
+A question to a service may have as many, written as JSON."""
+DEEPEST = 32  # levels of lists and dicts in a question to a service
+MOST_INTEGER = 1 << 63  # beyond it JSON readers disagree
+MOST_TOKEN = 1 << 31  # ids are below it
+MOST_PARTS = 256  # of a reward; spans likewise
+LONGEST_NAME = 200  # characters of a part's name
+MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a turn, and characters of one
+MOST_SIDES = 64  # of a game
+LONGEST_REASON = 1000  # characters of a reason that are kept
+
+EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them, Graded, Sides, or Invalid(reason)"
+
+
+@dataclass(frozen=True)
+class Done:
+    """The episode is over: what it earned, the named parts of that, and what parts of its replies earned besides."""
+
+    reward: float | Invalid
+    rewards: dict[str, float] = field(default_factory=dict)
+    spans: tuple[SpanReward, ...] = ()
+    sides: dict[str, Done] = field(default_factory=dict)  # what each side earned, where they earned different things
+    notes: dict[str, Any] = field(default_factory=dict)  # what the environment noted: see `recording.note`
+
+    def of(self, side: str) -> Done:
+        """What a side earned."""
+        if not self.sides:
+            return self
+        missing = f"returned Sides for {', '.join(map(repr, self.sides))}, and none for {side!r}, which was asked"
+        return self.sides.get(side) or Done(unreadable(missing))
+
+
+Event = Turn | Ask | Done
+"""What an environment answers: show this to the model and send its reply, ask this and send the answer, or the end."""
+
+
+def read_verdict(value: Any) -> Done:
+    """What a reward returned.
+
+    Example: {"correct": 1, "format": 0.5} -> Done(1.5, {"correct": 1.0, "format": 0.5}). A part called "reward" is the
+    reward, and is not listed again among the parts.
+    """
+    if isinstance(value, Invalid):
+        reason: Any = value.reason
+        return Done(Invalid(cleaned(reason if isinstance(reason, str) else short(reason)), InvalidKind(value.kind)))
+    if isinstance(value, Sides):
+        return _read_sides(value.verdicts)
+    if not isinstance(value, Graded):
+        return _read_reward(value)
+    done = _read_reward(value.reward)
+    spans = _read_spans(value.spans)
+    return Done(spans) if isinstance(spans, Invalid) else Done(done.reward, done.rewards, spans)
+
+
+def _read_sides(given: Any) -> Done:
+    if not isinstance(given, Mapping) or not 0 < len(given) <= MOST_SIDES:
+        return Done(unreadable(f"returned Sides of {short(given)}; expected a dict of 1 to {MOST_SIDES} verdicts"))
+    sides: dict[str, Done] = {}
+    for side, verdict in given.items():
+        if problem := problem_of_side(side):
+            return Done(unreadable(f"returned Sides with {problem}"))
+        if isinstance(verdict, Sides):
+            return Done(unreadable("returned Sides within Sides"))
+        sides[side] = read_verdict(verdict)
+    return Done(0.0, sides=sides)
+
+
+def problem_of_side(side: Any) -> str | None:
+    """What is wrong with the name of a side, if anything."""
+    if isinstance(side, str) and len(side) <= LONGEST_NAME and side == cleaned(side):
+        return None
+    return f"the side {short(side)}; expected a name of one line"
+
+
+def _read_reward(value: Any) -> Done:
+    if not isinstance(value, Mapping):
+        return Done(read_number(value, "returned"))
+    if not 0 < len(value) <= MOST_PARTS:
+        what = "an empty dict" if not len(value) else f"a dict of {len(value)} parts"
+        return Done(unreadable(f"returned {what}; {EXPECTED}"))
+    parts: dict[str, float] = {}
+    for name, part in value.items():
+        number = read_number(part, f"part {name!r} is")
+        if isinstance(number, Invalid):
+            return Done(number)
+        line = cleaned(name)[:LONGEST_NAME]
+        if line in parts:
+            return Done(unreadable(f"returned two parts whose names are {line!r} on one line; {EXPECTED}"))
+        parts[line] = number
+    if "reward" in parts:
+        return Done(parts.pop("reward"), parts)
+    total = math.fsum(parts.values())  # exact: the order of the parts does not matter
+    if abs(total) > MOST_REWARD:
+        return Done(unreadable(f"the parts add up to {total:g}; {EXPECTED}"))
+    return Done(total, parts)
+
+
+def _read_spans(value: Any) -> tuple[SpanReward, ...] | Invalid:
+    expected = "expected SpanReward(end, reward, reply) with whole numbers for the first and the last"
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > MOST_PARTS:
+        return unreadable(f"returned Graded with spans {short(value)}; expected a list of at most {MOST_PARTS}")
+    spans = []
+    for span in value:
+        if not isinstance(span, SpanReward):
+            return unreadable(f"returned Graded with a span {short(span)}; {expected}")
+        if not all(isinstance(x, int) and not isinstance(x, bool) for x in (span.end, span.reply)):
+            return unreadable(f"returned Graded with a span {short(span)}; {expected}")
+        reward = read_number(span.reward, "returned Graded with a span whose reward is")
+        if isinstance(reward, Invalid):
+            return reward
+        spans.append(SpanReward(int(span.end), reward, int(span.reply)))
+    return tuple(spans)
+
+
+def read_yielded(value: Any) -> Turn | Ask | Invalid:
+    """What an environment yielded -> a turn or a question, of plain data."""
+    return read_ask(value) if isinstance(value, Ask) else read_turn(value)
+
+
+def read_ask(value: Ask) -> Ask | Invalid:
+    """A question to a service, of plain JSON data that no longer shares anything with the environment."""
+    name: Any = value.service
+    if not isinstance(name, str) or not name or len(name) > LONGEST_NAME or problem_of_text(name):
+        return unreadable(f"yielded an Ask whose service is {short(name)}; expected the name of one, such as 'judge'")
+    size = [0]
+    try:
+        content = plain_data(value.content, size, 0)
+    except ValueError as problem:
+        return unreadable(f"yielded an Ask {problem}")
+    return Ask(str.__str__(name), content)
+
+
+class TooMuch(ValueError):
+    """Data that are sound and too long."""
+
+
+def plain_data(value: Any, size: list[int], depth: int) -> Any:
+    """A copy made of JSON's own types. Adds its characters to `size`. Raises ValueError with what cannot be asked."""
+    if isinstance(value, str):
+        value = str.__str__(value)  # a type of the user's may say anything of its length
+    size[0] += 2 + (len(value) if isinstance(value, str) else 24 if isinstance(value, int | float) else 2)
+    if size[0] > LONGEST_TEXT:
+        raise TooMuch(f"whose content has more than {LONGEST_TEXT:,} characters")
+    if depth > DEEPEST:
+        raise ValueError(f"whose content is nested more than {DEEPEST} levels deep")
+    if isinstance(value, str):
+        if problem := problem_of_text(value):
+            raise ValueError(f"whose content holds {problem}")
+        return value
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(number := int.__int__(value)) < MOST_INTEGER:
+        return number
+    if isinstance(value, float) and math.isfinite(real := float.__float__(value)):
+        return real
+    if isinstance(value, list | tuple):
+        return [plain_data(item, size, depth + 1) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {plain_data(key, size, depth): plain_data(item, size, depth + 1) for key, item in value.items()}
+    raise ValueError(
+        f"whose content holds {short(value)}; expected JSON data: text, finite numbers, lists, dicts with text for keys"
+    )
+
+
+def read_turn(value: Any) -> Turn | Invalid:
+    """What an environment yielded -> a turn of plain data, whose text can be tokenised."""
+    if isinstance(value, str):
+        value = Turn(text=value)
+    if not isinstance(value, Turn):
+        return unreadable(f"yielded {short(value)}; expected a Turn or a string")
+    if sum(given is not None for given in (value.text, value.messages, value.tokens)) != 1:
+        return unreadable("yielded a Turn that needs one of text, messages and tokens")
+    if value.text is not None and not isinstance(value.text, str):
+        return unreadable(f"yielded a Turn whose text is {short(value.text)}; expected a string")
+    messages = _read_messages(value.messages)
+    if isinstance(messages, Invalid):
+        return messages
+    tokens = _read_tokens(value.tokens)
+    if isinstance(tokens, Invalid):
+        return tokens
+    if value.text is not None and (problem := _problem([value.text])):
+        return problem
+    tools = _read_tools(value.tools)
+    if isinstance(tools, Invalid):
+        return tools
+    if tools is not None and messages is None:
+        return unreadable("yielded a Turn with tools and text; a chat template shows tools: they need messages")
+    stop = _read_stop(value.stop)
+    if isinstance(stop, Invalid):
+        return stop
+    most = value.max_tokens
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        return unreadable(f"yielded a Turn whose max_tokens is {short(most)}; expected a positive integer")
+    flags = {name: getattr(value, name) for name in ("tool", "fresh", "learn", "whole")}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            return unreadable(f"yielded a Turn whose {name} is {short(flag)}; expected True or False")
+    reward = read_number(value.reward, "yielded a Turn whose reward is")
+    if isinstance(reward, Invalid):
+        return reward
+    if strange := problem_of_side(value.side):
+        return unreadable(f"yielded a Turn of {strange}")
+    text = None if value.text is None else str.__str__(value.text)
+    flags["whole"] = flags["whole"] or tokens is not None
+    return Turn(
+        text, messages, tokens, stop, reward, None if most is None else int(most), **flags, tools=tools, side=value.side
+    )
+
+
+def _read_tokens(value: Any) -> list[int] | Invalid | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(type(id) is int for id in value):
+        return unreadable(f"yielded a Turn whose tokens are {short(value)}; expected a list of token ids")
+    if len(value) > LONGEST_TEXT or not all(0 <= id < MOST_TOKEN for id in value):
+        return unreadable(f"yielded a Turn with {len(value):,} tokens, or with ids that no vocabulary has")
+    return list(value)
+
+
+def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:
+    """Chat messages, of plain JSON data."""
+    if given is None:
+        return None
+    if not (isinstance(given, (list, tuple)) and all(isinstance(m, Mapping) for m in given)):
+        return unreadable(
+            f'yielded a Turn whose messages are {short(given)}; expected a list of {{"role": ..., "content": ...}}'
+        )
+    size = [0]
+    messages = []
+    for message in given:
+        try:
+            content = message.get("content")
+            if has_parts(content):
+                message = {**message, "content": parts(content)}
+            plain = plain_data(message, size, 0)
+        except PictureError as problem:
+            return unreadable(f"yielded a Turn in which {problem}")
+        except ValueError as problem:
+            return unreadable(f"yielded a Turn with a message {problem}")
+        if not isinstance(plain.get("role"), str) or "content" not in plain:
+            return unreadable('yielded a Turn with a message that lacks "role" or "content"')
+        if plain["role"] not in ROLES:
+            return unreadable(
+                f"yielded a Turn with a message whose role is {short(plain['role'])}; it is one of {', '.join(ROLES)}"
+            )
+        if not isinstance(plain["content"], str | list | None):
+            return unreadable(
+                f"yielded a Turn with a message whose content is {short(plain['content'])}; expected text"
+            )
+        try:
+            messages.append(
+                {**plain, "tool_calls": _read_calls(plain["tool_calls"])} if plain.get("tool_calls") else plain
+            )
+        except ValueError:
+            return unreadable(
+                f"yielded a Turn with a message whose tool_calls are {short(plain['tool_calls'])}; expected a list of "
+                '{"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
+            )
+    return messages
+
+
+def _read_calls(given: Any) -> list[dict[str, Any]]:
+    """Calls of tools in OpenAI's form, whose arguments may be the text of an object. Raises ValueError."""
+    found = []
+    for call in given if isinstance(given, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if call is None or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("it names no tool")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = plain_data(json.loads(arguments), [0], 0)
+            except RecursionError:
+                raise ValueError("its arguments are nested too deeply") from None
+        if not isinstance(arguments, dict) or not isinstance(call.get("id", ""), str):
+            raise ValueError("its arguments are no object, or its id is no text")
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
+
+def _read_tools(given: Any) -> list[dict[str, Any]] | Invalid | None:
+    """The JSON schemas of tools, which may be given as functions."""
+    if given is None:
+        return None
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        return unreadable(f"yielded a Turn whose tools are {short(given)}; expected a list of functions")
+    found = []
+    for tool in given:
+        try:
+            found.append(read_schema(tool))
+        except UserError as problem:
+            return unreadable(f"yielded a Turn with a tool that cannot be shown: {problem}")
+    names = [tool["function"]["name"] for tool in found]
+    if len(set(names)) < len(names):
+        return unreadable(f"yielded a Turn with two tools of one name: {', '.join(sorted(names))}")
+    return found
+
+
+def read_schema(tool: Any) -> dict[str, Any]:
+    """The schema of a tool, given as a function or as the schema itself. Raises UserError."""
+    if callable(tool):
+        from posttrain.envs.tool_schemas import schema_of
+
+        tool = schema_of(tool)
+    if isinstance(tool, Mapping) and "function" not in tool and "name" in tool:
+        tool = {"type": "function", "function": tool}
+    try:
+        plain = plain_data(tool, [0], 0)
+    except ValueError as problem:
+        raise UserError(f"it is a schema {problem}") from None
+    function = plain.get("function") if isinstance(plain, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise UserError(f'{short(tool)} is neither a function nor {{"type": "function", "function": {{"name": ...}}}}')
+    if not isinstance(function.get("parameters", {}), dict):
+        raise UserError(f"the parameters of {function['name']} are {short(function['parameters'])}, not a JSON schema")
+    return plain
+
+
+def _read_stop(value: Any) -> tuple[str, ...] | Invalid:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(stop, str) for stop in value):
+        return unreadable(f"yielded a Turn whose stop is {short(value)}; expected a tuple of strings")
+    if len(value) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in value):
+        most = f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters"
+        return unreadable(f"yielded a Turn whose stop is {short(value)}; expected {most}")
+    return _problem(list(value)) or tuple(map(str.__str__, value))
+
+
+def _problem(texts: Sequence[str]) -> Invalid | None:
+    """Why these cannot be tokenised, if so."""
+    size = sum(map(len, texts))
+    if size > LONGEST_TEXT:
+        return unreadable(f"yielded {size:,} characters; a turn may show {LONGEST_TEXT:,}")
+    for text in texts:
+        if problem := problem_of_text(text):
+            return unreadable(f"yielded {problem}")
+    return None
+
+
+def problem_of_text(text: str) -> str | None:
+    """What in it is no character, in words."""
+    if text.isascii() or not (found := re.search("[\ud800-\udfff]", text)):
+        return None
+    return (
+        f"half a surrogate pair at character {found.start()}, which is not a character: decode bytes with "
+        'errors="replace"'
+    )
+
+
+def read_number(value: Any, said: str) -> float | Invalid:
+    """A plain real number, also as numpy, torch or decimal has it. `said`: how the reason begins."""
+    if value is None:
+        return unreadable(f"{said} None (is a return missing?); {EXPECTED}")
+    real = hasattr(value, "__float__") and not isinstance(value, str)
+    if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
+        real = False
+    dtype = getattr(value, "dtype", None)  # of numpy's and torch's numbers, which may also be of text or complex
+    if dtype is not None:
+        real = real and tuple(value.shape) == () and re.search(r"(^|\.|\bb)(float|u?int|bool)", str(dtype)) is not None
+    if not real:
+        return unreadable(f"{said} {short(value)}; {EXPECTED}")
+    try:
+        number = float(value)
+    except Exception:  # integers beyond float, whatever the user's type does
+        return unreadable(f"{said} {short(value)}; {EXPECTED}")
+    if not abs(number) <= MOST_REWARD:  # NaN is not, either
+        return unreadable(f"{said} {number:g}; {EXPECTED}")
+    return number
+
+
+def unreadable(reason: str) -> Invalid:
+    return Invalid(cleaned(reason), InvalidKind.UNREADABLE)
+
+
+def cleaned(text: Any) -> str:
+    """A text of the user's on one line, of stated length, that can be written to a file."""
+    line = " ".join(str(text)[: 2 * LONGEST_REASON].split()).encode("utf-8", "replace").decode()
+    return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."

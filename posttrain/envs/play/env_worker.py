@@ -1,0 +1,223 @@
+"""The process that plays environments, and what it answers.
+
+The pool (`posttrain.envs.play.env_pool`) sends lists of commands over a socket; each is answered as soon as it is done. Of code
+that has the thread to itself one is done before the next one begins, so that whatever happens to this process the pool
+knows which episode it was in. Of code that waits many are under way, and a few bytes of memory that both share say whose
+turn it was last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.core.types import UserError
+from posttrain.envs.load import is_async, unpack_env
+from posttrain.envs.play.env_outputs import Event
+from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner, diverged, noting, parted
+from posttrain.envs.play.worker_protocol import (
+    NOTE_BYTES,
+    Frames,
+    WorkerCommand,
+    WorkerSetup,
+    noted,
+    write_answer,
+    write_failure,
+    write_greeting,
+    write_record,
+)
+from posttrain.system.user_code import describe_error
+
+
+class _Connection:
+    """Our end of the socket, which no process but this one may use."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._frames = Frames(most=1 << 62)  # the pool is trusted
+        self._arrived: list[bytes] = []
+        self._owner = os.getpid()
+        os.register_at_fork(after_in_child=self._socket.close)  # user code may fork: its child answers nobody
+
+    def receive(self) -> bytes:
+        """The content of the next frame. Raises EOFError."""
+        while not self._arrived:
+            more = self._socket.recv(1 << 20)
+            if not more:
+                raise EOFError
+            self._arrived += self._frames.add(more)
+        return self._arrived.pop(0)
+
+    def send(self, frame: bytes) -> None:
+        self._check_owner()
+        self._socket.sendall(frame)
+
+    async def receive_beside(self) -> bytes:
+        """As `receive`, while others work."""
+        while not self._arrived:
+            more = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 20)
+            if not more:
+                raise EOFError
+            self._arrived += self._frames.add(more)
+        return self._arrived.pop(0)
+
+    async def send_beside(self, frame: bytes) -> None:
+        self._unsent += frame
+        await self._flush()
+
+    def put_beside(self, frame: bytes) -> None:
+        """As `send_beside`, which need not be waited for: it goes before all that is sent later."""
+        self._unsent += frame
+        task = asyncio.get_running_loop().create_task(self._flush())
+        self._flushing.add(task)
+        task.add_done_callback(self._flushing.discard)
+
+    def open_beside(self) -> None:
+        """From here on those are used."""
+        self._socket.setblocking(False)
+        self._sending = asyncio.Lock()
+        self._unsent = bytearray()
+        self._flushing: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
+
+    async def _flush(self) -> None:
+        self._check_owner()
+        async with self._sending:  # a frame is not to begin in the middle of another
+            while self._unsent:
+                frames, self._unsent = self._unsent, bytearray()
+                await asyncio.get_running_loop().sock_sendall(self._socket, frames)
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:  # a child of user code came back as if it were its parent
+            os._exit(0)
+
+
+def main(descriptor: int, note: int) -> None:
+    """Play what is asked through this socket until it is closed. `note`: memory that is shared with the pool."""
+    if sys.stdout is not None:  # what the user prints is for the eyes, and should not wait
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    connection = _Connection(descriptor)
+    try:
+        setup: WorkerSetup = pickle.loads(connection.receive())
+        _limit_memory(setup.memory)
+        stage = _load(setup, connection, note)
+        if isinstance(stage, AsyncEnvRunner):
+            asyncio.run(_beside(connection, stage))
+        while isinstance(stage, EnvRunner):
+            for command in pickle.loads(connection.receive()):
+                _answer(connection, stage, command)
+    except (EOFError, OSError):
+        return  # the pool is gone, or has closed us; or user code has closed the socket
+
+
+def _load(setup: WorkerSetup, connection: _Connection, note: int) -> EnvRunner | AsyncEnvRunner | None:
+    try:
+        stage = _stage(setup, unpack_env(setup.env), connection, note)
+    except UserError as error:
+        connection.send(write_failure(str(error)))
+        return None
+    except BaseException as error:
+        hint = f"; a worker may take {setup.memory:g} GiB: see --env-memory" if isinstance(error, MemoryError) else ""
+        said = f"the environment does not load in a worker: {describe_error(error, None)}{hint}"
+        connection.send(write_failure(said))
+        return None
+    connection.send(write_greeting(stage.single_turn, isinstance(stage, AsyncEnvRunner)))
+    return stage
+
+
+def _stage(
+    setup: WorkerSetup, function: Callable[..., Any], connection: _Connection, note: int
+) -> EnvRunner | AsyncEnvRunner:
+    if not is_async(function):
+
+        def sends(number: int, which: int, result: Any) -> None:
+            connection.send(write_record(number, which, result))
+
+        return EnvRunner(function, True, setup.memory, sends)
+    shared = mmap.mmap(note, NOTE_BYTES)
+
+    def enters(number: int) -> None:
+        shared[:] = noted(number)
+
+    def puts(number: int, which: int, result: Any) -> None:
+        connection.put_beside(write_record(number, which, result))
+
+    return AsyncEnvRunner(function, True, setup.memory, setup.seconds, f"{setup.name}: ", enters, puts)
+
+
+# -- code that has the thread to itself --------------------------------------------------------------------------------
+
+
+def _answer(connection: _Connection, stage: EnvRunner, command: WorkerCommand) -> None:
+    number = command.number
+    if command.drop:
+        stage.drop(number)
+        connection.send(write_answer(number, None))
+        return
+    if command.task is None:
+        connection.send(write_answer(number, stage.send(number, command.sent[0])))
+        return
+    try:
+        event = stage.start(number, pickle.loads(command.task), command.recorded)
+    except BaseException as error:  # classes of the user's among what is in the task
+        event = stage.raised(error)
+    for said in command.sent:
+        if parted(event, said):
+            event = diverged(stage, number, event)
+            break
+        if not stage.single_turn:  # the start of a plain reward takes no time: not worth a message
+            connection.send(write_answer(number, None))
+        event = stage.send(number, said)
+    connection.send(write_answer(number, event))
+
+
+# -- code that waits ---------------------------------------------------------------------------------------------------
+
+
+async def _beside(connection: _Connection, stage: AsyncEnvRunner) -> None:
+    """Answer commands side by side."""
+    asyncio.get_running_loop().set_task_factory(noting)
+    connection.open_beside()
+    working: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
+    while True:
+        for command in pickle.loads(await connection.receive_beside()):
+            task = asyncio.get_running_loop().create_task(_answer_beside(connection, stage, command))
+            working.add(task)
+            task.add_done_callback(working.discard)
+
+
+async def _answer_beside(connection: _Connection, stage: AsyncEnvRunner, command: WorkerCommand) -> None:
+    """As `_answer`."""
+    number = command.number
+    event: Event | None = None
+    if command.drop:
+        stage.drop(number)
+    elif command.task is None:
+        event = await stage.send(number, command.sent[0])
+    else:
+        try:
+            event = await stage.start(number, pickle.loads(command.task), command.recorded)
+        except Exception as error:
+            event = stage.raised(error)
+        for said in command.sent:
+            if parted(event, said):
+                event = diverged(stage, number, event)
+                break
+            if not stage.single_turn:
+                await connection.send_beside(write_answer(number, None))
+            event = await stage.send(number, said)
+    await connection.send_beside(write_answer(number, event))
+
+
+def _limit_memory(gib: float) -> None:
+    """Of this process and of each that it starts: what it may allocate. Code, files and stacks of threads do not count."""
+    if gib and sys.platform == "linux":
+        import resource
+
+        most, (_, hard) = int(gib * 2**30), resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

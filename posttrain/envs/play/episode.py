@@ -1,0 +1,323 @@
+"""Holds what is known of an episode that is being played, and decides what becomes of it in the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from posttrain.core.conversation import TextEncoder
+from posttrain.core.types import (
+    Branch,
+    Completion,
+    Invalid,
+    InvalidKind,
+    Piece,
+    PlayedTurn,
+    Reply,
+    Rollout,
+    Sampling,
+    SpanKind,
+    SpanReward,
+    StopReason,
+    Task,
+    ToolCall,
+    Transcript,
+    Turn,
+)
+from posttrain.envs.play.contexts import Context, placed, positions
+from posttrain.envs.play.env_pool import Done
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One rollout to be played."""
+
+    task: Task
+    group: str
+    seed: int
+    sampling: Sampling | None = None  # instead of the player's
+    begun: Completion | None = None  # its reply, as far as it was sampled before
+
+
+def is_tool(turn: Turn) -> bool:
+    """Whether it is the answer of a tool."""
+    return turn.tool or (bool(turn.messages) and all(message["role"] == "tool" for message in turn.messages or ()))
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """The text of a chat message, whose content may be a list of parts."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(
+        f"[{part.get('image')}]" if part.get("type") == "image" else str(part.get("text") or "")
+        for part in parts
+        if isinstance(part, Mapping)
+    )
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A reply as the environment had it."""
+
+    text: str
+    tokens: Sequence[int]
+    transcript: int  # which of the rollout's
+    scored: int  # tokens of that transcript which are scored and stand before it
+    learned: bool
+    side: str
+    piece: Piece  # whose it is
+
+
+class RunningEpisode:
+    """An episode in progress: what was said so far, as text and as tokens."""
+
+    def __init__(self, episode: Episode, tokenizer: TextEncoder, member: int = 0) -> None:
+        """`member`: which of its group's it is."""
+        self.episode, self.tokenizer, self.member = episode, tokenizer, member
+        self.branch: Branch | None = None  # where it left another one
+        self.last: Turn | None = None  # that was placed, as the environment gave it
+        self.opening: Sequence[float] = ()  # log-probabilities of the first reply
+        self.contexts = [Context(tokenizer)]  # that were shown
+        self.context = self._before = self.contexts[0]  # of the last turn, and of its side's turn before that
+        self.side = ""  # of the last turn
+        self._sides: dict[str, Context] = {}  # that were asked, each with the context of its last turn
+        self.turns: list[PlayedTurn] = []
+        self.replies: list[_Said] = []
+        self.answers: list[tuple[str, Any]] = []  # of services, each with the name of the service
+        self.asks = ""  # the service that was asked last
+        self.began = 0.0  # when, by the clock that the player reads
+        self.tool_answers = 0  # that were shown
+        self.steps: list[tuple[int, int, float]] = []  # (transcript, its scored tokens up to the end, step reward)
+        self.asked_in_vain = 0  # times, over all contexts
+        self._learn = True  # whether the next reply is learned from
+        self._stops: dict[str, StopReason] = {}  # the last one of each side
+
+    @property
+    def transcripts(self) -> list[Transcript]:
+        return [context.transcript for context in self.contexts]
+
+    @property
+    def n_sampled(self) -> int:
+        return sum(t.n_sampled for t in self.transcripts)
+
+    @property
+    def stop(self) -> StopReason:
+        """Of the side of the last turn."""
+        return self._stops.get(self.side, StopReason.EOS)
+
+    def place(self, turn: Turn) -> Turn:
+        """What is new in a turn. The context that it belongs to becomes the one of the last turn."""
+        self.last = turn
+        begins = turn.side not in self._sides
+        self._turn_to(turn.side)
+        self._earn(turn.reward)
+        self._before = self.context
+        found: Context | None = self.context
+        if turn.whole and not begins:
+            turn, found = placed(turn, [context for context in self.contexts if context.side == self.side])
+        elif turn.fresh and not begins:
+            found = None
+        self.context = Context(self.tokenizer, self.side) if found is None else found
+        self._sides[self.side] = self.context
+        return turn
+
+    def _turn_to(self, side: str) -> None:
+        """The context of this side's last turn becomes the one of the last turn."""
+        self.side = side
+        if not self._sides:
+            self.context.side = side
+        elif side not in self._sides:
+            self.context = Context(self.tokenizer, side)
+            self.contexts.append(self.context)
+        else:
+            self.context = self._sides[side]
+
+    def read(self, turn: Turn) -> list[int]:
+        """The tokens that put this turn before the policy."""
+        return self.context.read(turn)
+
+    def show(self, turn: Turn, tokens: Sequence[int] | None, seconds: float, cut: int = 0) -> None:
+        """The policy sees these tokens of the turn; None: it is not asked any more. `cut`: so many are left out."""
+        if tokens is None:
+            self.context.take_back()
+            if self.context not in self.contexts:  # the side goes on where it was
+                self.context = self._sides[self.side] = self._before
+        elif self.context not in self.contexts:
+            self.contexts.append(self.context)
+        tokens = tokens or ()
+        transcript = self.context.transcript
+        messages = turn.messages or ()
+        kind = SpanKind.OBSERVATION if len(transcript) else SpanKind.PROMPT
+        if is_tool(turn) and len(transcript):
+            kind = SpanKind.TOOL
+            self.tool_answers += bool(tokens)
+        text = turn.text if turn.text is not None else "\n".join(map(content_text, messages))
+        if turn.tokens is not None:
+            text = self.tokenizer.decode(tokens)
+        self._note(kind, text, len(tokens), turn.reward, seconds, cut if tokens else 0)
+        before, seen = len(transcript), self.context.conversation.seen if tokens else ()
+        transcript.observe(tokens, kind, [replace(m, start=m.start + before) for m in seen])
+        self._learn = turn.learn
+
+    def reply(self, completion: Completion, seconds: float) -> Reply:
+        """The policy has answered: what the environment gets."""
+        read = len(self.context.transcript)
+        self.opening = self.opening or completion.logp
+        calls = self.context.conversation.calls(completion.text)
+        before = self.context.conversation.before_calls(completion.text)
+        said = Reply(completion.text, completion.stop, calls, len(self.replies), before, completion, read)
+        piece = Piece(len(completion.tokens), self.member, len(self.replies))
+        self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn, self.side, piece))
+        self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds, calls=calls)
+        self.context.reply(completion, said, self._learn)
+        self._stops[self.side] = completion.stop
+        return said
+
+    def tell(self, stop: StopReason, whole: bool = False) -> Reply:
+        """The environment is told that the episode has run out of something. `whole`: the turn was that of a context."""
+        if whole:
+            self._stops[self.side] = stop  # another one may still fit
+        elif not self.context.told:
+            self.context.told, self._stops[self.side] = True, stop
+        self.asked_in_vain += 1
+        nothing = Piece(0, self.member, len(self.replies))
+        self.replies.append(_Said("", (), *self._end, False, self.side, nothing))
+        return Reply("", self.stop, (), len(self.replies) - 1)
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether the reply that comes next stands right behind a tool's answer, at which no branch has begun with it."""
+        begun = self.branch is not None and self.branch.turns == len(self.turns)
+        return bool(self.turns) and self.turns[-1].kind is SpanKind.TOOL and bool(self.opening) and not begun
+
+    def branched(self, episode: Episode, member: int) -> RunningEpisode:
+        """Another one that has said and seen all that this one has, and goes on by itself."""
+        other = copy(self)
+        other.episode, other.member = episode, member
+        other.contexts = [context.branch() for context in self.contexts]
+        other.context = other._before = other.contexts[self.contexts.index(self.context)]
+        other._sides = {side: other.contexts[self.contexts.index(own)] for side, own in self._sides.items()}
+        other._stops = dict(self._stops)
+        other.turns, other.replies, other.steps = list(self.turns), list(self.replies), list(self.steps)
+        other.answers = list(self.answers)
+        other.branch = Branch(self.member, len(self.turns), tuple(t.n_sampled for t in self.transcripts))
+        return other
+
+    def rollouts(self, done: Done, branching: bool = False) -> list[Rollout]:
+        """What it amounts to: a rollout of each side, in the order in which they were asked.
+
+        A side that nothing is learned from is a part of the world, and has none. `branching`: rollouts of its group may
+        share replies.
+        """
+        found = [self._rollout(side, done, branching) for side in self._sides or [self.side]]
+        return [rollout for rollout in found if rollout.n_scored or not rollout.n_sampled] or found
+
+    def _rollout(self, side: str, ended: Done, branching: bool) -> Rollout:
+        """What a side did, and what it earned."""
+        done, shared = ended.of(side), not ended.sides
+        places = [place for place, context in enumerate(self.contexts) if context.side == side]
+        transcripts = [self.contexts[place].transcript for place in places]
+        number = {place: own for own, place in enumerate(places)}  # of a context among those of the side
+        turns = [replace(turn, transcript=number[turn.transcript]) for turn in self.turns if turn.transcript in number]
+        earned, reward = [step for step in self.steps if step[0] in number], done.reward
+        if not isinstance(reward, Invalid):
+            spans = self._placed(done.spans, side, shared)
+            if isinstance(spans, Invalid):
+                reward, done = spans, Done(spans)
+            else:
+                earned = [*earned, *spans]
+        steps = positions([(number[place], scored, value) for place, scored, value in earned], transcripts)
+        if not isinstance(reward, Invalid):
+            steps.sort(key=lambda step: step[0])
+            reward += sum(value for _, value in steps)
+        return Rollout(
+            task=self.episode.task,
+            group=self.episode.group,
+            transcripts=transcripts,
+            reward=reward,
+            rewards=done.rewards,
+            steps=steps,
+            stop=self._stops.get(side, StopReason.EOS),
+            turns=turns,
+            text="".join(said.text for said in self.replies if said.side == side),
+            prompt=turns[0].text if turns else "",
+            answers=self.answers,
+            side=side,
+            pieces=self._pieces(side) if branching else [],
+            branch=self._branch_of(places),
+            notes=ended.notes,
+        )
+
+    def _branch_of(self, places: Sequence[int]) -> Branch | None:
+        """Where the contexts of a side left those of another rollout."""
+        if self.branch is None:
+            return None
+        turns = sum(turn.transcript in places for turn in self.turns[: self.branch.turns])
+        taken = self.branch.taken
+        return Branch(self.branch.of, turns, tuple(taken[place] for place in places if place < len(taken)))
+
+    def _pieces(self, side: str) -> list[Piece]:
+        """Of a side, in the order of its scored tokens."""
+        learned = [said for said in self.replies if said.side == side and said.learned and said.tokens]
+        return [said.piece for said in sorted(learned, key=lambda said: (said.transcript, said.scored))]
+
+    def _note(
+        self,
+        kind: SpanKind,
+        text: str,
+        tokens: int,
+        reward: float,
+        seconds: float,
+        cut: int = 0,
+        calls: Sequence[ToolCall] = (),
+    ) -> None:
+        place, start = self._end[0], len(self.context.transcript)
+        self.turns.append(PlayedTurn(kind, text, place, start, tokens, reward, seconds, cut, tuple(calls)))
+
+    @property
+    def _end(self) -> tuple[int, int]:
+        """Which transcript is the one of the last turn, and how many of its tokens are scored."""
+        return self.contexts.index(self.context), self.context.transcript.n_scored
+
+    def _earn(self, reward: float) -> None:
+        """The step that led to this turn earns something: not where it is an empty reply after the end."""
+        if reward and not self.context.told:
+            self.steps.append((*self._end, reward))
+
+    def _placed(self, spans: Sequence[SpanReward], side: str, shared: bool) -> list[tuple[int, int, float]] | Invalid:
+        """(transcript, its scored tokens up to the end, reward) of each part of a reply of this side.
+
+        `shared`: whether the spans are those of all sides.
+        """
+        found = []
+        own = [said for said in self.replies if said.side == side]
+        for span in spans:
+            known = self.replies if span.reply >= 0 or shared else own
+            if not -len(known) <= span.reply < len(known):
+                what = f"a part of reply {span.reply}; {f'side {side!r}' if side else 'the episode'} has {len(known)}"
+                return Invalid(f"returned Graded with {what}", InvalidKind.UNREADABLE)
+            said = known[span.reply]
+            if said.side != side and shared:
+                continue
+            if said.side != side:
+                what = f"a part of reply {span.reply}, which is one of side {said.side!r}, for side {side!r}"
+                return Invalid(f"returned Graded with {what}", InvalidKind.UNREADABLE)
+            if not 0 < span.end <= len(said.text):
+                what = f"a part that ends after {span.end} characters of a reply that has {len(said.text)}"
+                return Invalid(f"returned Graded with {what}", InvalidKind.UNREADABLE)
+            tokens = self._tokens_of(said, span.end) if said.learned else 0
+            found.append((said.transcript, said.scored + tokens, span.reward))
+        return found
+
+    def _tokens_of(self, said: _Said, end: int) -> int:
+        """How many tokens of a reply it takes to say its first `end` characters."""
+        low, high = 1, len(said.tokens)
+        while low < high:
+            middle = (low + high) // 2
+            if self.tokenizer.decode(said.tokens[:middle])[:end] == said.text[:end]:
+                high = middle
+            else:
+                low = middle + 1
+        return low

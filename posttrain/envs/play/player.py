@@ -1,0 +1,423 @@
+"""Plays episodes: environments ask, the engine and services answer, transcripts grow, rewards come back.
+
+Decided here: sampling, tools and scoring overlap, and yet no outcome depends on timing. Where the engine's replies do not
+depend on what is sampled beside them (`Engine.batch_invariant`), every answer of an environment is taken as it comes.
+Elsewhere the last bits of a reply would follow from the order of the requests, so that order is fixed: the engine
+answers all it has, then all environments show their next turns, in the order of the episodes. Questions to services,
+whose answers depend on no order, are passed on at once in either case.
+
+An episode that branches is begun a second time with the replies and answers that it had: its environment cannot be copied,
+but goes the same way again. That it does is seen from the turn in which it ends up; where it does not, it is Invalid.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from posttrain.core.conversation import TextEncoder
+from posttrain.core.pictures import PictureError
+from posttrain.core.protocols import Alone, Engine, Seeing, World
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import (
+    Ask,
+    Completion,
+    Invalid,
+    InvalidKind,
+    Rollout,
+    Sampling,
+    StopReason,
+    Turn,
+    UserError,
+    bare,
+)
+from posttrain.envs.play.branch_plan import BranchPlan, Shares
+from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_runner import DIVERGED
+from posttrain.envs.play.episode import Episode, RunningEpisode, is_tool
+from posttrain.envs.play.service_client import Services
+
+__all__ = ["MAX_TURNS", "Episode", "Player"]
+
+MAX_TURNS = 64  # an environment that never returns would play for ever
+MOST_ASKS = 1024  # questions of an episode to services, for the same reason
+PAUSE = 0.001  # seconds between looks at services where nothing else is to be done
+LONGEST_PAUSE = 1.0  # seconds between looks at whether anybody still waits for what is played
+LEAST_SHOWN = 8  # tokens of context in which something is still shown
+PATIENCE = 64  # empty replies to one that asks on after its episode has run out: loops end by themselves
+
+TooLong = Literal["skip", "truncate", "refuse"]
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Of an episode; None: there is none."""
+
+    tokens: int | None = None  # that may be sampled, over all its replies
+    turns: int = MAX_TURNS  # replies
+    tool_calls: int | None = None  # answers of tools that may be shown
+    seconds: float | None = None  # after which no turn is shown
+
+
+@dataclass(frozen=True)
+class Player:
+    """Who plays episodes, and within which bounds.
+
+    An episode that runs out of context, tokens or turns is told so by empty replies with the stop reason, and may still
+    score what there is.
+    """
+
+    pool: EnvPool
+    engine: Engine
+    tokenizer: TextEncoder
+    sampling: Sampling
+    context: int
+    """Tokens of prompt and replies together that fit."""
+    too_long: TooLong = "refuse"
+    """What becomes of an episode whose first prompt leaves no room for a reply: it is Invalid ("skip"), the prompt loses its
+    beginning ("truncate"), or UserError is raised ("refuse"), as it always is for a prompt of no tokens. With "truncate",
+    what is shown later loses its middle."""
+    bounds: EpisodeLimits = EpisodeLimits()
+    services: Services = field(default_factory=Services)
+    """Who answers what environments ask."""
+    world: World = field(default_factory=Alone)
+    """The processes that play together. Each is asked for the same episodes, plays its share of the groups, and gets all."""
+    unwanted: Callable[[], bool] = lambda: False
+    """Whether nobody waits any more for what is played."""
+
+    def play(self, episodes: Sequence[Episode], plan: BranchPlan | None = None) -> list[Rollout]:
+        """The rollouts of these episodes, in their order: one each, or one for each side that the policy played.
+
+        `plan`: how those of a group branch; None: they do not.
+        """
+        return [rollout for rollout in self._shared(episodes, plan, None) if isinstance(rollout, Rollout)]
+
+    def play_on(self, episodes: Sequence[Episode], tokens: int) -> list[Rollout | Episode]:
+        """Each episode's rollout, or the episode as far as it is with so many further tokens.
+
+        Only for environments whose episodes are one reply.
+        """
+        assert self.pool.single_turn, "an environment of several turns cannot be left and taken up again"
+        return self._shared(episodes, None, tokens)
+
+    def _shared(
+        self, episodes: Sequence[Episode], plan: BranchPlan | None, tokens: int | None
+    ) -> list[Rollout | Episode]:
+        share = self._share(episodes)
+        own = [e for e in episodes if share[e.group] == self.world.rank]
+        try:
+            found = _Play(self, own, plan, tokens).played()
+        finally:
+            self.services.forget()
+        if self.world.size == 1:
+            return found
+        groups: dict[str, list[Rollout | Episode]] = {e.group: [] for e in episodes}
+        for played in self.world.gather(found):
+            for each in played:
+                groups[each.group].append(each)
+        return [each for group in groups.values() for each in group]
+
+    def _share(self, episodes: Sequence[Episode]) -> dict[str, int]:
+        """Group -> who plays it."""
+        groups = dict.fromkeys(episode.group for episode in episodes)
+        return {group: place % self.world.size for place, group in enumerate(groups)}
+
+
+class Unwanted(Exception):
+    """What was being played is needed no longer."""
+
+
+class _Play:
+    """One call of `Player.play`. Episodes are known by their place."""
+
+    def __init__(
+        self, by: Player, episodes: Sequence[Episode], plan: BranchPlan | None = None, tokens: int | None = None
+    ) -> None:
+        """`tokens`: how many are sampled of each reply; those that are not whole with them are left. None: all are."""
+        self.tokens = tokens
+        self.plan, self.shares = plan, Shares([episode.group for episode in episodes], plan)
+        self.by, self.pool, self.engine, self.services = by, by.pool, by.engine, by.services
+        self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
+        self.playing = [RunningEpisode(e, by.tokenizer, n) for e, n in zip(episodes, self.shares.member, strict=True)]
+        self.begun: set[int] = set()  # as branches, whose environments have not come so far yet
+        self.finished: dict[int, list[Rollout] | list[Episode]] = {}
+        self.sampled = 0  # requests that the engine has
+        self.asked = [0.0] * len(episodes)  # when the engine or the environment was
+        self.heard: list[tuple[int, Turn, float]] = []  # what environments are to show, and the seconds it took
+        self.in_any_order = by.engine.batch_invariant or by.pool.single_turn  # a reward asks for nothing more
+
+    def played(self) -> list[Rollout | Episode]:
+        for index in self.shares.first:
+            self._begin(index)
+        while len(self.finished) < len(self.playing):
+            if self.by.unwanted():
+                raise Unwanted
+            self._hear()
+            self._answer()
+            self._show_heard()
+            for completion in sorted(self.engine.poll(), key=lambda c: c.id) if self.sampled else ():
+                self._say(completion)
+            waits = self.sampled or self.heard or self.services.pending or self.pool.pending
+            assert waits or len(self.finished) == len(self.playing), "an episode waits for nobody"
+        return [each for index in range(len(self.playing)) for each in self.finished[index]]
+
+    def _begin(self, index: int) -> None:
+        """With the prompt."""
+        p = self.playing[index]
+        self.asked[index] = p.began = time.perf_counter()
+        self.pool.start(index, p.episode.task)
+
+    def _branch(self, index: int) -> None:
+        """Begin further episodes with all of this one up to the reply that has just come."""
+        assert self.plan is not None
+        p, known = self.playing[index], index
+        for other in self.shares.branch(index, self.plan.branches):
+            begun = self.playing[other] = p.branched(self.playing[other].episode, self.shares.member[other])
+            for place, context in enumerate(begun.contexts):
+                self.engine.copy(self._request(known, place), self._request(other, place), len(context.transcript))
+            self.asked[other] = begun.began = time.perf_counter()
+            self.pool.branch(index, other)
+            self.begun.add(other)
+            known = other  # what it holds is as long as the others will need it
+
+    def _agrees(self, index: int, event: Event) -> bool:
+        """Whether the environment of a branch is where it was: if not, that is the end of the episode."""
+        if event == self.playing[index].last:
+            return True
+        self.begun.discard(index)
+        if not isinstance(event, Done):
+            self.pool.drop(index)
+        elif isinstance(event.reward, Invalid):
+            self._finish(index, event)
+            return False
+        self._finish(index, Done(Invalid(DIVERGED, InvalidKind.DIVERGED)))
+        return False
+
+    def _hear(self) -> None:
+        """Take in what environments say. Waits only if nothing else is to be done."""
+        began = time.perf_counter()
+        events = self.pool.poll(0.0 if self.sampled else PAUSE if self.services.pending else LONGEST_PAUSE)
+        now = time.perf_counter()
+        if not self.sampled and self.pool.pending + len(events):
+            self.pool.waited += now - began
+        elif not self.sampled:
+            self.services.waited += now - began
+        for index, event in events:
+            if index in self.begun and not self._agrees(index, event):
+                continue
+            if isinstance(event, Done):
+                self._finish(index, event)
+            elif isinstance(event, Turn):
+                self.heard.append((index, event, now - self.asked[index]))
+            elif len(self.playing[index].answers) == MOST_ASKS:
+                self._end(index, f"asked services {MOST_ASKS} times: an episode may ask no more")
+            else:
+                self._ask(index, event)
+
+    def _ask(self, index: int, ask: Ask) -> None:
+        self.playing[index].asks = ask.service
+        self.services.ask(index, ask)
+
+    def _answer(self) -> None:
+        """Give environments the answers of services."""
+        for index, answer in self.services.poll() if self.services.pending else ():
+            p = self.playing[index]
+            p.answers.append((p.asks, answer))
+            self.asked[index] = time.perf_counter()
+            self.pool.send(index, bare(answer))
+
+    def _show_heard(self) -> None:
+        """Go on with the episodes whose environments show a turn."""
+        if not self.in_any_order and (self.sampled or self.pool.pending or self.services.pending):
+            return
+        heard, self.heard = self.heard, []
+        for index, turn, seconds in sorted(heard, key=lambda answer: answer[0]):
+            self._show(index, turn, seconds)
+
+    def _say(self, completion: Completion) -> None:
+        """Give an environment its reply."""
+        self.sampled -= 1
+        index = completion.id % len(self.playing)
+        now, p = time.perf_counter(), self.playing[index]
+        if p.episode.begun is not None:
+            completion = p.episode.begun.continued(completion)
+        if self.tokens is not None:
+            before = len(p.context.transcript) + len(completion.tokens)
+            unfinished = completion.stop is StopReason.LENGTH and len(completion.tokens) < self._budget(p)
+            if unfinished and before < self.by.context:
+                self.finished[index] = [replace(p.episode, begun=completion)]
+                return self.pool.drop(index)
+            if unfinished:
+                completion = replace(completion, stop=StopReason.CONTEXT)
+        plan = self.plan if self.shares.has(index) and p.may_branch else None
+        if plan is not None and plan.branches_after(p.opening, completion.logp):
+            self._branch(index)
+        reply = p.reply(completion, now - self.asked[index])
+        self.asked[index] = now
+        self.pool.send(index, reply)
+
+    def _show(self, index: int, turn: Turn, seconds: float) -> None:
+        """Put a turn before the policy, unless the episode has run out of something."""
+        p = self.playing[index]
+        if index in self.begun:
+            self.begun.discard(index)
+            return self._submit(index, turn)
+        turn = p.place(turn)
+        try:
+            tokens = self._tokens(p, turn)
+        except UserError as error:
+            if not turn.whole and not isinstance(error, PictureError):
+                raise
+            return self._end(index, f"yielded what the model cannot read: {error}")  # a program said it
+        empty = not len(p.context.transcript)
+        whole = len(tokens)
+        if not empty and turn.tokens is None and self.by.too_long == "truncate" and not p.context.conversation.seen:
+            room = self.by.context - len(p.context.transcript)
+            tokens = cut_observation(tokens, room, self._most_tokens(p, turn))
+        problem = self._problem(p, turn, tokens) if empty else None
+        stop = self._exhausted(p, turn, tokens) if problem is None else None
+        p.show(turn, tokens if problem is None and stop is None else None, seconds, whole - len(tokens))
+        if problem is not None:
+            self._end(index, problem)
+        elif stop is not None and p.asked_in_vain == PATIENCE:
+            vain = f"asked {PATIENCE} times after a reply whose stop was {p.stop}: nothing more is sampled, return a reward"
+            self._end(index, vain)
+        elif stop is not None:
+            told = p.tell(stop, turn.whole)
+            self.asked[index] = time.perf_counter()
+            self.pool.send(index, told)
+        else:
+            self._submit(index, turn)
+
+    def _submit(self, index: int, turn: Turn) -> None:
+        p = self.playing[index]
+        sampling = p.episode.sampling or self.by.sampling
+        budget, begun = self._budget(p, turn), p.episode.begun
+        asked = len(p.replies) + 1
+        seed = p.episode.seed if asked == 1 else seed_of(p.episode.seed, asked)
+        tokens, known = p.context.transcript.tokens, 0
+        if begun is not None:
+            tokens, known = [*tokens, *begun.tokens], len(begun.tokens)
+            seed = seed_of(seed, "behind", known)
+        if self.tokens is not None:
+            budget = min(budget - known, self.tokens)
+        sampling = replace(sampling, max_tokens=budget, stop=turn.stop or sampling.stop, seed=seed, begun=known)
+        self.asked[index] = time.perf_counter()
+        request = self._request(index, p.contexts.index(p.context))
+        keep = not self.pool.single_turn
+        try:
+            if not p.context.transcript.media:
+                self.engine.submit(request, tokens, sampling, keep=keep)
+            elif isinstance(self.engine, Seeing):
+                self.engine.submit_seen(request, tokens, p.context.transcript.media, sampling, keep=keep)
+            else:
+                raise UserError(
+                    f"{self.engine.backend} samples behind text alone, and a prompt has a picture: leave out --engine and "
+                    "--replicas"
+                )
+        except UserError as error:
+            if turn.tokens is None:
+                raise
+            self._end(index, f"yielded token ids that the model cannot read: {error}")
+        else:
+            self.sampled += 1
+
+    def _request(self, index: int, place: int) -> int:
+        """The id of requests in this context of an episode: what is kept of each context is continued by its own."""
+        return index + len(self.playing) * place
+
+    def _budget(self, p: RunningEpisode, turn: Turn | None = None) -> int:
+        """Most tokens of the reply to a turn, by default the last one, as far as the episode leaves them."""
+        turn = turn or p.last
+        assert turn is not None
+        budget = self._most_tokens(p, turn)
+        return budget if self.by.bounds.tokens is None else min(budget, self.by.bounds.tokens - p.n_sampled)
+
+    def _most_tokens(self, p: RunningEpisode, turn: Turn) -> int:
+        """Of the reply to a turn."""
+        most = (p.episode.sampling or self.by.sampling).max_tokens
+        return min(most, turn.max_tokens or most)
+
+    def _tokens(self, p: RunningEpisode, turn: Turn) -> list[int]:
+        """What puts the turn before the policy."""
+        if p.turns:
+            return p.read(turn)
+        if turn.text is None:
+            tokens = p.read(turn)
+        else:
+            if turn.text in self.prompts:
+                p.context.shown(turn)
+            else:
+                self.prompts[turn.text] = p.read(turn)
+            tokens = self.prompts[turn.text]
+        cuts = self.by.too_long == "truncate" and not p.context.conversation.seen  # a picture is whole or not there
+        if len(tokens) >= self.by.context and turn.tokens is None and cuts:
+            sampling = p.episode.sampling or self.by.sampling
+            return cut_prompt(tokens, self.by.context, sampling.max_tokens)
+        return tokens
+
+    def _problem(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> str | None:
+        """Why a context cannot begin with these tokens. Raises UserError where that is to end the run."""
+        first = not p.turns
+        if tokens and (not first or len(tokens) < self.by.context):
+            return None
+        what = f"has {len(tokens)} tokens" if tokens else "is empty"
+        holds = f"the model's context holds {self.by.context} tokens with the reply"
+        if not first or turn.tokens is not None or (tokens and self.by.too_long == "skip"):
+            return f"the prompt {what}; {holds}"
+        raise UserError(
+            f"the prompt of task {p.episode.task.get('id')!r} {what}; {holds}: shorten it or leave the row out"
+        )
+
+    def _exhausted(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
+        """What the episode has run out of, if anything."""
+        bounds = self.by.bounds
+        if len(p.replies) >= bounds.turns:
+            return StopReason.TURNS
+        if bounds.tokens is not None and p.n_sampled >= bounds.tokens:
+            return StopReason.LENGTH
+        if bounds.tool_calls is not None and is_tool(turn) and p.tool_answers >= bounds.tool_calls:
+            return StopReason.CALLS
+        if bounds.seconds is not None and p.turns and time.perf_counter() - p.began > bounds.seconds:
+            return StopReason.TIME
+        told = p.context.told and not turn.whole  # what is said as a whole is judged by itself
+        full = len(p.context.transcript) + len(tokens) >= self.by.context or told
+        return StopReason.CONTEXT if full else None
+
+    def _end(self, index: int, problem: str) -> None:
+        self._finish(index, Done(Invalid(problem, InvalidKind.UNREADABLE)))
+        self.pool.drop(index)
+
+    def _finish(self, index: int, done: Done) -> None:
+        self.finished[index] = self.playing[index].rollouts(done, self.plan is not None)
+        for rollout in self.finished[index]:
+            assert isinstance(rollout, Rollout), "it has ended"
+            rollout.seconds = time.perf_counter() - self.asked[index]
+        for place in range(len(self.playing[index].contexts)):
+            self.engine.forget(self._request(index, place))
+        for other in self.shares.end(index):
+            self._begin(other)
+
+
+def cut_observation(tokens: Sequence[int], room: int, max_tokens: int) -> list[int]:
+    """What is shown in `room` tokens of context, so that a whole reply fits, or half of the room at least is shown.
+
+    Of what does not fit the middle is left out: three quarters are its beginning, where what was found best stands, and the
+    rest its end, which closes what was opened.
+    """
+    if len(tokens) < room or room < LEAST_SHOWN:
+        return list(tokens)
+    length = max(room // 2, room - max_tokens)
+    end = length // 4
+    return [*tokens[: length - end], *tokens[len(tokens) - end :]]
+
+
+def cut_prompt(tokens: Sequence[int], context: int, max_tokens: int) -> list[int]:
+    """A prompt that is too long without its beginning, so that a whole reply fits, or half of the context at least.
+
+    The first token stays: models rely on the one that opens a context.
+    """
+    length = max(context // 2, context - max_tokens)
+    return [*tokens[:1], *tokens[len(tokens) - length + 1 :]]

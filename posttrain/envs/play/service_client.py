@@ -1,0 +1,171 @@
+"""Takes questions of environments to services, and answers back to the episodes that wait for them.
+
+Decided here: within a run a question has one answer, whoever asks it and whenever. Equal questions are asked once. What
+had no answer is asked again in a later step, not in the same one.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from posttrain.core.messages import near
+from posttrain.core.protocols import Service
+from posttrain.core.types import Ask, Invalid, InvalidKind, bare
+from posttrain.envs.play.answer_journal import AnswerJournal
+
+OPTIONS = {"judge": "--judge RECIPE", "retriever": "--retriever FOLDER", "reward-model": "--reward-model FOLDER"}
+"""Kinds of services -> how one is given. A name that holds none of these words is taken for that of a reward model."""
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """A question that is with a service."""
+
+    question: str
+    service: str
+    step: int
+
+
+class Services:
+    """The services of a run by their names: `ask` and `poll`, as with environments. Nothing here waits."""
+
+    def __init__(self, named: Mapping[str, Service] | None = None) -> None:
+        self.named: dict[str, Service] = dict(named or {})
+        self.journal: AnswerJournal | None = None
+        self.waited = 0.0  # seconds that whoever plays spent on services: theirs in this process, and idle ones
+        self.step = 0
+        self._answers: dict[str, Any] = {}  # of this run's questions: the valid ones of all steps
+        self._failed: dict[str, Invalid] = {}  # of this step
+        self._noted: set[tuple[int, str]] = set()  # what the journal has got of this step
+        self._tickets: dict[int, _Ticket] = {}
+        self._begun = 0  # tickets ever made
+        self._waiting: dict[str, list[int]] = {}  # question -> the callers' ids
+        self._ready: list[tuple[int, Any]] = []
+        self._counted: dict[str, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.named)
+
+    @property
+    def pending(self) -> int:
+        """Questions whose answer `poll` has not returned yet."""
+        return len(self._ready) + sum(map(len, self._waiting.values()))
+
+    def begin(self, step: int) -> None:
+        """What is asked from now on belongs to this step; those before it are finished."""
+        self.step = step
+        self._failed.clear()
+        self._noted.clear()
+        if self.journal is not None:
+            self.journal.begin(step)
+
+    def problem(self, ask: Ask) -> str | None:
+        """Why nobody can answer, in words; None: the service exists."""
+        if ask.service in self.named:
+            return None
+        has = f"has {', '.join(self.named)}" if self.named else "has none"
+        kind = next((kind for kind in OPTIONS if kind in ask.service), "reward-model")
+        way = OPTIONS[kind] if ask.service == kind else OPTIONS[kind].replace(" ", f" {ask.service}=", 1)
+        return f"asked the service {ask.service!r}, which this run {has}{near(ask.service, self.named)}: give {way}"
+
+    def ask(self, id: int, ask: Ask) -> None:
+        """Ask for the episode `id`; the answer comes from `poll`."""
+        if problem := self.problem(ask):
+            self._ready.append((id, Invalid(problem, InvalidKind.UNANSWERED)))
+            return
+        question = digest(self.named[ask.service].identity, ask)
+        known, answer = self._recalled(question, ask.service)
+        if known:
+            self._ready.append((id, answer))
+        elif question in self._waiting:
+            self._waiting[question].append(id)
+        else:
+            self._waiting[question] = [id]
+            self._begun += 1
+            self._tickets[self._begun] = _Ticket(question, ask.service, self.step)
+            self.named[ask.service].submit(self._begun, ask.content)
+
+    def poll(self) -> list[tuple[int, Any]]:
+        """The answers since the last call: (id, plain JSON data, Invalid or Reasoned)."""
+        began, asked = time.perf_counter(), bool(self._tickets)
+        for service in self.named.values():
+            for number, answer in service.poll():
+                ticket = self._tickets.pop(number)
+                self._keep(ticket, answer)
+                self._ready += [(id, answer) for id in self._waiting.pop(ticket.question)]
+        if asked:
+            self.waited += time.perf_counter() - began
+        ready, self._ready = self._ready, []
+        return [(id, copy.deepcopy(answer)) for id, answer in ready]  # an environment may change what it gets
+
+    def forget(self) -> None:
+        """Nobody waits any more: the play that asked was given up. Answers that still come are kept."""
+        self._ready.clear()
+        for ids in self._waiting.values():
+            ids.clear()
+
+    def counts(self) -> dict[str, float]:
+        """What the services counted since the last call, as "judge/requests": they depend on the clock."""
+        total = {f"{name}/{what}": n for name, s in self.named.items() for what, n in s.counts().items()}
+        since = {what: n - self._counted.get(what, 0.0) for what, n in total.items()}
+        self._counted = total
+        return since
+
+    def close(self) -> None:
+        for service in self.named.values():
+            service.close()
+        if self.journal is not None:
+            self.journal.close()
+
+    def __enter__(self) -> Services:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _recalled(self, question: str, service: str) -> tuple[bool, Any]:
+        """Whether this run has an answer already, and the answer."""
+        if question in self._failed:
+            return True, self._failed[question]
+        if self.journal is not None:
+            known, answer = self.journal.recall(self.step, question)
+        else:
+            known, answer = question in self._answers, self._answers.get(question)
+        if known:
+            self._keep(_Ticket(question, service, self.step), answer)
+        return known, answer
+
+    def _keep(self, ticket: _Ticket, answer: Any) -> None:
+        if isinstance(bare(answer), Invalid):
+            if ticket.step == self.step:
+                self._failed[ticket.question] = answer
+        elif self.journal is None:
+            self._answers[ticket.question] = answer
+        place = ticket.step, ticket.question
+        if self.journal is not None and place not in self._noted:
+            self._noted.add(place)
+            self.journal.note(ticket.step, ticket.question, ticket.service, answer)
+
+
+def digest(identity: str, ask: Ask) -> str:
+    """What a question is known by: the service, what it is, and what is asked."""
+    asked = json.dumps([ask.service, identity, ask.content], sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
+
+
+def made_up(ask: Ask) -> Any:
+    """An answer to a question that nobody can answer, of the form that it would have; it follows from the question."""
+    return made_up_passages() if "retriever" in ask.service else int(digest("", ask)[:4], 16) / 0xFFFF
+
+
+def made_up_passages() -> list[dict[str, Any]]:
+    """As a retriever finds them."""
+    contents = '"Made up"\nThis passage was made up: nobody has searched for it.'
+    return [{"id": "made-up", "contents": contents, "score": 1.0}]

@@ -1,0 +1,303 @@
+"""What goes between a pool and its workers. Decides what a worker may say: it is not trusted.
+
+Messages are frames: the length in eight bytes, then so many bytes. The pool's hold pickled commands. A worker, in which
+any code runs, answers in JSON that is read as strictly as what environments yield: nothing that it sends is executed,
+and what cannot be read is `Garbled`.
+
+    pool -> worker   a `WorkerSetup`, then lists of `WorkerCommand`
+    worker -> pool   {"ready": whether it is a plain reward, "async": whether it waits} or {"failed": message}, then for
+                     each command, in order unless it waits,
+                     {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}} or
+                     {"number": n, "sides": {side: {...}}}, the last two perhaps with "notes": {...}, or {"number": n}
+                     where nothing is to be said: to a dropped episode, and to a replayed step, whose answer the pool has
+                     had before; and at any time {"number": n, "record": [which, result]}
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, NoReturn
+
+from posttrain.core.pictures import MOST_BYTES, PICTURES, PictureError, digests, has_parts, is_name
+from posttrain.core.types import Ask, Invalid, InvalidKind, SpanReward, Turn
+from posttrain.envs.play.call_recording import MOST_RECORDS, noted_data
+from posttrain.envs.play.env_outputs import (
+    LONGEST_TEXT,
+    MOST_REWARD,
+    MOST_SIDES,
+    Done,
+    Event,
+    cleaned,
+    plain_data,
+    problem_of_side,
+    read_ask,
+    read_turn,
+)
+
+LONGEST_PICTURES = 2 * MOST_BYTES  # characters of those of a turn, in base 64
+LONGEST_ANSWER = 8 * LONGEST_TEXT + LONGEST_PICTURES + (1 << 20)
+"""Bytes: what a character takes in JSON, pictures, and all that stands beside."""
+_LENGTH = struct.Struct(">Q")
+
+
+class Garbled(ValueError):
+    """A worker's message that cannot be read."""
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker is told first."""
+
+    env: str | bytes  # see `load.pack_env`
+    name: str  # of the environment, in messages
+    memory: float  # GiB that it may take; 0: no limit
+    seconds: float  # limit of a step of code that waits; of other code the pool sees to it
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """What a worker is asked."""
+
+    number: int  # of the episode
+    task: bytes | None  # pickled: begin the episode; None: it goes on
+    sent: tuple[Any, ...]  # to be fed to it one after the other: replies, and answers of services
+    drop: bool = False  # forget the episode
+    recorded: Mapping[int, Any] = field(default_factory=dict)  # where it begins anew: see `recording`
+
+
+@dataclass(frozen=True)
+class WorkerReply:
+    number: int
+    event: Event | None  # None: a step is over, of which nothing is to be said
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """The result of what an episode is to do once."""
+
+    number: int  # of the episode
+    which: int  # of its results
+    result: Any
+
+
+class Greeting(NamedTuple):
+    """What an environment is."""
+
+    single_turn: bool  # a plain reward
+    waits: bool  # written with `async def`
+
+
+NOTE_BYTES = 8  # of the memory in which a worker notes which episode's code runs
+
+
+def noted(number: int) -> bytes:
+    return number.to_bytes(NOTE_BYTES, "little")
+
+
+def framed(content: bytes) -> bytes:
+    return _LENGTH.pack(len(content)) + content
+
+
+class Frames:
+    """Puts frames together from what arrives. Raises Garbled on one that is longer than `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._bytes = bytearray()
+
+    def add(self, more: bytes) -> Iterator[bytes]:
+        """The contents of the frames that are whole with this."""
+        self._bytes += more
+        while len(self._bytes) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes)
+            if length > self._most:
+                raise Garbled(f"a message of {length:,} bytes")
+            end = _LENGTH.size + length
+            if len(self._bytes) < end:
+                return
+            content = bytes(self._bytes[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield content
+
+
+# -- the worker's side -------------------------------------------------------------------------------------------------
+
+
+def write_greeting(single_turn: bool, waits: bool) -> bytes:
+    return _written({"ready": single_turn, "async": waits})
+
+
+def write_failure(message: str) -> bytes:
+    return _written({"failed": cleaned(message)})
+
+
+def write_answer(number: int, event: Event | None) -> bytes:
+    if event is None:
+        return _written({"number": number})
+    if isinstance(event, Turn):
+        turn = {f: getattr(event, f) for f in Turn.__dataclass_fields__}
+        held = {digest: PICTURES.take(digest) for digest in digests(event.messages or ())}
+        pictures = {digest: b64encode(data).decode() for digest, data in held.items() if data is not None}
+        if sum(map(len, pictures.values())) > LONGEST_PICTURES:
+            problem = f"yielded a Turn with pictures of more than {LONGEST_PICTURES:,} bytes in base 64"
+            return write_answer(number, Done(Invalid(problem, InvalidKind.UNREADABLE)))
+        return _written({"number": number, "turn": turn, **({"pictures": pictures} if pictures else {})})
+    if isinstance(event, Ask):
+        return _written({"number": number, "ask": {"service": event.service, "content": event.content}})
+    noted = {"notes": event.notes} if event.notes else {}
+    if event.sides:
+        sides = {side: _plain_done(done) for side, done in event.sides.items()}
+        return _written({"number": number, "sides": sides, **noted})
+    return _written({"number": number, "done": _plain_done(event), **noted})
+
+
+def _plain_done(event: Done) -> dict[str, Any]:
+    done: dict[str, Any] = {"rewards": event.rewards, "spans": [asdict(span) for span in event.spans]}
+    if isinstance(event.reward, Invalid):
+        return {**done, "invalid": event.reward.reason, "kind": event.reward.kind}
+    return {**done, "reward": event.reward}
+
+
+def write_record(number: int, which: int, result: Any) -> bytes:
+    return _written({"number": number, "record": [which, result]})
+
+
+def _written(message: dict[str, Any]) -> bytes:
+    return framed(json.dumps(message, ensure_ascii=False, allow_nan=False).encode())
+
+
+# -- the pool's side ---------------------------------------------------------------------------------------------------
+
+
+def read_greeting(content: bytes) -> Greeting | str:
+    """What the environment is, or why there is none."""
+    message = _read(content)
+    if message.keys() == {"ready", "async"} and all(isinstance(flag, bool) for flag in message.values()):
+        return Greeting(message["ready"], message["async"])
+    if message.keys() == {"failed"} and isinstance(message["failed"], str):
+        return cleaned(message["failed"])
+    raise Garbled("a greeting that is none")
+
+
+def read_answer(content: bytes) -> WorkerReply | CallRecord:
+    """Raises Garbled."""
+    message = _read(content)
+    number, pictures, notes = message.pop("number", None), message.pop("pictures", {}), message.pop("notes", {})
+    kinds = set(message)
+    if type(number) is int and kinds == {"record"}:
+        return _read_record(number, message["record"])
+    if notes and kinds not in ({"done"}, {"sides"}):
+        raise Garbled("notes of no end")
+    if pictures and kinds != {"turn"}:
+        raise Garbled("pictures of no turn")
+    if type(number) is not int or kinds not in ({"turn"}, {"ask"}, {"done"}, {"sides"}, set()):
+        raise Garbled("an answer that is none")
+    if not kinds:
+        return WorkerReply(number, None)
+    if kinds == {"done"}:
+        return WorkerReply(number, replace(_read_done(_object(message["done"])), notes=_read_notes(notes)))
+    if kinds == {"sides"}:
+        return WorkerReply(number, replace(_read_sides(_object(message["sides"])), notes=_read_notes(notes)))
+    if kinds == {"ask"}:
+        asked = _object(message["ask"])
+        if asked.keys() != {"service", "content"}:
+            raise Garbled("a question that is none")
+        ask = read_ask(Ask(**asked))
+        return WorkerReply(number, Done(ask) if isinstance(ask, Invalid) else ask)
+    fields = _object(message["turn"])
+    if fields.keys() != Turn.__dataclass_fields__.keys():
+        raise Garbled("a turn that is none")
+    try:
+        _take_pictures(_object(pictures), fields["messages"])
+        turn = read_turn(Turn(**fields))
+    except (TypeError, ValueError, AttributeError):
+        raise Garbled("a turn that is none") from None
+    return WorkerReply(number, Done(turn) if isinstance(turn, Invalid) else turn)
+
+
+def _take_pictures(given: dict[str, Any], messages: Any) -> None:
+    """The pictures of a turn. What stands in its messages are names: a worker may not have a file of ours read."""
+    for digest, data in given.items():
+        try:
+            known = PICTURES.put(b64decode(data, validate=True))
+        except (PictureError, ValueError, TypeError):
+            raise Garbled("a picture that is none") from None
+        if known != f"sha256:{digest}":
+            raise Garbled("a picture under another name than its own")
+    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    for content in contents:
+        for part in content if isinstance(content, list) and has_parts(content) else ():
+            if isinstance(part, dict) and part.get("type") == "image" and not is_name(part.get("image")):
+                raise Garbled("a picture without a name")
+
+
+def _read_record(number: int, record: Any) -> CallRecord:
+    if not isinstance(record, list) or len(record) != 2 or type(record[0]) is not int:
+        raise Garbled("a record that is none")
+    which, result = record
+    if not 0 <= which < MOST_RECORDS:
+        raise Garbled("a record beyond all that there may be")
+    try:
+        return CallRecord(number, which, plain_data(result, [0], 0))
+    except ValueError:
+        raise Garbled("a record that is none") from None
+
+
+def _read_notes(notes: Any) -> dict[str, Any]:
+    try:
+        return noted_data(_object(notes))
+    except ValueError:
+        raise Garbled("notes that are none") from None
+
+
+def _read_sides(sides: dict[str, Any]) -> Done:
+    if not 0 < len(sides) <= MOST_SIDES or any(map(problem_of_side, sides)):
+        raise Garbled("sides that are none")
+    return Done(0.0, sides={side: _read_done(_object(done)) for side, done in sides.items()})
+
+
+def _read_done(done: dict[str, Any]) -> Done:
+    rewards, spans = _object(done.get("rewards")), done.get("spans")
+    if not isinstance(spans, list):
+        raise Garbled("spans that are none")
+    parts = {cleaned(name): _real(value) for name, value in rewards.items()}
+    found = tuple(_span(_object(span)) for span in spans)
+    if done.keys() == {"rewards", "spans", "reward"}:
+        return Done(_real(done["reward"]), parts, found)
+    if done.keys() != {"rewards", "spans", "invalid", "kind"} or done["kind"] not in list(InvalidKind):
+        raise Garbled("a verdict that is none")
+    return Done(Invalid(cleaned(done["invalid"]), InvalidKind(done["kind"])), parts, found)
+
+
+def _span(span: dict[str, Any]) -> SpanReward:
+    end, reply = span.get("end"), span.get("reply")
+    if span.keys() != {"end", "reward", "reply"} or type(end) is not int or type(reply) is not int:
+        raise Garbled("a span that is none")
+    return SpanReward(end, _real(span["reward"]), reply)
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    try:
+        return _object(json.loads(content.decode(), parse_constant=_refuse))
+    except (ValueError, RecursionError) as error:
+        raise Garbled(str(error)) from None
+
+
+def _refuse(word: str) -> NoReturn:
+    raise Garbled(f"{word} is no number")
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Garbled("no object")
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= MOST_REWARD:
+        raise Garbled("no reward")
+    return float(value)

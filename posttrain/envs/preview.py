@@ -1,0 +1,75 @@
+"""What a model sees of an episode that is only tried: its turns as tokens, and calls of tools as its template writes them.
+
+So a chat template that is missing, that shows no tools, or that shows nothing of a message, and a context that is too short,
+are told before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.core.conversation import TextEncoder
+from posttrain.core.types import Completion, Reply, StopReason, Task, Turn, UserError
+from posttrain.envs.play.episode import Episode, RunningEpisode
+
+
+@dataclass(frozen=True)
+class Viewer:
+    """A model as far as its folder tells without its weights."""
+
+    tokenizer: TextEncoder
+    context: int  # tokens of prompt and replies together
+    ends: Sequence[int] = ()  # the id that ends a reply, if it is known
+
+    def watch(self, task: Task) -> Seen:
+        """An episode that begins."""
+        return Seen(self, task)
+
+
+class Seen:
+    """What it has seen of one episode so far."""
+
+    def __init__(self, viewer: Viewer, task: Task) -> None:
+        self._viewer = viewer
+        self._playing = RunningEpisode(Episode(task, "", 0), viewer.tokenizer)
+        self.prompt = 0  # tokens of the first turn
+        self.texts: list[str] = []  # what it was shown
+        self.problem: str | None = None  # why it could be shown no more
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest of its contexts."""
+        return max(map(len, self._playing.transcripts))
+
+    @property
+    def full(self) -> bool:
+        """Whether the last turn left no room for a reply."""
+        return len(self._playing.context.transcript) >= self._viewer.context
+
+    def show(self, turn: Turn) -> None:
+        """A turn is put before it. Notes why it cannot be."""
+        if self.problem is not None:
+            return
+        first = not self._playing.turns
+        said = [turn.text, *(message.get("content") for message in turn.messages or ())]
+        self.texts += [text for text in said if isinstance(text, str)]
+        try:
+            turn = self._playing.place(turn)
+            tokens = self._playing.read(turn)
+        except UserError as error:
+            self.problem = str(error)
+            return
+        self._playing.show(turn, tokens, 0.0)
+        self.prompt = len(tokens) if first else self.prompt
+
+    def say(self, text: str) -> Reply | None:
+        """What an environment gets where this is said; None where the last turn could not be shown."""
+        if self.problem is not None:
+            return None
+        try:
+            tokens = [*self._viewer.tokenizer.encode(text), *self._viewer.ends]
+        except UserError:  # no model says it: to the environment it is all the same
+            tokens = list(self._viewer.ends)
+        completion = Completion(0, tokens, [0.0] * len(tokens), text, StopReason.EOS, 0)
+        return self._playing.reply(completion, 0.0)

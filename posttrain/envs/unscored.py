@@ -1,9 +1,0 @@
-"""What plays where nothing scores: a teacher alone says what replies are worth."""
-
-from __future__ import annotations
-
-from posttrain.types import Task
-
-
-def reward(task: Task, reply: str) -> float:
-    return 0.0

@@ -1,0 +1,354 @@
+"""The learner of several processes each of which holds some rows of every weight: torch's FSDP2 under the dealing learner.
+
+A decoder layer is gathered when it is its turn, in the forward and in the backward pass, and its gradients are summed to
+where their rows lie. What lies outside of the layers (embedding, last norm, output head) stays gathered from the first pass
+of a call to its end, since the head is read outside of the model's forward. What is no decoder (heads of critics and reward
+models) is whole everywhere, and so are teachers where there are several.
+
+All processes have to make the same forward and backward passes. So each makes as many as the one with most micro-batches,
+and each backward pass goes through every decoder that learns, also where the loss does not reach it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from posttrain.core.batch import Batch, Outputs, Packed, Stats
+from posttrain.core.protocols import Learner, Model, Objective
+from posttrain.core.types import UserError
+from posttrain.learners.data_parallel import DataParallelLearner
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule
+from posttrain.learners.process_group import Processes
+from posttrain.models.adapters.lora import Adaptable, plain_weights
+from posttrain.models.checkpoint_folder import checkpoint_tensors
+from posttrain.models.hf.backed import Backed
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.linear import collected
+from posttrain.models.reward_model import RewardModel
+from posttrain.models.row_shards import GATHER, MEETING, here, whole
+from posttrain.models.tensor_files import write_state
+
+P = TypeVar("P", bound=Packed)
+
+MMAP_THRESHOLD = -3  # glibc's name of the size from which on a block has pages of its own
+OWN_PAGES = 2**20  # bytes
+
+
+def shard(decoder: Adaptable, size: int, device: torch.device) -> None:
+    """Leave to this process its rows of each weight. Of a decoder on "meta" none is whole at any time.
+
+    Raises UserError for a model of transformers that cannot be dealt out by its layers.
+    """
+    if isinstance(decoder, Backed):
+        _require_layers(decoder)
+        decoder.at_once = True  # each process makes as many calls
+    if device.type == "cpu":
+        _give_back()
+    mesh = init_device_mesh(device.type, (size,))
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):  # losses are divided already, by what the whole batch has
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _require_layers(model: Backed) -> None:
+    """Raises UserError where a gathered layer would not have all that it computes with, or something else would lack it."""
+    kind, layers = type(model.inner).__name__, model.layers
+    if model.vision is not None:
+        raise UserError(f"--shard deals out models of text, and {kind} sees pictures: leave it out")
+    if not layers:
+        raise UserError(f"--shard deals out the layers of a decoder, and none were found in {kind}: leave it out")
+    if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
+        raise UserError(f"--shard deals out rows, and {scalars[0]} of {kind} is a single number: leave it out")
+    place = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+    owner: dict[Tensor, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and owner.setdefault(parameter, place.get(module, -1)) != place.get(module, -1):
+                raise UserError(f"--shard deals out layers, and layers of {kind} share weights: leave it out")
+
+
+@cache
+def _give_back() -> None:
+    """Let what is freed go back to the system at once, where the C library can be told so.
+
+    Gathered layers come and go. glibc soon keeps blocks of their size for itself, in pieces that do not fit the next ones:
+    processes then take more memory than without sharding.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, OWN_PAGES)
+
+
+class FSDPLearner(DataParallelLearner):
+    """See `posttrain.core.protocols.Learner`. What is asked of it gives what `DataParallelLearner` gives.
+
+    The tensors of `parts`, which are clipped, moved and saved, are this process's rows of the parameters, in place.
+    """
+
+    world: Processes
+    _keeps = False  # they would be the whole model
+
+    def __init__(
+        self,
+        model: Model,
+        optimization: Optimization,
+        *,
+        world: Processes,
+        others: Mapping[str, Model] | None = None,
+        critic: Any = None,
+        **options: Any,
+    ) -> None:
+        """Shards the decoders of what it is given, where that has not been done yet."""
+        assert options.get("trust_region") is None, "a natural step needs whole gradients"
+        others = dict(others or {})
+        teachers = [name for name in others if name != REFERENCE]
+        kept = set(teachers if len(teachers) > 1 else [])  # a micro-batch reads some of several, and another one others
+        self._held: dict[nn.Parameter, nn.Parameter] = {}  # this process's rows -> the parameter
+        self._decoders: list[Adaptable] = []
+        for held in (model, critic, *(other for name, other in others.items() if name not in kept)):
+            self._decoders += [] if held is None else self._sharded(cast(nn.Module, held), world)
+        self._learning = [d for d in self._decoders if any(p.requires_grad for p in d.parameters())]
+        self._idle: list[Batch] = []  # passes that this process makes because others make them
+        self._passes: list[Tensor] = []  # what the decoders that learn gave for a micro-batch
+        self._reached: set[Adaptable] = set()  # those into which a loss of this update has a gradient
+        super().__init__(model, optimization, world=world, others=others, critic=critic, **options)
+        for decoder in self._learning:
+            decoder.register_forward_hook(self._hear)
+
+    def _sharded(self, held: nn.Module, world: Processes) -> list[Adaptable]:
+        decoders = [module for module in held.modules() if isinstance(module, Decoder | Backed)]
+        with world.meeting():
+            for decoder in decoders:
+                if not isinstance(decoder, FSDPModule):
+                    shard(decoder, world.size, decoder.head.device)
+                _state(decoder)._lazy_init()  # lays the rows out for good
+                setattr(decoder, MEETING, world.meeting)
+                for parameter in decoder.parameters():
+                    setattr(parameter, GATHER, partial(_gathered, parameter, world))
+        return decoders
+
+    # -- evaluation and update -----------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, batches: Sequence[Packed], of: str = "policy", want: frozenset[str] = frozenset()
+    ) -> list[Outputs]:
+        with self._at_work():
+            return super().evaluate(batches, of, want)
+
+    def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
+        own = self._own(batches)
+        self._idle = own[len(self._shares(batches)[self.world.rank]) :]
+        self._reached.clear()
+        with self._at_work():
+            return super().update(batches, objective)
+
+    def _mixture(self) -> None:
+        """Routers are not watched: what is said of them would have to be gathered in the middle of a pass."""
+        return None
+
+    def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
+        raise AssertionError("gradients of single rollouts are whole nowhere")
+
+    def _own(self, batches: Sequence[P]) -> list[P]:
+        """As many for each process: who has fewer computes the smallest one as well, and nothing comes of it."""
+        shares = self._shares(batches)
+        own = [batches[place] for place in shares[self.world.rank]]
+        missing = max(map(len, shares)) - len(own)
+        return [*own, *[min(batches, key=lambda batch: batch.layout.tokens.numel())] * missing] if missing else own
+
+    def _accumulate(self, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
+        counted = len(batches) - len(self._idle)
+        for place, batch in enumerate(batches):
+            self._passes.clear()
+            mine = place < counted
+            outputs = self._tapped(batch if mine else replace(batch, tap=None), objective.wants)
+            loss = objective(outputs, batch, stats) if mine else outputs.logp.new_zeros(())
+            del outputs
+            for decoder in self._learning:  # all sum the same gradients, also where a loss does not read a head
+                for own in (decoder.head.weight, decoder.head.bias):
+                    _ = own is None or collected(own)
+            anchored: Tensor = _Anchored.apply(loss, *self._passes)
+            self._passes.clear()
+            anchored.backward()
+            if place < counted:
+                stats.add("loss", loss.item(), 0)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with self.world.meeting(), super()._computing():  # what follows is a chain of collectives
+            yield
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within it what lies outside of the layers is gathered; behind it nothing is."""
+        try:
+            with self.world.meeting():
+                yield
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for decoder in self._decoders:
+            cast(FSDPModule, decoder).reshard()
+            _forget(decoder)
+
+    def _hear(self, decoder: nn.Module, arguments: Any, hidden: Tensor) -> Tensor | None:
+        """Note what a decoder gave, and later whether a gradient comes back for it."""
+        if not hidden.requires_grad:
+            return None
+        self._passes.append(hidden)
+        heard: Tensor = _Heard.apply(hidden, partial(self._reached.add, cast(Adaptable, decoder)))
+        return heard
+
+    def _share_gradients(self) -> None:
+        """Take over the rows of the sums that FSDP2 has made, and sum what is whole everywhere."""
+        self._let_go()
+        for part in self.parts:
+            held = {rows: self._held[rows] for rows in part.parameters.values() if rows in self._held}
+            others = [p for p in part.parameters.values() if p not in self._held]
+            decoders = {id(p): d for d in self._learning for p in d.parameters()}
+            reached = any(decoders[id(parameter)] in self._reached for parameter in held.values())
+            own = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in others]
+            moved = reached or any(p.grad is not None for p in others)
+            flag = torch.tensor([float(moved)], dtype=self.model.head.dtype, device=self.device)
+            *summed, anywhere = self.world.sum(torch.cat([*own, flag])).split([*(p.numel() for p in others), 1])
+            there = bool(anywhere.item())
+            for parameter, gradient in zip(others, summed, strict=True):
+                parameter.grad = gradient.view_as(parameter) if there else None
+            for rows, parameter in held.items():
+                assert rows.data_ptr() == here(parameter)[1].data_ptr(), "torch has moved the rows"
+                rows.grad = here(parameter.grad)[1] if there and parameter.grad is not None else None
+                parameter.grad = None
+
+    def _clip_part(self, part: TrainedModule, limit: float) -> float:
+        """As torch.nn.utils.clip_grad_norm_, by the norm over all rows."""
+        gradients = {p: p.grad for p in part.parameters.values() if p.grad is not None}
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of rows, and of what is whole everywhere
+        for parameter, gradient in gradients.items():
+            squares[0 if parameter in self._held else 1] += gradient.double().square().sum()
+        norm = float((self.world.sum(squares[:1]) + squares[1]).sqrt().item())
+        share = min(1.0, limit / (norm + 1e-6))
+        if share < 1:
+            for gradient in gradients.values():
+                gradient.mul_(share)
+        return norm
+
+    # -- what is held --------------------------------------------------------------------------------------------------
+
+    def _trained(self, model: Model | nn.Module) -> dict[str, nn.Parameter]:
+        return {name: self._rows(parameter) for name, parameter in super()._trained(model).items()}
+
+    def _rows(self, parameter: nn.Parameter) -> nn.Parameter:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        rows = nn.Parameter(here(parameter)[1])
+        self._held[rows] = parameter
+        return rows
+
+    def refresh_reference(self) -> None:
+        self._let_go()  # others may have asked the model since
+        with torch.no_grad():
+            pairs = zip(self.others[REFERENCE].parameters(), self.model.parameters(), strict=True)
+            for reference, own in pairs:
+                here(reference)[1].copy_(here(own)[1])
+        self.reference_moved = True
+
+    def save(self, folder: Path | None) -> None:
+        """See `LocalLearner`. Every process calls it, the first with a folder."""
+        self._let_go()
+        if folder is not None:
+            super().save(folder)
+            return
+        self._check_finite()
+        if isinstance(self.model, RewardModel):
+            self.model.measure()
+        for decoder in cast(nn.Module, self.model).modules():
+            if isinstance(decoder, Decoder):
+                deque(checkpoint_tensors(decoder), maxlen=0)  # each is let go before the next one comes
+            elif isinstance(decoder, Backed):
+                deque((whole(weight) for _, weight in plain_weights(decoder)), maxlen=0)
+        for _, tensors in self._state():
+            write_state(None, tensors)
+
+    def _finite(self, part: TrainedModule) -> bool:
+        odd = sum(int((~parameter.isfinite()).sum()) for parameter in part.parameters.values())
+        return not self.world.sum(torch.tensor([odd], device=self.device)).item()
+
+    def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
+        if parameter not in self._held or moment.shape != parameter.shape:
+            return moment
+        like = cast(DTensor, self._held[parameter])
+        stored = DTensor.from_local(
+            moment, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        setattr(stored, GATHER, partial(_gathered, stored, self.world))
+        return stored
+
+
+def _gathered(parameter: Tensor, world: Processes) -> Tensor:
+    """The whole of a parameter, from all processes."""
+    with world.meeting(), torch.no_grad():
+        found: Tensor = cast(DTensor, parameter).full_tensor()
+    return found
+
+
+def _forget(decoder: Adaptable) -> None:
+    """Let torch forget in which order modules were passed: it does so behind a backward pass alone."""
+    _state(decoder)._comm_ctx.post_forward_order.clear()
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            _state(module)._fsdp_param_group._post_forward_indices.clear()
+
+
+def _state(module: nn.Module) -> Any:
+    """What torch keeps of a sharded module."""
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+class _Heard(torch.autograd.Function):
+    """The same tensor; says when a gradient comes back for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, say: Callable[[], None]) -> Tensor:
+        ctx.say = say
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.say()
+        return grads[0], None
+
+
+class _Anchored(torch.autograd.Function):
+    """The same loss; its gradient goes back into these tensors as well, as zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0], *(torch.zeros_like(other) for other in ctx.saved_tensors)
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Learner] = FSDPLearner
+    _whole = LocalLearner, whole

@@ -1,0 +1,542 @@
+"""The learner of one process: forward, backward, clip, step. It knows neither rewards nor algorithms.
+
+N    scored tokens of a micro-batch
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from posttrain.core.batch import Batch, Outputs, Packed, Stats
+from posttrain.core.protocols import TRAINING, Alone, Learner, Model, Objective, World
+from posttrain.core.token_probe import sink_of
+from posttrain.core.types import UserError
+from posttrain.learners.adamw import AdamW
+from posttrain.learners.natural_gradient import TrustRegion, search
+from posttrain.learners.router_losses import RouterLosses, Routing
+from posttrain.models.adapters.lora import frozen_copy
+from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
+from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.experts import watching
+from posttrain.models.losses.divergence import FORWARD, REVERSE, measured_divergence
+from posttrain.models.losses.likelihood import (
+    Hidden,
+    exact_kl,
+    log_collision,
+    soft_values,
+    token_logp,
+    token_logp_entropy,
+)
+from posttrain.models.native.linear import accumulating
+from posttrain.models.reward_model import RewardModel
+from posttrain.models.tensor_files import open_tensors, read_rows, read_state, write_state
+
+COUNTERS, MOMENTS, MOVED = "learner.json", "optimizer.safetensors", "reference.safetensors"
+DISTANCES = frozenset({"reverse_kl", "forward_kl", "jensen_shannon"})
+"""Fields of `Outputs` that compare the policy with its teachers."""
+REFERENCE = "reference"
+"""The name of the model that the policy is held near: at first, the policy's start."""
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = 0  # updates over which the learning rate rises from 0
+    updates: int = 1  # updates over which linear and cosine fall to `final` times lr
+    final: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # 0: no clipping
+
+    def rate(self, update: int) -> float:
+        """Learning rate of update 1, 2, ..."""
+        if update <= self.warmup:
+            return self.lr * update / self.warmup
+        progress = min(1.0, (update - self.warmup - 1) / max(1, self.updates - self.warmup))
+        if self.schedule == "linear":
+            return self.lr * (1 - (1 - self.final) * progress)
+        if self.schedule == "cosine":
+            return self.lr * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return self.lr
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """How the policy is compared with its teachers."""
+
+    temperature: float = 1.0  # that divides the teachers' logits
+    beta: float = 0.5  # the teacher's share in the mixture of a Jensen-Shannon divergence
+
+
+@dataclass(frozen=True)
+class TrainedModule:
+    """What is optimised together: its gradients are clipped by one norm and it has its own learning rate."""
+
+    name: str  # "policy" or "critic"
+    parameters: dict[str, nn.Parameter]
+    share: float = 1.0  # its learning rate over the schedule's
+
+
+class LocalLearner:
+    """See `posttrain.core.protocols.Learner`.
+
+    `temperature` divides the logits here and nowhere else, for current, old and reference log-probabilities alike (the
+    engine divides its own); those of teachers have a temperature of their own.
+    """
+
+    _keeps = True  # weights in the type of products, from one micro-batch to the next
+
+    def __init__(
+        self,
+        model: Model,
+        optimization: Optimization,
+        *,
+        temperature: float = 1.0,
+        precision: str = "float32",
+        others: Mapping[str, Model] | None = None,
+        teaching: Teaching = Teaching(),
+        critic: Critic | None = None,
+        critic_lr: float | None = None,
+        trust_region: TrustRegion | None = None,
+        follow: float = 0.0,
+        router_losses: RouterLosses | None = None,
+        world: World | None = None,
+    ) -> None:
+        """`others`: models that are asked and not trained, by name; all but the reference are teachers.
+
+        `critic_lr`: None is the policy's; `follow`: by how much of the way slow copies of a critic follow each update.
+
+        In a `world` of several processes each has the same weights and its own micro-batches: gradients are summed.
+        """
+        self.world = world or Alone()
+        self.model, self.others, self.critic = model, dict(others or {}), critic
+        self.teaching = teaching
+        self.optimization, self.temperature, self.precision = optimization, temperature, precision
+        self.trust_region, self.follow = trust_region, follow
+        self.router_losses = router_losses or RouterLosses()
+        self.version = 0
+        self.device = model.head.device
+        self.reference_moved = False
+        share = 1.0 if critic_lr is None else critic_lr / optimization.lr
+        self.parts = [TrainedModule("policy", self._trained(model))]
+        self.parts += [TrainedModule("critic", self._trained(critic), share)] if critic else []
+        self.optimizer = AdamW(
+            [group for part in self.parts for group in _groups(part, optimization.weight_decay)],
+            lr=optimization.lr,
+            betas=optimization.betas,
+            eps=optimization.eps,
+        )
+
+    def evaluate(
+        self,
+        batches: Sequence[Packed],
+        of: str = "policy",
+        want: frozenset[str] = frozenset(),
+    ) -> list[Outputs]:
+        model = self.model if of == "policy" else self.others[of]
+        with torch.no_grad():
+            return [self._outputs(model, batch, want, self._temperature(of)) for batch in batches]
+
+    def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
+        """See `Learner`. A gradient that is not finite is counted as "skipped" and nothing moves.
+
+        That is neither weights, nor the optimizer's moments, nor the schedule.
+        """
+        stats = Stats()
+        self.optimizer.zero_grad()
+        if self.trust_region is not None:
+            batches = self._with_old(batches)
+        routed = self._mixture()
+        routing = None if routed is None else Routing(routed, self.router_losses, self.world, batches)
+        with accumulating(keeps=self._keeps):
+            if routing is None:
+                self._accumulate(batches, objective, stats)
+            else:
+                routing.count(batches, self._autocast())
+                self._accumulate_routed(batches, objective, stats, routing)
+                routing.measure(stats)
+        stats.add("loss", 0.0, 1 / self.world.size)  # of one update, however many processes merge what they counted
+        self._share_gradients()
+        norms = self._clip()
+        if not all(math.isfinite(norm) for norm in norms.values()):
+            stats.add("skipped", 1)
+            if (sink := sink_of(batches)) is not None:
+                sink.skipped = True
+            self.optimizer.zero_grad()
+            return stats
+        if self.trust_region is not None:
+            self._natural_step(self.trust_region, batches, objective, stats)
+        rate = self.optimization.rate(self.version + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["share"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # rollouts come next, which need the memory
+        if isinstance(self.critic, ActionValueModel):
+            self.critic.follow(self.follow)
+        self.version += 1
+        stats.add("skipped", 0)
+        for name, norm in norms.items():
+            stats.add("grad_norm" if name == "policy" else f"grad_norm/{name}", norm)
+        stats.add("lr", rate)
+        return stats
+
+    def _accumulate(self, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
+        """Add up the gradients of these micro-batches."""
+        for batch in batches:
+            loss = objective(self._tapped(batch, objective.wants), batch, stats)
+            loss.backward()
+            stats.add("loss", loss.item(), 0)
+
+    def _mixture(self) -> Backed | None:
+        """The decoder that learns, if it is a mixture of experts."""
+        model = self.model
+        return model if isinstance(model, Backed) and model.routers is not None else None
+
+    def _accumulate_routed(
+        self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing
+    ) -> None:
+        """The same of a mixture of experts, with the losses of its routers."""
+        for batch in batches:
+            with watching(routing.model, scored=bool(routing.losses)) as routed:
+                outputs = self._tapped(batch, objective.wants)
+            loss = objective(outputs, batch, stats)
+            of_routers = routing.loss(routed)
+            whole = loss if of_routers is None else loss + of_routers.to(loss.dtype)
+            whole.backward()
+            stats.add("loss", whole.item(), 0)
+
+    def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
+        found = []
+        parameters = list(self.parts[0].parameters.values())
+        for batch in batches:
+            logp = self._outputs(self.model, batch, frozenset()).logp.sum()
+            gradients = torch.autograd.grad(logp, parameters, allow_unused=True)
+            found.append(sum(g.double().square().sum().item() for g in gradients if g is not None))
+        return torch.tensor(found, dtype=torch.float64)
+
+    def refresh_reference(self) -> None:
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self._of_reference().items():
+                parameter.copy_(own[name])
+        self.reference_moved = True
+
+    def _of_reference(self) -> dict[str, Tensor]:
+        """What of the reference can move: not the frozen weights that it shares with an adapted policy."""
+        own = dict(self.model.named_parameters())
+        return {name: p for name, p in self.others[REFERENCE].named_parameters() if p is not own[name]}
+
+    def weights(self) -> Model:
+        return self.model
+
+    def save(self, folder: Path | None) -> None:
+        """The policy, and beside it optimizer moments and counters, the critic, a reference that has moved.
+
+        None: another process writes, and this one takes part in what is found together for that. Raises UserError if a
+        weight is not finite: nothing could ever go on from it.
+        """
+        if folder is None:
+            if isinstance(self.model, RewardModel):
+                self.model.measure()
+            return
+        self._check_finite()
+        self.model.save(folder)
+        state = folder / TRAINING
+        state.mkdir(exist_ok=True)
+        for name, tensors in self._state():
+            write_state(state / name, tensors)
+        (state / COUNTERS).write_text(json.dumps({"version": self.version}))
+
+    def _check_finite(self) -> None:
+        for part in self.parts:
+            if not self._finite(part):
+                raise UserError(
+                    f"weights of the {part.name} are no longer finite after update {self.version}, and are not saved: "
+                    "try a lower --lr, more --warmup, or --precision float32"
+                )
+
+    def _finite(self, part: TrainedModule) -> bool:
+        return all(bool(parameter.isfinite().all()) for parameter in part.parameters.values())
+
+    def _state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """(file, its tensors) of all tensors that are saved beside the policy."""
+        moments: dict[str, Tensor] = {}
+        for part in self.parts:
+            for name, parameter in part.parameters.items():
+                for key, value in self.optimizer.state.get(parameter, {}).items():
+                    moments[f"{part.name}/{name}/{key}"] = self._as_stored(parameter, value)
+        if moments:
+            yield MOMENTS, moments
+        if self.critic is not None:
+            yield STORED, dict(self.critic.named_parameters())
+        if self.reference_moved:
+            yield MOVED, self._of_reference()
+
+    def load(self, folder: Path) -> None:
+        """The inverse of `save`, but for the policy's weights. Raises UserError if the files are not of this learner."""
+        folder = folder / TRAINING
+        counted = json.loads((folder / COUNTERS).read_bytes())["version"]
+        if type(counted) is not int or counted < 0:
+            raise UserError(f"{folder / COUNTERS} is damaged: it counts {counted!r} updates")
+        self.version = counted
+        if self.critic is not None:
+            read_state(folder / STORED, dict(self.critic.named_parameters()))
+        if REFERENCE in self.others and (folder / MOVED).exists():
+            read_state(folder / MOVED, self._of_reference())
+            self.reference_moved = True
+        if (folder / MOMENTS).exists():
+            self._load_moments(folder / MOMENTS)
+
+    def _load_moments(self, file: Path) -> None:
+        with open_tensors(file) as stored:
+            known: dict[str, set[str]] = {}
+            for key in stored.keys():  # noqa: SIM118  it is not a dict
+                owner, _, moment = key.rpartition("/")
+                known.setdefault(owner, set()).add(moment)
+            for part in self.parts:
+                for name, parameter in part.parameters.items():
+                    owner = f"{part.name}/{name}"
+                    if owner not in known:
+                        continue
+                    if known[owner] != set(AdamW.MOMENTS):
+                        raise UserError(f"{file} is not of this model: see {owner}")
+                    self.optimizer.begin(parameter)
+                    for key, value in self.optimizer.state[parameter].items():
+                        read_rows(file, stored, f"{owner}/{key}", self._as_stored(parameter, value))
+
+    def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
+        """A moment of a parameter, in the shape in which it is written."""
+        return moment
+
+    def _tapped(self, batch: Batch, want: frozenset[str]) -> Outputs:
+        """The outputs of an update's micro-batch, left at its tap as well."""
+        if batch.tap is None:
+            return self._outputs(self.model, batch, want)
+        outputs = self._outputs(self.model, batch, want, measured=batch.tap.entropy)
+        batch.tap.watch(outputs)
+        return outputs
+
+    def _outputs(
+        self,
+        model: Model,
+        batch: Packed,
+        want: frozenset[str],
+        temperature: float | None = None,
+        measured: bool = False,
+    ) -> Outputs:
+        """The log-probabilities and what is wanted besides them; nothing else is computed.
+
+        `measured`: the entropy too, without a gradient where it is not wanted.
+        """
+        temperature = temperature or self.temperature
+        with self._computing():
+            hidden = model.hidden(batch.layout, batch.at)
+            if "score" in want:
+                return Outputs(logp=hidden.new_zeros(0), score=model.head.logits(hidden)[:, 0])
+            outputs, distances = None, {}
+            for name in sorted(want & DISTANCES):
+                logp, distances[name], *told = self._distance(Hidden(hidden, model.head), batch, name, measured)
+                outputs = Outputs(logp)  # of the same logits
+                if measured:
+                    outputs = replace(outputs, teacher=told[0], entropy=told[1])
+            if "entropy" in want:
+                logp, entropy = token_logp_entropy(hidden, model.head, batch.target, temperature)
+                outputs = Outputs(logp, entropy=entropy)
+            elif outputs is None and measured:
+                logp, entropy = token_logp_entropy(hidden, model.head, batch.target, temperature, constant=True)
+                outputs = Outputs(logp, entropy=entropy)
+            if outputs is None:
+                outputs = Outputs(token_logp(hidden, model.head, batch.target, temperature))
+            outputs = replace(outputs, **distances)
+            if "collision" in want:
+                fixed = Hidden(hidden.detach(), model.head.detach())
+                outputs = replace(outputs, collision=log_collision(fixed, self.temperature))
+            if "kl" in want:
+                reference = self.others[REFERENCE]
+                other = Hidden(self._states_of_other(reference, batch), reference.head)
+                kl = exact_kl(Hidden(hidden, model.head), other, self.temperature)
+                outputs = replace(outputs, kl=kl)
+            if "value" in want:
+                assert isinstance(self.critic, ValueModel)
+                outputs = replace(outputs, value=self.critic(batch, hidden))
+            if "q" in want:
+                assert isinstance(self.critic, ActionValueModel)
+                own, slow = self.critic.states(batch)
+                twins = self.critic.twins(own, slow)
+                expected, target = soft_values(Hidden(hidden, model.head), *twins, self.temperature)
+                q = self.critic.of_actions(own, batch.target)
+                outputs = replace(outputs, q=q, expected_q=expected, target_q=target)
+        return outputs
+
+    def _states(self, model: Model, batch: Packed) -> Tensor:
+        if batch.layout.media and getattr(model, "vision", None) is None:
+            raise UserError(f"a {type(model).__name__} reads text alone, and here are pictures: give one that sees")
+        return model.hidden(batch.layout, batch.at)
+
+    def _states_of_other(self, model: Model, batch: Packed) -> Tensor:
+        with torch.no_grad():
+            return self._states(model, batch)
+
+    def _temperature(self, of: str) -> float:
+        return self.temperature if of in ("policy", REFERENCE) else self.teaching.temperature
+
+    def _distance(self, policy: Hidden, batch: Packed, name: str, measured: bool) -> tuple[Tensor, ...]:
+        """(log-probabilities of the scored tokens, the divergence of that name from their teachers), both [N].
+
+        And of `measured` ones the teachers' log-probabilities and the policy's entropy.
+        """
+        assert batch.readings, "nobody teaches these rollouts"
+        beta = {"reverse_kl": REVERSE, "forward_kl": FORWARD}.get(name, self.teaching.beta)
+        parts = []
+        for reading in batch.readings:
+            teacher = self.others[reading.model]
+            theirs = Hidden(self._states_of_other(teacher, reading.packed), teacher.head)
+            own = policy if reading.rows is None else Hidden(policy.states[reading.rows], policy.head)
+            temperatures = self.temperature, self.teaching.temperature
+            parts.append(measured_divergence(own, theirs, reading.packed.target, beta, temperatures, measured))
+        rows = [reading.rows for reading in batch.readings if reading.rows is not None]
+        if not rows:
+            return parts[0]
+        order = torch.cat(rows).argsort()
+        columns = list(zip(*parts, strict=True))[: None if measured else 2]
+        return tuple(torch.cat(column)[order] for column in columns)
+
+    def _share_gradients(self) -> None:
+        """Sum them over the world, where there is more than this process; a part without any, anywhere, stays without."""
+        if self.world.size == 1:
+            return
+        for part in self.parts:
+            parameters = list(part.parameters.values())
+            own = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
+            moved = own[0].new_tensor([float(any(p.grad is not None for p in parameters))])
+            *summed, anywhere = self.world.sum(torch.cat([*own, moved])).split([*(p.numel() for p in parameters), 1])
+            there = bool(anywhere.item())
+            for parameter, gradient in zip(parameters, summed, strict=True):
+                parameter.grad = gradient.view_as(parameter) if there else None
+
+    def _clip(self) -> dict[str, float]:
+        """Clip the gradients of each part; returns their norms before that.
+
+        A part without any gradient, while others have one, is left alone: its moments do not move it either. Where no
+        part has one, nothing to learn is a gradient of 0, not the absence of an update.
+        """
+        limit = self.optimization.max_grad_norm
+        moved = [p for p in self.parts if any(x.grad is not None for x in p.parameters.values())] or self.parts
+        norms = {}
+        for part in moved:
+            for parameter in part.parameters.values():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            # a trust region bounds the policy's step by itself
+            free = limit <= 0 or (self.trust_region is not None and part.name == "policy")
+            norms[part.name] = self._clip_part(part, math.inf if free else limit)
+        return norms
+
+    def _clip_part(self, part: TrainedModule, limit: float) -> float:
+        return nn.utils.clip_grad_norm_(part.parameters.values(), limit).item()
+
+    def _trained(self, model: Model | nn.Module) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    # -- the natural step of a trust region ----------------------------------------------------------------------------
+
+    def _with_old(self, batches: Sequence[Batch]) -> list[Batch]:
+        """With the old log-probabilities written down: within the line search they are no longer the current ones."""
+        now = LocalLearner.evaluate(self, batches)  # they are this process's own
+        old = [b.old_logp if b.old_logp is not None else o.logp for b, o in zip(batches, now, strict=True)]
+        return [replace(b, old_logp=logp) for b, logp in zip(batches, old, strict=True)]
+
+    def _natural_step(self, region: TrustRegion, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
+        """Move the policy by a natural gradient step, and leave nothing of it to the other optimizer."""
+        parameters = list(self.parts[0].parameters.values())
+        # of what is maximised; while a critic warms up there is none
+        gradient = -torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+        start = nn.utils.parameters_to_vector(parameters).detach().clone()
+        before = frozen_copy(self.model)
+        world = self.world
+        tokens = world.sum(torch.tensor(float(sum(b.target.numel() for b in batches)), device=self.device)).item()
+
+        def kl(batch: Batch) -> Tensor:
+            """Sum over the batch's tokens of KL(before || now), exact."""
+            with torch.no_grad():
+                old = Hidden(self._states(before, batch), before.head)
+            return exact_kl(old, Hidden(self._states(self.model, batch), self.model.head), self.temperature).sum()
+
+        def product(vector: Tensor) -> Tensor:
+            total = torch.zeros_like(vector)
+            for batch in batches:
+                with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+                    first = torch.autograd.grad(kl(batch) / tokens, parameters, create_graph=True)
+                    along = torch.cat([g.flatten() for g in first]).dot(vector)
+                    total += torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
+            return world.sum(total)
+
+        def loss() -> float:
+            with torch.no_grad():
+                ignored = Stats()
+                outputs = (self._outputs(self.model, b, objective.wants) for b in batches)
+                own = sum(objective(o, b, ignored).item() for o, b in zip(outputs, batches, strict=True))
+                return world.sum(torch.tensor(own, dtype=torch.float64, device=self.device)).item()
+
+        def measure(step: Tensor) -> tuple[float, float]:
+            _fill(parameters, start + step)
+            with torch.no_grad():
+                own = torch.tensor(sum(kl(batch).item() for batch in batches), dtype=torch.float64, device=self.device)
+                distance = world.sum(own).item() / tokens
+            return unmoved - loss(), distance
+
+        unmoved = loss() if tokens else 0.0
+        found = search(
+            gradient, product, measure,
+            delta=region.delta, iterations=region.iterations, damping=region.damping, halvings=region.halvings,
+        )  # fmt: skip
+        _fill(parameters, start + found.step)
+        stats.add("trust_region/kl", found.kl)
+        stats.add("trust_region/gain", found.gain)
+        stats.add("trust_region/no_step", found.halvings < 0)
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """What a forward pass for `_outputs` runs within."""
+        return self._autocast()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Learner] = LocalLearner
+
+
+def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Write a flat vector into the parameters, in place: the engine decodes with the same tensors."""
+    with torch.no_grad():
+        pieces = flat.split([p.numel() for p in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.copy_(piece.view_as(parameter))
+
+
+def _groups(part: TrainedModule, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups of the optimizer: matrices are decayed, norms and biases are not."""
+    decayed = {n for n, p in part.parameters.items() if p.ndim >= 2 and "norm" not in n and not n.endswith("bias")}
+    matrices = [p for name, p in part.parameters.items() if name in decayed]
+    vectors = [p for name, p in part.parameters.items() if name not in decayed]
+    return [
+        {"params": matrices, "weight_decay": weight_decay, "share": part.share},
+        {"params": vectors, "weight_decay": 0.0, "share": part.share},
+    ]

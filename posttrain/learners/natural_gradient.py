@@ -1,0 +1,104 @@
+"""The natural gradient step of a trust region: conjugate gradient, then a backtracking line search.
+
+Knows vectors and three functions of them, nothing of models (TRPO, arXiv 1502.05477, appendix C).
+
+    P    parameters, as one flat vector
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from posttrain.core.component import Component, setting
+from posttrain.core.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TrustRegion(Component):
+    """Bounds how far one update moves the policy's distribution, whatever its parameters do, instead of using AdamW.
+
+    A natural gradient step within KL(old || new) <= delta (TRPO, arXiv 1502.05477, appendix C). The direction
+    solves F x = g by conjugate gradient on Fisher-vector products; the step is then halved until the surrogate has grown and
+    the KL, exact over the vocabulary, is within bounds.
+    """
+
+    delta: float = setting(
+        0.01,
+        "trust-region",
+        "Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW).",
+        above=0,
+        absent=0,
+    )
+    iterations: int = setting(10, above=0)  # of conjugate gradient
+    damping: float = setting(0.01, least=0)
+    halvings: int = setting(10, least=0)
+    source = "TRPO, arXiv 1502.05477, appendix C"
+
+    @property
+    def formula(self) -> str:
+        return f"natural gradient within mean KL(old || new) <= {self.delta:g}, then a backtracking line search"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    step: Tensor  # [P], what to add to the parameters: 0 where no step was good
+    gain: float  # by how much the objective grew
+    kl: float
+    halvings: int  # how often the full step was halved; -1: no step was good
+
+
+def conjugate_gradient(product: Callable[[Tensor], Tensor], b: Tensor, iterations: int, damping: float) -> Tensor:
+    """x [P] with (F + damping) x = b, where `product` gives F v. Stops early when the residual is negligible."""
+    x = torch.zeros_like(b)
+    residual, direction = b.clone(), b.clone()
+    square = residual.dot(residual)
+    start = square.item()
+    for _ in range(iterations):
+        if square.item() <= 1e-10 * start:
+            break
+        moved = product(direction) + damping * direction
+        share = square / direction.dot(moved)
+        x = x + share * direction
+        residual = residual - share * moved
+        new = residual.dot(residual)
+        direction = residual + (new / square) * direction
+        square = new
+    return x
+
+
+def search(
+    gradient: Tensor,
+    product: Callable[[Tensor], Tensor],
+    measure: Callable[[Tensor], tuple[float, float]],
+    *,
+    delta: float,
+    iterations: int,
+    damping: float,
+    halvings: int,
+) -> Found:
+    """The step to take from the current parameters.
+
+    gradient [P] of what is maximised; `product`: Fisher-vector product; `measure(step)`: (gain of the objective, KL) at
+    parameters + step.
+    """
+    nothing = Found(torch.zeros_like(gradient), 0.0, 0.0, -1)
+    if not bool(gradient.any()):
+        return nothing
+    direction = conjugate_gradient(product, gradient, iterations, damping)
+    curvature = direction.dot(product(direction) + damping * direction).item()
+    if curvature <= 0:
+        return nothing
+    full = direction * (2 * delta / curvature) ** 0.5
+    for halved in range(halvings + 1):
+        step = full * 0.5**halved
+        gain, kl = measure(step)
+        if gain > 0 and kl <= delta:
+            return Found(step, gain, kl, halved)
+    return nothing

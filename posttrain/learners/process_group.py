@@ -1,0 +1,245 @@
+"""The processes of torch.distributed as a `World`, and how a process joins them.
+
+Before each collective every process says through the store, a channel of its own, that it is ready. So where one has failed
+or hangs, the others learn that in words, and none waits in a collective that cannot end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from posttrain.core.protocols import Lasting, World
+from posttrain.core.types import UserError
+
+FAILED = "failed"  # the store's entry of whoever fails first: its exit code, and why, in words
+FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01  # seconds between looks at who is ready
+
+
+class Elsewhere(UserError):
+    """Another process of the run has failed. `code`: the exit code that this comes to."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Processes:
+    """See `posttrain.core.protocols.World`."""
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        patience: float = 600.0,
+        group: Any = None,
+        name: str = "",
+        lasting: Store | None = None,
+    ) -> None:
+        """The process group is up already. `store`: shared with the other processes; None: nobody is waited for by it.
+
+        `patience`: seconds within which the others have to come to each call. `group`: of torch.distributed, with the
+        `name` under which its calls are counted; None: all processes. `lasting`: a store that outlives a restart.
+        """
+        assert dist.is_initialized(), "start the process group first"
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._store, self._patience, self._calls = store, patience, 0
+        self._group, self._name, self._apart, self._lasting = group, name, 0, lasting
+
+    def sum(self, x: Tensor) -> Tensor:
+        self._meet()
+        total = x.detach().clone()
+        with_peers(lambda: dist.all_reduce(total, group=self._group))
+        return total
+
+    def gather(self, x: Any) -> list[Any]:
+        self._meet()
+        found: list[Any] = [None] * self.size
+        with_peers(lambda: dist.all_gather_object(found, x, group=self._group))
+        return found
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Within it processes may enter collectives that are not calls of this world, all of them the same ones.
+
+        It begins when all have come to it. Raises UserError where one is lost before its end.
+        """
+        self._meet()
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> Elsewhere:
+        """What is said where a collective broke: what the other process said itself, if it did."""
+        try:
+            if self._store is not None and self._store.check([FAILED]):
+                code, _, why = self._store.get(FAILED).decode().partition(" ")
+                return Elsewhere(why, int(code))
+        except RuntimeError:  # whoever kept the store is gone as well
+            pass
+        return gone(error)
+
+    def apart(self) -> Processes:
+        """What is said on it is told apart by its name, and the end of one is that of all."""
+        self._meet()
+        self._apart += 1
+        group = dist.new_group(timeout=timedelta(seconds=self._patience))
+        return Processes(self._store, self._patience, group, f"{self._name}{self._apart}.")
+
+    def fail(self, error: BaseException) -> None:
+        """Let the others, and other threads of this one, know why it makes no more calls. What fails first counts."""
+        if self._store is not None and not isinstance(error, Elsewhere):
+            code = error.code if isinstance(error, UserError) else 1
+            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            try:
+                self._store.compare_set(FAILED, "", f"{code} process {self.rank}: {why}")
+            except RuntimeError:  # whoever kept the store is gone, so everybody knows
+                return
+
+    def mark(self, name: str) -> None:
+        if self._lasting is not None:
+            self._lasting.set(name, "")
+
+    def marked(self, name: str) -> bool:
+        return self._lasting is not None and bool(self._lasting.check([name]))
+
+    def _meet(self) -> None:
+        """Return once all processes have made this call. Raises UserError if one does not."""
+        if self._store is None:
+            return
+        self._calls += 1
+        pause, end = FIRST_PAUSE, time.monotonic() + self._patience
+        try:
+            call = f"{self._name}{self._calls}"
+            self._store.set(f"{call}/{self.rank}", "")
+            while missing := [r for r in range(self.size) if not self._store.check([f"{call}/{r}"])]:
+                if self._store.check([FAILED]):
+                    code, _, why = self._store.get(FAILED).decode().partition(" ")
+                    raise Elsewhere(why, int(code))
+                if time.monotonic() > end:
+                    said = ", ".join(map(str, missing))
+                    raise Elsewhere(f"process {said} has said nothing for {self._patience:g} s (--patience)")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            if self._calls > 2:  # everybody has read it
+                self._store.delete_key(f"{self._name}{self._calls - 2}/{self.rank}")
+        except RuntimeError as error:
+            raise Elsewhere(f"the first process of the run is gone ({' '.join(str(error).split())[:100]})") from error
+
+
+def with_peers(call: Callable[[], Any]) -> None:
+    """A collective. A peer that is killed while it lasts breaks the connection to it."""
+    try:
+        call()
+    except RuntimeError as error:
+        raise gone(error) from error
+
+
+def gone(error: RuntimeError) -> Elsewhere:
+    return Elsewhere(f"another process of the run is gone ({' '.join(str(error).split())[:100]})")
+
+
+_runs = count()
+"""Of this process: each run says what it says under its own number."""
+
+
+def joined(device: str, patience: float) -> Processes:
+    """The world of this process, one of those that torchrun or --processes has started, for one run."""
+    kept = _meeting_place(patience)
+    # torchrun's outlives a restart, and what was said in the attempt before is not said again.
+    attempt = _attempt(kept, patience) if _kept_by_torchrun() else 0
+    store = PrefixStore(f"posttrain {attempt}", kept)
+    if not dist.is_initialized():
+        cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=PrefixStore("group", store),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=patience),
+        )
+        atexit.register(_leave)  # their threads must not outlive the interpreter
+    return Processes(PrefixStore(f"run {next(_runs)}", store), patience, lasting=PrefixStore("posttrain", kept))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _meeting_place.cache_clear()
+    _attempt.cache_clear()
+
+
+def _kept_by_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@cache
+def _attempt(kept: Store, patience: float) -> int:
+    return attempt_of(kept, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), patience)
+
+
+def attempt_of(kept: Store, rank: int, size: int, patience: float) -> int:
+    """The number of this start by torchrun, the same in all processes.
+
+    torchrun's own number differs between machines: where a process fails it counts a restart, and where others have to
+    start again with it, it does not. So the first process counts, and invites each of the others by a name that is new in
+    every start: an old one may still stand in the store.
+    """
+    store, end, name = PrefixStore("posttrain starts", kept), time.monotonic() + patience, uuid4().hex
+    attempt = store.add("number", 1) if rank == 0 else 0
+    if rank:
+        store.set(f"here/{rank}", name)
+    missing = set(range(1, size)) if rank == 0 else {0}
+    invited: dict[int, bytes] = {}
+    while missing:
+        if rank and store.check([f"invited/{rank}"]):
+            invitation = store.get(f"invited/{rank}").decode().split()
+            if invitation[0] == name:
+                store.set(f"in/{invitation[1]}/{rank}", "")
+                return int(invitation[1])
+        for other in sorted(missing) if not rank else ():
+            if store.check([f"in/{attempt}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"here/{other}"]) and (there := store.get(f"here/{other}")) != invited.get(other):
+                store.set(f"invited/{other}", there.decode() + f" {attempt}")
+                invited[other] = there
+        if time.monotonic() > end:
+            raise Elsewhere(
+                f"process {', '.join(map(str, sorted(missing)))} has not come for {patience:g} s (--patience)"
+            )
+        time.sleep(LONGEST_PAUSE)
+    return attempt
+
+
+@cache
+def _meeting_place(patience: float) -> Store:
+    """The store that the first process keeps, or torchrun for all."""
+    kept: Store = dist.TCPStore(  # type: ignore[attr-defined]  # it is imported there by a star
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=os.environ["RANK"] == "0" and not _kept_by_torchrun(),
+        timeout=timedelta(seconds=patience),
+        wait_for_workers=False,
+    )
+    return kept
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., World] = Processes
+    _lasting: Callable[..., Lasting] = Processes

@@ -1,0 +1,1 @@
+"""Low-rank adapters, and frozen weights in few bits below them."""

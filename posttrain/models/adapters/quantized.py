@@ -1,0 +1,104 @@
+"""Frozen weights in few bits, beside adapters that learn (QLoRA, arXiv 2305.14314).
+
+nf4    four bits, the quantiles of a normal distribution, one scale for 64 numbers: bitsandbytes' kernels, on every device
+int8   eight bits, one scale a row, symmetric
+
+A weight is unpacked for each product that reads it, and let go.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.types import UserError
+from posttrain.models.native.linear import Linear, LinearOfRows
+
+Quantization = Literal["nf4", "int8"]
+KINDS: tuple[str, ...] = get_args(Quantization)
+BLOCK = 64  # numbers of NF4 with one scale
+
+
+class QuantizedLinear(Linear):
+    """A product whose weight is packed: [..., inputs] -> [..., outputs]."""
+
+    def __init__(self, linear: Linear, kind: str) -> None:
+        nn.Module.__init__(self)
+        weight = linear.weight.detach()
+        self.kind, self.shape, self.dtype = kind, weight.shape, weight.dtype
+        self.of_rows = isinstance(linear, LinearOfRows)
+        self.bias, self.adapter = linear.bias, linear.adapter
+        packed, scale = _nf4(weight) if kind == "nf4" else _int8(weight)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scale", scale)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """[outputs, inputs], unpacked anew."""
+        packed: Any = self.packed
+        scale: Any = self.scale
+        if self.kind == "nf4":
+            return _from_nf4(packed, scale, self.shape).to(self.dtype)
+        return (packed.to(self.dtype) * scale.to(self.dtype)).detach()
+
+    @property
+    def parameter(self) -> None:
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1]) if x.ndim != 2 else super().forward(x)
+
+    def shared(self) -> QuantizedLinear:
+        """The very same packed weight, without an adapter."""
+        other = QuantizedLinear.__new__(QuantizedLinear)
+        nn.Module.__init__(other)
+        other.kind, other.shape, other.dtype, other.of_rows = self.kind, self.shape, self.dtype, self.of_rows
+        other.bias, other.adapter = self.bias, None
+        other.register_buffer("packed", self.packed)  # type: ignore[arg-type]
+        other.register_buffer("scale", self.scale)  # type: ignore[arg-type]
+        return other
+
+    def restored(self) -> Linear:
+        """As a product with a weight of its own, the adapter merged."""
+        with torch.device("meta"):
+            plain = nn.Linear(self.shape[1], self.shape[0], bias=False)
+        plain.weight = nn.Parameter(self.merged())
+        plain.bias = self.bias  # type: ignore[assignment]
+        if self.of_rows:
+            return LinearOfRows(plain)
+        made = Linear.__new__(Linear)
+        nn.Module.__init__(made)
+        made.weight, made.bias, made.adapter = plain.weight, self.bias, None
+        return made
+
+
+def require(kind: str) -> None:
+    """Raises UserError where what unpacks these is not installed."""
+    if kind == "nf4":
+        try:
+            import bitsandbytes  # noqa: F401
+        except ImportError as error:
+            raise UserError("--quantize nf4 needs bitsandbytes: pip install 'posttrain[qlora]', or int8") from error
+
+
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+    return (weight.float() / scale).round_().to(torch.int8), scale
+
+
+def _nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(weight.float().contiguous(), quant_type="nf4", blocksize=BLOCK)
+    return packed, state.absmax
+
+
+def _from_nf4(packed: Tensor, scale: Tensor, shape: torch.Size) -> Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+    code = get_4bit_type("nf4", device=packed.device, blocksize=BLOCK)
+    state = QuantState(absmax=scale, shape=shape, code=code, blocksize=BLOCK, quant_type="nf4", dtype=torch.float32)
+    unpacked: Tensor = dequantize_4bit(packed, state)
+    return unpacked

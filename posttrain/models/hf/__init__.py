@@ -1,0 +1,1 @@
+"""Models that transformers computes, behind the same protocol as the native ones."""

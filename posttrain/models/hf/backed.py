@@ -1,0 +1,371 @@
+"""Any language model that transformers loads, behind the `Model` protocol.
+
+It decides how a layout goes through a model that knows only rows of tokens. Two ways, and the first that proves right is
+taken when a model is loaded:
+
+flat    all tokens in one row, and our attention in place of the model's own: shared prompts once, no padding. For models
+        whose layers mix tokens by full attention alone.
+rows    each reply behind its own prompt, in rows filled up to the right: for windows, sinks, soft-capped scores, state-space
+        layers. What stands behind a token cannot move it, so no mask is needed.
+
+A way is right where it gives the log-probabilities of the model's own forward. No list of architectures says so.
+
+    T    tokens of a micro-batch    n    hidden states that are asked for
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from posttrain.core.batch import Layout
+from posttrain.core.protocols import Model
+from posttrain.core.types import Media, UserError
+from posttrain.models.head import Head
+from posttrain.models.hf.experts import Routers, calling, repeating, watched
+from posttrain.models.hf.vision import PictureFeatures, Vision
+from posttrain.models.native.attention import SegmentAttention
+from posttrain.models.native.segments import Forest
+
+if TYPE_CHECKING:
+    from posttrain.models.adapters.lora import LoRA
+
+Way = Literal["flat", "rows"]
+NAME = "posttrain"  # of our attention among those of transformers
+FULLER = 0.8  # rows of one call are at least so long, measured by the longest
+
+
+class NotFlatError(Exception):
+    """A layer does more than attend to all that came before."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """See `posttrain.core.protocols.ModelShape`."""
+
+    vocab: int
+    hidden: int
+    context: int
+
+
+class Backed(nn.Module):
+    """A model of transformers. Made by `models.transformers_folder.load_backed`."""
+
+    def __init__(self, inner: Any, context: int, way: Way = "rows", vision: Vision | None = None) -> None:
+        super().__init__()
+        self.inner = inner.eval()  # no dropout: log-probabilities are functions of weights and tokens
+        self.way = way
+        self.vision = vision  # None: it reads text alone
+        self.activation_room = math.inf  # bytes that what is kept for a backward pass may take ...
+        self.kept_per_token = 0.0  # ... and how many of them each token does; beyond that, layers are computed twice
+        self.rows_attention = "sdpa"  # the attention of rows, and of what samples with a cache
+        self.eos_ids: tuple[int, ...] = ()
+        self.lora: LoRA | None = None  # how it is adapted; the weights themselves are then frozen
+        self.generation: dict[str, Any] = {}  # its generation_config.json
+        self.scale = 1.0  # of the head: see `Head`
+        self.cap: float | None = None
+        self.routers: Routers | None = None  # of a mixture of experts
+        self.at_once = False  # whether rows of any lengths go through the model in one call
+        self.replays = False  # whether tokens take the experts that a layout names, and an engine records them
+        weight = inner.get_output_embeddings().weight
+        self.config = Sizes(weight.shape[0], weight.shape[1], context)
+
+    @property
+    def head(self) -> Head:
+        output = self.inner.get_output_embeddings()
+        bias = getattr(output, "bias", None)
+        if self.vision is not None:  # what stands for a picture is no word: nobody says it, and nobody learns to
+            bias = self.vision.forbidden if bias is None else bias + self.vision.forbidden
+        return Head(output.weight, bias, self.scale, self.cap)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding."""
+        return self.inner.get_output_embeddings().weight is self.inner.get_input_embeddings().weight
+
+    def hidden(self, layout: Layout, at: Tensor) -> Tensor:
+        """See `posttrain.core.protocols.Model`."""
+        if self.vision is None and layout.media:
+            raise UserError(f"{type(self.inner).__name__} reads text alone, and is given a picture: take one that sees")
+        graded = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        with self._computed_twice() if graded and self._too_much(layout) else nullcontext():
+            return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
+
+    def forward(self, **given: Any) -> Tensor:
+        """Hidden states [B, longest, hidden] of the last layer. What is sharded is gathered for this call alone."""
+        states: Tensor = self.inner.base_model(use_cache=False, **given).last_hidden_state
+        return states
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers of its text; none where they do not lie in one list."""
+        count = self.inner.config.get_text_config().num_hidden_layers
+        lists = (m for m in self.inner.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+        return list(next(lists, ()))
+
+    def _too_much(self, layout: Layout) -> bool:
+        """Whether what a backward pass needs of a micro-batch takes too much memory to be kept."""
+        tokens = layout.tokens.shape[0]
+        if self.way == "rows":  # shared prompts are repeated
+            forest = Forest(layout)
+            leaves = set(range(len(layout.length))) - set(forest.prefixes)
+            tokens = sum(forest.before[k] + layout.length[k] for k in leaves)
+        return tokens * self.kept_per_token > self.activation_room
+
+    @contextmanager
+    def _computed_twice(self) -> Iterator[None]:
+        """Within it layers keep what they are given alone, and are computed again in the backward pass."""
+        layers = _that_can_compute_twice(self.inner)
+        for layer in layers:
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, partial(_again, layer)
+            layer.training = True  # of the layer alone, which asks for it, and not while it computes: no dropout
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing = layer.training = False
+
+    def tower(self) -> set[str]:
+        """The names of the model's modules that make features of pictures."""
+        own = {id(p) for p in self.vision.weights()} if self.vision is not None else set()
+        modules = self.inner.named_modules()
+        return {name for name, module in modules if any(id(p) in own for p in module.parameters(recurse=False))}
+
+    def freeze_vision(self) -> None:
+        """What makes features of pictures stays as it is."""
+        for parameter in self.vision.weights() if self.vision is not None else ():
+            parameter.requires_grad_(False)
+
+    def save(self, folder: Path) -> None:
+        """Write the folder that `from_pretrained` reads, with tensors under the names in which they are stored.
+
+        Of an adapted model the adapters alone.
+        """
+        if self.lora is not None:
+            from posttrain.models.adapters.adapter_folder import save_adapter
+
+            return save_adapter(self, folder)
+        from posttrain.models.hf.transformers_folder import save_backed
+
+        save_backed(self, folder)
+
+    def attend(self, name: str) -> None:
+        """Choose one of the attentions that transformers knows by name, for text: a picture's is left as it is."""
+        self.inner.set_attn_implementation(name if self.vision is None else {"text_config": name})
+
+    @property
+    def attention(self) -> str:
+        """Its name."""
+        name: str = self.inner.config.get_text_config()._attn_implementation
+        return name
+
+    def new_cache(self) -> Any:
+        """An empty cache of transformers, with layers of the model's kinds."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.inner.config)
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Within it the model may be called with a cache, row by row."""
+        if self.way == "rows":
+            yield
+            return
+        self.attend(self.rows_attention)
+        try:
+            yield
+        finally:
+            self.attend(NAME)
+
+    @contextmanager
+    def shown(self, digests: Sequence[str], features: PictureFeatures | None) -> Iterator[dict[str, Any]]:
+        """Within it the base model, called with what this gives besides, sees these pictures, in the order of its tokens."""
+        if self.vision is None or features is None:
+            yield {}
+            return
+        with self.vision.shown(features, digests) as more:
+            yield more
+
+    def features(self, media: Iterable[Media]) -> PictureFeatures | None:
+        """Of the pictures, each computed once; None where there are none."""
+        digests = [m.digest for m in media]
+        return self.vision.features(digests) if self.vision is not None and digests else None
+
+    def _flat(self, layout: Layout, at: Tensor) -> Tensor:
+        pictures = sorted(layout.media, key=lambda m: m.start)
+        features = self.features(pictures)
+        place = layout.position[None] if layout.position.ndim == 1 else layout.position[:, None]
+        with (
+            attending(SegmentAttention(layout)),
+            calling(self, self.routers, self._experts(layout)) as matter,
+            self.shown([m.digest for m in pictures], features) as more,
+        ):
+            states: Tensor = self(input_ids=layout.tokens[None], position_ids=place, **more)[0]
+            matter(at)
+        return states.index_select(0, at)
+
+    def _rows(self, layout: Layout, at: Tensor) -> Tensor:
+        if not at.numel():
+            if self.at_once:  # others may have some, and wait for this one
+                return self._rows(layout, at.new_zeros(1))[:0]
+            return self.head.weight.new_zeros(0, self.config.hidden)
+        wanted = at.cpu().numpy()
+        rows, place = _rows_of(layout, wanted)
+        order = torch.from_numpy(place).to(at.device)
+        experts, routed = self._experts(layout), watched(self)
+        before, found = len(routed.taken) if routed else 0, []
+        features, begins = self.features(layout.media), {m.start: m.digest for m in layout.media}
+        for tokens, ends in _together(rows, 0.0 if self.at_once else FULLER):
+            index = torch.from_numpy(tokens).to(at.device)
+            digests = [
+                begins[token]
+                for row, end in zip(tokens.tolist(), ends, strict=True)
+                for token in row[:end]
+                if token in begins
+            ]
+            kept = np.concatenate([np.arange(end) + k * tokens.shape[1] for k, end in enumerate(ends)])
+            real = torch.from_numpy(kept).to(at.device)
+            taken = None if experts is None else experts[index].flatten(0, 1)
+            with calling(self, self.routers, taken) as matter, self.shown(digests, features) as more:
+                if layout.position.ndim == 2:
+                    more["position_ids"] = layout.position[:, index]
+                states: Tensor = self(input_ids=self._filled(layout, index, ends), **more)
+                matter(real)
+            found.append(states.flatten(0, 1).index_select(0, real))
+        if routed:
+            routed.reorder(before, order)
+        return torch.cat(found).index_select(0, order)
+
+    def _experts(self, layout: Layout) -> Tensor | None:
+        """Those that the tokens [T] are to take, where they are known and were asked for."""
+        return layout.experts if self.replays else None
+
+    def _filled(self, layout: Layout, index: Tensor, ends: Sequence[int]) -> Tensor:
+        """The tokens of rows, which may be filled up with any but one that stands for a picture."""
+        tokens = layout.tokens[index]
+        if layout.media:
+            column = torch.arange(tokens.shape[1], device=tokens.device)
+            behind = column[None, :] >= torch.tensor(ends, device=tokens.device)[:, None]
+            tokens = tokens.masked_fill(behind, self.filler)
+        return tokens
+
+    @property
+    def filler(self) -> int:
+        """A token that stands for itself."""
+        taken = self.vision.placeholders if self.vision is not None else ()
+        return next(id for id in range(self.config.vocab) if id not in taken)
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Model] = Backed
+
+
+def _rows_of(layout: Layout, wanted: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """(rows, the longest first: index in [T] of their tokens; where in them, laid end to end, each wanted token lies).
+
+    A row is a segment behind its ancestors, up to its last token that is wanted.
+    """
+    forest, total = Forest(layout), int(layout.tokens.shape[0])
+    needed = np.zeros(total, dtype=bool)
+    needed[wanted] = True
+    continued = set(forest.prefixes)
+    row_of, column = np.full(total, -1), np.zeros(total, dtype=np.int64)
+    rows: list[np.ndarray] = []
+    for leaf in sorted((k for k in range(len(layout.length)) if k not in continued), key=lambda k: -layout.length[k]):
+        whole = np.concatenate((forest.path(leaf), forest.tokens([leaf])))
+        own = np.flatnonzero(needed[whole] & (row_of[whole] < 0))
+        if len(own):
+            row_of[whole[own]], column[whole[own]] = len(rows), own
+            rows.append(whole[: own[-1] + 1])
+    order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+    start = np.zeros(len(rows), dtype=np.int64)
+    start[order] = np.cumsum([0, *(len(rows[row]) for row in order)])[:-1]
+    return [rows[row] for row in order], start[row_of[wanted]] + column[wanted]
+
+
+def _together(rows: Sequence[np.ndarray], share: float) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Rows of at least this share of the longest, filled up by the token they begin with: (index in [T], [B, longest]; their
+    lengths).
+    """
+    at = 0
+    while at < len(rows):
+        longest = len(rows[at])
+        some = [row for row in rows[at:] if len(row) >= share * longest]
+        tokens = np.stack([np.pad(row, (0, longest - len(row)), constant_values=row[0]) for row in some])
+        yield tokens, [len(row) for row in some]
+        at += len(some)
+
+
+def _that_can_compute_twice(inner: nn.Module) -> list[Any]:
+    """The innermost modules that can be computed again: a whole model, which could be, has dropout of its own."""
+    able = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "forward")]
+    known = set(able)
+    return [module for module in able if not any(m in known and m is not module for m in module.modules())]
+
+
+def _again(layer: nn.Module, function: Callable[..., Any], *given: Any) -> Any:
+    """Checkpointing of a layer: attention and experts of now are those of then, whichever thread computes the gradient."""
+    attend, routed = _current.get(None), repeating()
+
+    def computed(*given: Any) -> Any:
+        before, layer.training = layer.training, False  # some drop out by this very flag (OPT)
+        try:
+            with routed(), nullcontext() if attend is None else attending(attend):
+                return function(*given)
+        finally:
+            layer.training = before
+
+    return checkpoint(computed, *given, use_reentrant=False, preserve_rng_state=False)
+
+
+# -- our attention inside the model's layers ---------------------------------------------------------------------------
+
+Attending = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+_current: ContextVar[Attending] = ContextVar("attention of the layers")
+ALL_OR_NOTHING = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "chunk_size")
+"""What a layer tells its attention, besides queries, keys and values, that ours does not know."""
+
+
+@contextmanager
+def attending(attend: Attending) -> Iterator[None]:
+    """Within it, layers of this thread attend so."""
+    token = _current.set(attend)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """An entry of transformers' `AttentionInterface`: query [1, heads, T, size] -> [1, T, heads, size of values]."""
+    for name in ALL_OR_NOTHING:
+        if more.get(name) is not None:
+            raise NotFlatError(f"{type(module).__name__} has a {name}")
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    size, width = q.shape[-1], v.shape[-1]
+    if scaling is not None and abs(factor := scaling * size**0.5) != 1.0:
+        q = q * factor
+    if width < size:  # latent attention: kernels want one size, and zeros add nothing
+        v = nn.functional.pad(v, (0, size - width))
+    if width > size:
+        raise NotFlatError(f"{type(module).__name__} has values wider than its keys")
+    return _current.get()(0, q, k, v)[None, ..., :width], None

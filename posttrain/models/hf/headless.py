@@ -1,0 +1,102 @@
+"""Models of transformers whose hidden states alone are read: below critics and reward models.
+
+Decides what becomes of their output head, and in which form a reward model on one of them is stored: in that of
+transformers where it has a class that computes the very same, else in one that it refuses.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.checkpoint_folder import SCORE, write_weights
+from posttrain.models.hf.backed import Backed
+from posttrain.models.json_files import write_json
+
+OURS = "posttrain_"  # what entries of ours in a config.json begin with
+
+
+def names_of_head(inner: Any) -> set[str]:
+    """The tensors of its output head, by the names that they have in the model."""
+    head = inner.get_output_embeddings()
+    return {f"{name}.{key}" for name, m in inner.named_modules() if m is head for key, _ in m.named_parameters()}
+
+
+def let_head_go(model: Backed) -> None:
+    """Nothing reads the output head: it becomes the embedding, and takes no memory of its own."""
+    head, embedding = model.inner.get_output_embeddings(), model.inner.get_input_embeddings()
+    if head.weight.shape[1] == embedding.weight.shape[1]:
+        head.weight = embedding.weight
+    else:  # the embedding is narrower than the hidden states
+        head.weight.requires_grad_(False)
+    if getattr(head, "bias", None) is not None:
+        head.bias = None
+
+
+def grow(model: Backed, vocab: int) -> None:
+    """Let a headless model have embeddings of more tokens: zeros, which nothing ever reads."""
+    embedding = cast(nn.Embedding, model.inner.get_input_embeddings())
+    old = embedding.weight
+    rows = old.new_zeros((vocab - len(old), old.shape[1]))
+    embedding.weight = nn.Parameter(torch.cat((old.detach(), rows)), old.requires_grad)
+    embedding.num_embeddings = vocab
+    model.inner.config.get_text_config().vocab_size = vocab
+    model.config = replace(model.config, vocab=vocab)
+    let_head_go(model)
+
+
+def classifier_of(model: Backed) -> str | None:
+    """The class of transformers that reads the same hidden states by a plain head of one number; None: there is none.
+
+    It is made on "meta", to be seen to have the tensors of this model and the head besides.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if model.vision is not None:
+        return None
+    config = copy.deepcopy(model.inner.config)
+    config.num_labels = 1
+    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None:
+        return None
+    with torch.device("meta"):
+        other = kind(config)
+    same = {name: tensor.shape for name, tensor in other.named_parameters()}
+    own = {name: tensor.shape for name, tensor in _weights_of(model).items()}
+    if type(other.base_model) is not type(model.inner.base_model) or same.pop(SCORE, None) != (1, model.config.hidden):
+        return None
+    return kind.__name__ if same == own else None
+
+
+def _weights_of(model: Backed) -> dict[str, Tensor]:
+    """The parameters of transformers' model, without an output head."""
+    left = names_of_head(model.inner)
+    return {
+        name.removeprefix("inner."): parameter
+        for name, parameter in model.named_parameters()
+        if name.removeprefix("inner.") not in left
+    }
+
+
+def save_headless(model: Backed, folder: Path, also: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+    """Write config.json, generation_config.json and weights without an output head.
+
+    `also`: further tensors; `told`: further entries of config.json, or other values of them.
+    """
+    from posttrain.models.hf.transformers_folder import stored_tensors
+
+    folder.mkdir(parents=True, exist_ok=True)
+    left, dtype = names_of_head(model.inner), model.head.dtype
+    tensors = {**{name: t for name, t in stored_tensors(model) if name not in left}, **also}
+    write_weights({name: tuple(t.shape) for name, t in tensors.items()}, tensors.items(), folder, dtype)
+    source = {k: v for k, v in json.loads(model.inner.config.to_json_string()).items() if not k.startswith(OURS)}
+    write_json(folder / "config.json", {**source, "dtype": str(dtype).removeprefix("torch."), **told})
+    ends = model.eos_ids if len(model.eos_ids) != 1 else model.eos_ids[0]
+    write_json(folder / "generation_config.json", {**model.generation, **({"eos_token_id": ends} if ends else {})})

@@ -1,0 +1,185 @@
+"""Pictures to pixels, and to the tokens that stand for them: the one place that does either.
+
+The pixels are those of transformers' own image processor of the checkpoint, on PIL. How many tokens stand for a picture
+follows from the shape of its pixels and from the model's configuration, and the model's own features have to be as many.
+
+grid     the processor cuts a picture into patches and says how they lie (Qwen-VL)
+tiles    it cuts a large picture into tiles of one size, and adds the whole, small (Idefics3, SmolVLM)
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.messages import one_line
+from posttrain.core.pictures import PICTURES, PictureError, decoded
+from posttrain.core.types import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+"""Entries of config.json that name a token which stands for something else."""
+PLACE = "\ufffc"
+"""The object replacement character: in a text of ours, and never in one that is tokenised, the model's placeholder."""
+REMEMBERED = 1 << 28  # bytes of pixels
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """A picture as a model takes it."""
+
+    inputs: Mapping[str, Tensor]  # of the model's `get_image_features`
+    count: int  # placeholders: one for each feature
+    text: str  # what stands in the prompt, with `PLACE` for each placeholder
+    grid: tuple[int, ...] = ()  # of its features in time, height and width, where tokens are placed so
+
+
+class ImageProcessor:
+    """Of one checkpoint. Known by its files' content, so that a tokenizer and a model have the same one."""
+
+    def __init__(self, source: Mapping[str, Any], files: Mapping[str, str]) -> None:
+        """`source`: the model's config.json; `files`: those of the processor."""
+        self.source, self.files = source, dict(files)
+        self.id: int = placeholder_ids(source)[0]
+        text = source.get("text_config")
+        text = text if isinstance(text, dict) else source
+        rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+        self.places = "mrope_section" in rope  # tokens in time, height and width
+        self._theirs: Any = None
+        self._known: OrderedDict[str, Pixels] = OrderedDict()
+        self._room = REMEMBERED
+
+    @staticmethod
+    def of(folder: Path, source: Mapping[str, Any]) -> ImageProcessor | None:
+        """The processor of a checkpoint folder; None where config.json, already read, names no placeholder."""
+        if not placeholder_ids(source):
+            return None
+        files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).is_file()}
+        return _known(json.dumps(source, sort_keys=True), tuple(files.items()))
+
+    def __deepcopy__(self, memo: Any) -> ImageProcessor:
+        return self
+
+    def pixels(self, digest: str) -> Pixels:
+        """Of a picture by its hash. Raises PictureError if it is damaged, or if the processor refuses it."""
+        if digest in self._known:
+            self._known.move_to_end(digest)
+            return self._known[digest]
+        found = self._made(digest)
+        self._known[digest] = found
+        self._room -= _size(found)
+        while self._room < 0 and len(self._known) > 1:
+            self._room += _size(self._known.popitem(last=False)[1])
+        return found
+
+    def _made(self, digest: str) -> Pixels:
+        what = f"the picture sha256:{digest[:12]}..."
+        image = decoded(PICTURES.read(digest), what)
+        theirs = self._opened()
+        more = {"return_row_col_info": True} if hasattr(theirs, "return_row_col_info") else {}
+        try:
+            made = dict(theirs(images=[image], return_tensors="pt", **more))
+        except Exception as error:  # it says what it cannot take in many ways
+            raise PictureError(f"{what} is refused by the model's image processor: {one_line(error)}") from None
+        rows, columns = (made.pop(name)[0][0] if name in made else None for name in ("rows", "cols"))
+        if "image_grid_thw" in made:
+            return self._in_grid(made)
+        if rows is not None and columns is not None:
+            return self._in_tiles(made, int(rows), int(columns))
+        raise PictureError(
+            f"how tokens stand for pictures of a {self.source.get('model_type')} is not known here: give a model with a "
+            "grid (Qwen-VL) or tiles (Idefics3, SmolVLM)"
+        )
+
+    def _in_grid(self, made: dict[str, Tensor]) -> Pixels:
+        merged = int(self._vision("spatial_merge_size", 2))
+        if getattr(self._theirs, "merge_size", merged) != merged:
+            raise UserError(
+                f"preprocessor_config.json merges {self._theirs.merge_size} patches a side, and the model {merged}: copy "
+                "the file that belongs to it"
+            )
+        time, height, width = map(int, made["image_grid_thw"][0])
+        grid = (time, height // merged, width // merged)
+        count = grid[0] * grid[1] * grid[2]
+        return Pixels(made, count, PLACE * count, grid if self.places else ())
+
+    def _in_tiles(self, made: dict[str, Tensor], rows: int, columns: int) -> Pixels:
+        """As `Idefics3Processor.replace_image_token` writes them."""
+        height, width = made["pixel_values"].shape[-2:]
+        patch, scale = int(self._vision("patch_size", 32)), int(self.source.get("scale_factor", 2))
+        each = (height // patch) * (width // patch) // scale**2
+        around, tile = "<fake_token_around_image>", PLACE * each
+        text = ""
+        for row in range(rows):
+            text += "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
+        text += ("\n" if rows and columns else "") + f"{around}<global-img>{tile}{around}"
+        return Pixels(made, (rows * columns + 1) * each, text)
+
+    def _vision(self, name: str, default: int) -> Any:
+        vision = self.source.get("vision_config")
+        return vision.get(name, default) if isinstance(vision, dict) else default
+
+    def _opened(self) -> Any:
+        if self._theirs is None:
+            if not self.files:
+                raise PictureError(
+                    f"the model's folder holds no image processor ({' or '.join(FILES)}), which pictures need: copy it there"
+                )
+            self._theirs = _of_transformers(self.source, self.files)
+        return self._theirs
+
+
+def placeholder_ids(source: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that stand for pictures (the first), films and sounds; () for models of text alone."""
+    found = [source[name] for name in PLACEHOLDERS if type(source.get(name)) is int]
+    return tuple(dict.fromkeys(found)) if isinstance(source.get("vision_config"), dict) else ()
+
+
+@lru_cache(maxsize=8)
+def _known(source: str, files: tuple[tuple[str, str], ...]) -> ImageProcessor:
+    return ImageProcessor(json.loads(source), dict(files))
+
+
+def _of_transformers(source: Mapping[str, Any], files: Mapping[str, str]) -> Any:
+    """Their image processor on PIL: torchvision is not needed, and pixels are the same on every machine."""
+    # not from the package itself: of some versions that one wants torchvision, whatever backend is asked for
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, text in {**files, "config.json": json.dumps(source)}.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        try:
+            return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+        except Exception as error:
+            if (found := _by_its_own_name(folder, source, files)) is not None:
+                return found
+            raise UserError(f"transformers cannot open {' or '.join(files)}: {one_line(error)}") from None
+
+
+def _by_its_own_name(folder: Path, source: Mapping[str, Any], files: Mapping[str, str]) -> Any:
+    """transformers 5.17 takes those of Idefics3 and SmolVLM for ones that need torchvision: they do not."""
+    kind = source.get("model_type")
+    try:
+        told = [json.loads(text) for text in files.values()]
+        named = next(
+            name for t in told for s in (t, t.get("image_processor", {})) if (name := s.get("image_processor_type"))
+        )
+        module = import_module(f"transformers.models.{kind}.image_processing_pil_{kind}")
+        return getattr(module, f"{named.removesuffix('Fast')}Pil").from_pretrained(folder, local_files_only=True)
+    except Exception:  # what it was refused for at first is told
+        return None
+
+
+def _size(pixels: Pixels) -> int:
+    return sum(x.numel() * x.element_size() for x in pixels.inputs.values())

@@ -1,0 +1,77 @@
+"""What a config.json announces, seen before any memory is taken for it: transformers makes whatever stands there.
+
+How large the model would be is known from one without numbers (on torch's "meta" device); what lies beside it, from the
+headers of its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.core.types import UserError
+from posttrain.models.checkpoint_folder import check_dtype, weight_files
+from posttrain.models.free_memory import available_memory, in_gib
+from posttrain.models.json_files import Fields
+from posttrain.models.native.decoder import LAYERS_MOST
+from posttrain.models.tensor_files import open_tensors
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+PARTS = ("text_config", "vision_config")  # of a model that sees
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_layers(folder: Path, source: Mapping[str, Any]) -> None:
+    """Raise UserError for more layers than could be made, even without numbers."""
+    for place in (source, *(source.get(part) for part in PARTS)):
+        fields = Fields(folder / "config.json", place if isinstance(place, dict) else {})
+        for name in LAYERS:
+            fields.whole(name, 0, LAYERS_MOST, 0)
+
+
+def check_room(folder: Path, inner: Any, dtype: torch.dtype) -> Shapes:
+    """The shapes of a model's parameters, of which `inner` has no numbers yet.
+
+    Raises UserError if there is no room for them, or if files are absent, damaged, or hold what is quantized.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in inner.named_parameters()}
+    count = sum(parameter.numel() for parameter in inner.parameters())
+    needed, room = count * dtype.itemsize, available_memory(torch.device("cpu"))
+    if needed > room:
+        raise UserError(
+            f"{folder / 'config.json'} announces {count:,} parameters, {in_gib(needed)} of weights; {in_gib(room)} of "
+            "memory are free: correct the sizes or use a larger machine"
+        )
+    _each(folder, lambda file, name, stored: _check(file, name, stored, shapes))
+    return shapes
+
+
+def _check(file: Path, name: str, stored: Any, shapes: Shapes) -> None:
+    if name in shapes or name.endswith(".weight"):  # masks and places may be whole numbers
+        check_dtype(file, name, stored.get_dtype())
+
+
+def other_shape(folder: Path, shapes: Shapes) -> str | None:
+    """A tensor of another shape than config.json announces, in words."""
+    found = []
+
+    def compare(file: Path, name: str, stored: Any) -> None:
+        shape = tuple(stored.get_shape())
+        for own, announced in shapes.items():
+            if announced != shape and f".{own}".endswith(f".{name}"):  # some are stored without what they begin with
+                found.append(f"{name} has shape {list(shape)}, config.json says {list(announced)}")
+
+    _each(folder, compare)
+    return found[0] if found else None
+
+
+def _each(folder: Path, look: Callable[[Path, str, Any], None]) -> None:
+    """At each tensor that a folder holds: its file, its name, its description."""
+    for file in weight_files(folder):
+        with open_tensors(file) as stored:
+            for name in sorted(stored.keys()):
+                look(file, name, stored.get_slice(name))

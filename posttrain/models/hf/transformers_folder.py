@@ -1,0 +1,503 @@
+"""Folders that transformers opens, in and out of `Backed`; it decides which way a model goes, and whether it is believed.
+
+Whatever the architecture, two texts are scored by the model's own forward and by ours. A model whose numbers differ is
+refused. transformers is imported here and nowhere else (but for tokenizers that only it can read).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Layout
+from posttrain.core.messages import one_line
+from posttrain.core.pictures import PICTURES, PictureError, png
+from posttrain.core.types import Media, Transcript, UserError, positions_of
+from posttrain.models.adapters.lora import plain_weights
+from posttrain.models.checkpoint_folder import HEADS, SCORE, is_reward_model
+from posttrain.models.checkpoint_summary import context_of
+from posttrain.models.free_memory import available_memory
+from posttrain.models.head import Head
+from posttrain.models.hf.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
+from posttrain.models.hf.experts import attach, find_routers, watching
+from posttrain.models.hf.headless import let_head_go, names_of_head
+from posttrain.models.hf.image_processor import ImageProcessor, placeholder_ids
+from posttrain.models.hf.size_check import check_layers, check_room, other_shape
+from posttrain.models.hf.vision import Vision
+from posttrain.models.json_files import read_json, shown, write_json
+from posttrain.models.native.decoder_config import read_eos_ids
+from posttrain.models.row_shards import is_sharded, whole
+
+ACTIVATIONS = 0.5  # of the memory that is free behind the weights, for what a backward pass needs
+TOLERANCE = 1e-4  # nats, in float32
+COARSE = 0.1  # in narrower types
+TRUST = "POSTTRAIN_TRUST_REMOTE_CODE"
+"""Not an option: these may come from a recipe that somebody else wrote."""
+RECORDING = "posttrain_recording"  # our attention while a model is looked at
+PROBES = ((11, 3, 7, 2, 5, 1, 13), (4, 9))
+"""Two texts behind one beginning: what tokens they are made of, before they are taken modulo the vocabulary."""
+BEGINNING = (2, 8, 6, 10, 3)
+
+
+def load_backed(
+    folder: Path,
+    source: Mapping[str, Any],
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    headless: bool = False,
+) -> Backed:
+    """The model of a folder. Python code that lies in it is run where the environment says TRUST=1.
+
+    `headless`: the output head may be absent, and another one may be there; what is read are hidden states alone.
+
+    Raises UserError if transformers does not know its architecture, if it is no decoder, if weights are missing or left
+    over, or if its log-probabilities come out otherwise than by its own forward.
+    """
+    trust = os.environ.get(TRUST) == "1"
+    _check(folder, source, trust)
+    inner = _opened(folder, source, dtype, trust, headless).to(device)
+    for name, parameter in inner.named_parameters():
+        if not parameter.isfinite().all():
+            raise UserError(
+                f"{folder}: {name} holds numbers that are not finite (NaN or infinity): training would spread them"
+            )
+    if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
+        inner.set_experts_implementation("eager")  # products of all experts at once know no float64
+    model = Backed(inner, context_of(folder, source), vision=_vision(inner, folder, source))
+    model.generation = read_json(folder / "generation_config.json", optional=True)
+    text = source.get("text_config")
+    ends = {**(text if isinstance(text, dict) else {}), **source}
+    model.eos_ids = read_eos_ids(folder, ends, model.generation, model.config.vocab)
+    if model.vision is not None and set(model.eos_ids) & set(model.vision.placeholders):
+        raise UserError(
+            f"{folder / 'config.json'}: one token ends replies and stands for pictures: no reply would ever end"
+        )
+    choose_way(model, folder)
+    if headless:
+        let_head_go(model)
+    model.activation_room = available_memory(model.head.device) * ACTIVATIONS
+    model.kept_per_token = _kept_per_token(model)
+    _find_routers(model)
+    return model
+
+
+def empty_backed(
+    folder: Path, dtype: torch.dtype, device: torch.device, context: int, how: Mapping[str, Any]
+) -> Backed:
+    """The model that a config.json describes, with weights yet to come. `how`: what was found out of it elsewhere."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _quiet():
+        inner: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
+        inner.set_experts_implementation("eager")
+    model = Backed(inner.to(device), context)
+    model.scale, model.cap, model.rows_attention = how["scale"], how["cap"], how["attention"]
+    model.attend(model.rows_attention)
+    _find_routers(model)
+    model.replays = how["replays"]
+    return model
+
+
+def _vision(inner: Any, folder: Path, source: Mapping[str, Any]) -> Vision | None:
+    """What sees, of a model that does."""
+    processor = ImageProcessor.of(folder, source)
+    if processor is None or not hasattr(inner.base_model, "get_image_features"):
+        return None
+    vocab = inner.get_output_embeddings().weight.shape[0]
+    if odd := [id for id in placeholder_ids(source) if not 0 <= id < vocab]:
+        raise UserError(
+            f"{folder / 'config.json'}: token {odd[0]} is to stand for pictures or films, and the vocabulary ends at "
+            f"{vocab - 1}"
+        )
+    return Vision(inner, processor, placeholder_ids(source))
+
+
+def save_backed(model: Backed, folder: Path) -> None:
+    """Write config.json, generation_config.json and weights, the latter through transformers' own conversion."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = _state(model) if any(map(is_sharded, model.parameters())) else None
+    with _quiet():
+        model.inner.save_pretrained(folder, state_dict=state)
+    ends = model.eos_ids if len(model.eos_ids) != 1 else model.eos_ids[0]
+    write_json(folder / "generation_config.json", {**model.generation, **({"eos_token_id": ends} if ends else {})})
+
+
+def stored_tensors(model: Backed) -> Iterator[tuple[str, Tensor]]:
+    """The weights as a checkpoint stores them, name by name."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.no_grad():
+        yield from revert_weight_conversion(model.inner, _state(model)).items()
+
+
+def stored_name(model: Backed, weight: Tensor) -> str:
+    """The name that a checkpoint has for one of its parameters."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = next(name for name, parameter in model.inner.named_parameters() if parameter is weight)
+    (found,) = revert_weight_conversion(model.inner, {own: torch.empty(0)})
+    return str(found)
+
+
+def _state(model: Backed) -> dict[str, Tensor]:
+    """The weights by the names of transformers' model, whole, with adapters merged."""
+    return {name.removeprefix("inner."): whole(weight) for name, weight in plain_weights(model)}
+
+
+def empty_like(model: Backed) -> Backed:
+    """A model of the same kind, whole, with weights yet to come."""
+    config, kind = copy.deepcopy(model.inner.config), type(model.inner)
+    with _quiet(), torch.random.fork_rng(devices=[]):  # what it begins with is drawn, and of no use
+        inner = kind._from_config(config, dtype=model.head.dtype, attn_implementation="eager")
+    other = Backed(inner.to(model.head.device), model.config.context, model.way)
+    other.eos_ids, other.generation, other.scale, other.cap = model.eos_ids, model.generation, model.scale, model.cap
+    other.rows_attention, other.config = model.rows_attention, model.config
+    other.attend(model.attention)
+    _find_routers(other)
+    other.replays = model.replays
+    return other
+
+
+def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
+    """Refuse what can be seen in config.json to be none of ours."""
+    file, kind = folder / "config.json", source.get("model_type")
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        raise UserError(
+            f"{file}: model_type {shown(kind)} needs transformers: pip install 'posttrain[transformers]'"
+        ) from error
+    if source.get("auto_map") and not trust and kind not in CONFIG_MAPPING:
+        raise UserError(f"{file}: this model is Python code of its own: read it, then set {TRUST}=1")
+    if kind not in CONFIG_MAPPING and not trust:
+        raise UserError(f"{file}: model_type {shown(kind)} is unknown, here and to the installed transformers")
+    if source.get("is_encoder_decoder"):
+        raise UserError(f"{file}: {kind} is an encoder with a decoder; posttrain trains decoders alone")
+    if source.get("quantization_config"):
+        raise UserError(f"{file}: quantized weights cannot be trained; give the unquantized checkpoint")
+
+
+def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: bool, headless: bool) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+
+    kind: Any = AutoModelForCausalLM
+    if source.get("model_type") in SEEING and isinstance(source.get("vision_config"), dict):
+        kind = AutoModelForImageTextToText
+    check_layers(folder, source)
+    how: dict[str, Any] = dict(trust_remote_code=trust, local_files_only=True)
+    model_type, more, shapes = source.get("model_type"), {}, {}
+    if read_json(folder / "config.json").get("model_type") != model_type:  # a reward model of a form that is ours alone
+        described: Any = CONFIG_MAPPING[model_type]  # type: ignore[index]
+        entries, _ = described.get_config_dict(folder)  # as it reads files: with infinities
+        more["config"] = described.from_dict({**entries, "model_type": model_type})
+    try:
+        with _quiet():
+            config = more.get("config") or AutoConfig.from_pretrained(folder, **how)
+            with torch.device("meta"):
+                shapes = check_room(folder, kind.from_config(copy.deepcopy(config), trust_remote_code=trust), dtype)
+            opened: Any = kind.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **how, **more
+            )
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises whatever its models' code does
+        other = other_shape(folder, shapes)
+        said = f"{folder}: {other}" if other else f"{folder}: transformers cannot open {model_type} as a language model"
+        raise UserError(said if other else f"{said}: {one_line(error):.300}") from error
+    inner, told = opened
+    _check_tensors(folder, inner, told, headless)
+    return inner
+
+
+def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: bool) -> None:
+    """Raise UserError where the tensors of a folder are not just those of the model."""
+    found = {key: set(map(str, names)) for key, names in told.items() if key.endswith("_keys")}
+    if headless:
+        found["missing_keys"] -= names_of_head(inner)
+        found["unexpected_keys"] -= set(HEADS)
+    if SCORE in found["unexpected_keys"]:
+        raise is_reward_model(folder, SCORE)
+    problems = {"missing_keys": "lacks", "unexpected_keys": "holds unknown", "mismatched_keys": "has other shapes of"}
+    for key, what in problems.items():
+        if names := sorted(found[key]):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(
+                f"{folder} {what} tensors {', '.join(f'{n:.80}' for n in names[:3])}{more}: config.json does not describe it"
+            )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without bars and warnings: what matters is checked here."""
+    from transformers.utils import logging as theirs
+
+    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(logging.ERROR)
+    theirs.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        theirs.set_verbosity(level)
+        if bars:
+            theirs.enable_progress_bar()
+
+
+# -- which way, and whether its numbers are right ----------------------------------------------------------------------
+
+
+def choose_way(model: Backed, folder: Path) -> None:
+    """Set the way that gives the log-probabilities of the model's own forward. Raises UserError if none does."""
+    _register()
+    limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
+    with torch.no_grad(), _quiet():
+        try:
+            own, states = _own_forward(model, folder)
+        except UserError:
+            raise
+        except Exception as error:  # config.json may say what its code does not expect
+            kind = type(model.inner).__name__
+            raise UserError(
+                f"{folder}: the forward of {kind} fails, correct config.json: {one_line(error):.300}"
+            ) from error
+        model.scale, model.cap = _head_of(model, states, own)
+        apart = _difference(model.head.logits(states), own)
+        if not apart <= limit:
+            raise _refused(folder, model, apart, "its output head", "of weight, bias, scale and soft cap alone")
+        for way, attention in _ways(model):
+            model.way = way
+            try:
+                model.attend(attention)
+                apart = _difference(model.head.logits(model.hidden(*_probe(model))), own)
+            except (NotFlatError, ValueError, NotImplementedError):
+                continue
+            if apart <= limit:
+                model.rows_attention = attention if way == "rows" else _for_rows(model)
+                return
+    raise _refused(folder, model, apart, "its attention", "to all that came before a token, or computed row by row")
+
+
+def _refused(folder: Path, model: Backed, apart: float, what: str, known: str) -> UserError:
+    kind = type(model.inner).__name__
+    return UserError(
+        f"{folder}: log-probabilities of {kind} are {apart:.2g} nats off its own forward; the suspect is {what}, "
+        f"which is not {known}"
+    )
+
+
+def _difference(logits: Tensor, own: Tensor) -> float:
+    """The largest between log-probabilities; NaN where either has one."""
+    return float((logits.log_softmax(-1) - own.log_softmax(-1)).abs().max())
+
+
+def _ids(model: Backed, numbers: tuple[int, ...]) -> list[int]:
+    taken = model.vision.placeholders if model.vision is not None else ()
+    found = [(37 * number + 11) % model.config.vocab for number in numbers]
+    return [model.filler if id in taken else id for id in found]
+
+
+def _beginning(model: Backed) -> Transcript:
+    """What both texts begin with: a picture too, if the model sees and its folder tells how."""
+    found = Transcript()
+    found.observe(_ids(model, BEGINNING))
+    if model.vision is None or not model.vision.processor.files:
+        return found
+    rows, columns = torch.meshgrid(torch.arange(40), torch.arange(56), indexing="ij")
+    picture = torch.stack(((7 * rows + 3 * columns) % 256, (rows * columns) % 256, (5 * columns) % 256), -1)
+    digest = PICTURES.hold(png(picture.to(torch.uint8).numpy()))
+    try:
+        pixels = model.vision.processor.pixels(digest)
+    except PictureError:  # told where one is shown: the model may be wanted for text alone
+        return found
+    seen = Transcript()
+    tokens = [found.tokens[0], *[model.vision.placeholders[0]] * pixels.count, *found.tokens[1:]]
+    seen.observe(tokens, media=[Media(1, pixels.count, digest, pixels.grid)])
+    return seen if len(seen) + max(map(len, PROBES)) <= model.config.context else found
+
+
+def _probe(model: Backed) -> tuple[Layout, Tensor]:
+    """Two texts that share their beginning, as a micro-batch; all tokens of the one, then all of the other."""
+    first, device = _beginning(model), model.head.device
+    shared, one, other = len(first), *map(len, PROBES)
+    tokens = torch.tensor([*first.tokens, *_ids(model, PROBES[0]), *_ids(model, PROBES[1])], device=device)
+    whole = positions_of(shared + one, first.media)
+    place = torch.arange(shared + one) if whole is None else torch.from_numpy(whole)
+    position = torch.cat([place, place[..., shared : shared + other]], -1).to(device)
+    media = tuple(first.media)
+    layout = Layout(tokens, position, (0, shared, shared + one), (shared, one, other), (-1, 0, 0), media)
+    both = [*range(shared + one), *range(shared), *range(shared + one, shared + one + other)]
+    return layout, torch.tensor(both, device=device)
+
+
+def _own_forward(model: Backed, folder: Path) -> tuple[Tensor, Tensor]:
+    """(logits, last hidden states) of the probes, each text in a call of its own."""
+    if model.attention != "eager":
+        model.attend("eager")
+    first, logits, states = _beginning(model), [], []
+    for text in PROBES:
+        ids = torch.tensor([[*first.tokens, *_ids(model, text)]], device=model.head.device)
+        more = _seen(model, ids, first.media)
+        try:
+            out = model.inner(input_ids=ids, use_cache=False, **more).logits[0]
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if not more:
+                raise
+            raise UserError(
+                f"{folder}: the model cannot take the picture that its image processor makes: copy the "
+                f"preprocessor_config.json that belongs to it ({one_line(error):.120})"
+            ) from None
+        logits.append(out if model.vision is None else out + model.vision.forbidden)
+        states.append(model.inner.base_model(input_ids=ids, use_cache=False, **more).last_hidden_state[0])
+    if hasattr(model.inner.base_model, "rope_deltas"):
+        model.inner.base_model.rope_deltas = None  # of these texts
+    return torch.cat(logits), torch.cat(states)
+
+
+def _seen(model: Backed, ids: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
+    """What the model's own forward takes of one picture at most."""
+    if model.vision is None or not media:
+        return {}
+    found = {name: x.to(ids.device) for name, x in model.vision.processor.pixels(media[0].digest).inputs.items()}
+    if "mm_token_type_ids" in inspect.signature(model.inner.forward).parameters:
+        found["mm_token_type_ids"] = (ids == model.vision.placeholders[0]).int()
+    return found
+
+
+def _head_of(model: Backed, states: Tensor, own: Tensor) -> tuple[float, float | None]:
+    """Scale and cap of the head: those that the configuration names, in the sense that gives the model's own logits."""
+    config = model.inner.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    scales = {1.0}
+    for name in ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_scale"):
+        value = getattr(config, name, None)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value:
+            scales |= {float(value), 1.0 / value}
+    found = [(scale, float(c) if c else None) for scale in scales for c in {cap, None}]
+    plain = model.head
+    return min(found, key=lambda kind: float((Head(plain.weight, plain.bias, *kind).logits(states) - own).abs().max()))
+
+
+def _ways(model: Backed) -> Iterator[tuple[Way, str]]:
+    if _is_flat(model):
+        yield "flat", NAME
+    yield from (("rows", "sdpa"), ("rows", "eager"))
+
+
+def _kept_per_token(model: Backed) -> float:
+    """Bytes that a forward pass keeps of each token for the backward pass, measured on the probes."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    layout, at = _probe(model)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = model.hidden(layout, at)  # held until they are counted: a freed address would be used again
+        count = sum(kept.values())
+    del found
+    return count / len(layout.tokens)
+
+
+def _for_rows(model: Backed) -> str:
+    """The attention of a flat model where it samples with a cache."""
+    try:
+        model.attend("sdpa")
+        return "sdpa"
+    except ValueError:
+        return "eager"
+    finally:
+        model.attend(NAME)
+
+
+def _is_flat(model: Backed) -> bool:
+    """Whether every layer goes through our attention once, with a plain causal mask and nothing besides."""
+    calls = []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.append(layer)
+        return q
+
+    ids = torch.tensor([_ids(model, BEGINNING)], device=model.head.device)
+    try:
+        model.attend(RECORDING)
+        with attending(attend):
+            model.inner.base_model(input_ids=ids, use_cache=False)
+    except (NotFlatError, ValueError, NotImplementedError):
+        return False
+    return len(calls) == model.inner.config.get_text_config().num_hidden_layers
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------------
+
+
+def _find_routers(model: Backed) -> None:
+    ids = torch.tensor([_ids(model, (*BEGINNING, *PROBES[0]))], device=model.head.device)
+
+    def run() -> None:
+        with model.decoding():
+            model.inner.base_model(input_ids=ids, use_cache=False)
+
+    model.routers = find_routers(model.inner, run)
+    if model.routers is not None:
+        attach(model.inner, model.routers)
+
+
+def replay_routing(model: Backed) -> None:
+    """Let the model take the experts that layouts name, if that is proven to do what it says. Raises UserError if not.
+
+    Its own experts, named in another order, must give its own log-probabilities; other experts must be taken, and give
+    others.
+    """
+    kind = type(model.inner).__name__
+    if model.routers is None:
+        raise UserError(f"--routing-replay: no router was found in {kind}: leave it out")
+    layout, at = _probe(model)
+    with torch.no_grad(), watching(model) as routed:
+        own = model.head.logits(model.hidden(layout, at))
+    chosen = routed.taken[0]
+    experts = torch.full((layout.tokens.numel(), *chosen.shape[1:]), -1, dtype=torch.int16, device=at.device)
+    experts[at] = chosen.short()
+    model.replays = True
+    same, other = experts.flip(-1), (experts + 1) % model.routers.experts
+    found = []
+    for given in (same, other):
+        with torch.no_grad(), watching(model) as routed:
+            found.append(model.head.logits(model.hidden(replace(layout, experts=given), at)))
+        taken = bool((routed.taken[0] == given[at]).all())
+        if not taken:
+            break
+    limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
+    if not taken or not _difference(found[0], own) <= limit or torch.equal(found[1], own):
+        model.replays = False
+        raise UserError(f"--routing-replay: {kind} does not follow the experts that it is given: leave it out")
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+    def mask(*_: Any, mask_function: Callable[..., Any] = causal_mask_function, **more: Any) -> None:
+        if mask_function is not causal_mask_function:
+            raise NotFlatError("a mask is more than causal")
+
+    AttentionInterface.register(NAME, segment_attention)  # without a mask function no mask is made
+    AttentionInterface.register(RECORDING, segment_attention)
+    AttentionMaskInterface.register(RECORDING, mask)

@@ -1,0 +1,121 @@
+"""How a model of transformers sees: features of pictures once, put where tokens hold their place, whichever way it goes.
+
+The model's own forward places the features and does whatever else it does with them (deeper layers of Qwen3-VL get some
+too). Only their computation is taken out of it: each picture goes through the vision tower once for a call of `hidden`, or
+for the prompts that begin together, however many rows or replies it stands in.
+
+    F    features of all pictures, one for each placeholder
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.types import UserError
+from posttrain.models.hf.image_processor import ImageProcessor
+
+MASKED = -1e4
+"""Added to the logits of placeholders: no probability in any type, and no NaN in an entropy, as of minus infinity."""
+
+
+class Vision(nn.Module):
+    """Of a model that sees. Its weights are the model's own."""
+
+    forbidden: Tensor  # [V], what the head adds: `MASKED` at placeholders
+
+    def __init__(self, inner: Any, processor: ImageProcessor, placeholders: Sequence[int]) -> None:
+        super().__init__()
+        self._inner = [inner]  # not as a module: it is the model's already
+        self.processor, self.placeholders = processor, tuple(placeholders)
+        weight = inner.get_output_embeddings().weight
+        forbidden = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
+        forbidden[list(placeholders)] = MASKED
+        self.register_buffer("forbidden", forbidden, persistent=False)
+
+    @property
+    def base(self) -> Any:
+        return self._inner[0].base_model
+
+    def weights(self) -> Iterator[nn.Parameter]:
+        """Of the tower and of what brings its features to the width of the text: all but the language model's."""
+        model = self._inner[0]
+        text = next(getattr(self.base, name) for name in ("language_model", "text_model") if hasattr(self.base, name))
+        own = {id(p) for p in (*text.parameters(), *model.get_output_embeddings().parameters())}
+        yield from (p for p in model.parameters() if id(p) not in own)
+
+    def features(self, digests: Sequence[str]) -> PictureFeatures:
+        """Of these pictures, each computed once. Raises PictureError for one that cannot be shown."""
+        found: dict[str, _Kind] = {}
+        for alike in _alike({digest: self.processor.pixels(digest).inputs for digest in dict.fromkeys(digests)}):
+            inputs = {
+                name: torch.cat([one[name] for one in alike.values()]).to(self.forbidden.device)
+                for name in next(iter(alike.values()))
+            }
+            counts = [self.processor.pixels(digest).count for digest in alike]
+            out = self.base.get_image_features(**inputs, return_dict=True)
+            pooled, deep = _flat(out.pooler_output), [_flat(x) for x in getattr(out, "deepstack_features", None) or ()]
+            if len(pooled) != sum(counts):
+                raise UserError(
+                    f"the model makes {len(pooled)} features of pictures for which {sum(counts)} tokens stand: its image "
+                    "processor and its config.json do not belong together"
+                )
+            parts = [x.split(counts) for x in (pooled, *deep)]
+            own = zip(alike, zip(*parts, strict=True), strict=True)
+            found |= {digest: _Kind(features, out) for digest, features in own}
+        return PictureFeatures(found)
+
+    @contextmanager
+    def shown(self, features: PictureFeatures, digests: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Within it the base model's forward, called with what this gives besides, sees these pictures in order."""
+        if not digests:
+            yield {}
+            return
+        kinds = [features.of[digest] for digest in digests]
+        pooled, *deep = (torch.cat(parts) for parts in zip(*(kind.features for kind in kinds), strict=True))
+        like = kinds[0].like.pooler_output
+        deeper = [
+            [x] if isinstance(theirs, list | tuple) else x
+            for x, theirs in zip(deep, getattr(kinds[0].like, "deepstack_features", None) or (), strict=True)
+        ]
+        whole = [pooled] if isinstance(like, list | tuple) else pooled.reshape(-1, *like.shape[1:])
+        out = SimpleNamespace(pooler_output=whole, deepstack_features=deeper or None)
+        self.base.get_image_features = lambda *_, **__: out
+        try:
+            yield {"pixel_values": pooled.new_zeros(1)}
+        finally:
+            del self.base.get_image_features
+
+
+class _Kind:
+    """The features of one picture: [n, D] each, those of deeper layers behind the first; and what the model gave."""
+
+    def __init__(self, features: Sequence[Tensor], like: Any) -> None:
+        self.features, self.like = features, like
+
+
+class PictureFeatures:
+    """Of some pictures, by their hashes."""
+
+    def __init__(self, of: Mapping[str, _Kind]) -> None:
+        self.of = of
+
+
+def _flat(features: Any) -> Tensor:
+    """[F, D]"""
+    whole = torch.cat(list(features)) if isinstance(features, list | tuple) else features
+    return whole.flatten(0, -2)
+
+
+def _alike(inputs: Mapping[str, Mapping[str, Tensor]]) -> Iterator[dict[str, Mapping[str, Tensor]]]:
+    """Pictures whose tensors can be put behind each other."""
+    groups: dict[tuple[Any, ...], dict[str, Mapping[str, Tensor]]] = {}
+    for digest, one in inputs.items():
+        shape = tuple((name, tuple(x.shape[1:])) for name, x in sorted(one.items()))
+        groups.setdefault(shape, {})[digest] = one
+    yield from groups.values()

@@ -1,0 +1,1 @@
+"""Log-probabilities, entropies and divergences over the vocabulary, a block of it at a time."""

@@ -1,0 +1,203 @@
+"""How far a policy is from a teacher at each scored token, summed over the vocabulary, a block of it at a time.
+
+Neither model's [N, vocabulary] logits are kept, but for small ones: they are made block by block, once for a divergence of
+Kullback and Leibler, twice for one of Jensen and Shannon, and again in the backward pass. Only the policy gets a gradient.
+
+    N    scored tokens    V    vocabulary    p    the policy    q    the teacher    x    logits / temperature
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from posttrain.models.head import Head
+from posttrain.models.losses.likelihood import KEPT_LOGITS, Gradients, Hidden, blocks, inside, scaled_logits, token_logp
+
+FORWARD, REVERSE = 0.0, 1.0
+
+
+def token_logp_divergence(
+    policy: Hidden,
+    teacher: Hidden,
+    target: Tensor,
+    beta: float = REVERSE,
+    temperature: float = 1.0,
+    teacher_temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(log p at `target`, the divergence), both [N] in nats; the logits are made once for both.
+
+    beta 1   KL(p || q), the reverse one: where the teacher sees no probability, the policy loses its own
+    beta 0   KL(q || p), the forward one: the policy covers all that the teacher does
+    between  (1 - beta) KL(p || m) + beta KL(q || m), m = (1 - beta) p + beta q: generalised Jensen-Shannon (GKD, arXiv
+             2306.13649, eq. 1). Divided by beta or by 1 - beta it tends to the forward or to the reverse one at the ends.
+
+    target int64 [N]. The widths of the models may differ. Where one head has more rows than the other, these are padding
+    that no text has: both are compared over the ids that both have. log p is always over all of the policy's.
+    """
+    return measured_divergence(policy, teacher, target, beta, (temperature, teacher_temperature), False)[:2]
+
+
+def measured_divergence(
+    policy: Hidden, teacher: Hidden, target: Tensor, beta: float, temperatures: tuple[float, float], measured: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same and, where it is to be `measured`, log q at `target` and the entropy of p, both [N] and without a gradient.
+
+    The bits of the others do not depend on that. The last two are over the ids that both models have.
+    """
+    assert 0.0 <= beta <= 1.0, beta
+    common = min(policy.head.vocab, teacher.head.vocab)
+    own, theirs = policy.head.first(common), Hidden(teacher.states.detach(), teacher.head.first(common).detach())
+    given = policy.states, own.weight, own.bias, own, theirs
+    logp, divergence, said, entropy = _Divergence.apply(*given, target, beta, *temperatures, measured)
+    if policy.head.vocab > common:
+        logp = token_logp(policy.states, policy.head, target, temperatures[0])
+    return logp, divergence, said, entropy
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The logits of both models, block by block: kept ones, or made anew at every pass."""
+
+    policy: Hidden
+    teacher: Hidden
+    temperatures: tuple[float, float]
+    kept: Sequence[Tensor] = ()
+
+    @property
+    def blocks(self) -> list[slice]:
+        return blocks(2 * self.policy.states.shape[0], self.policy.head.vocab)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for number, block in enumerate(self.blocks):
+            if self.kept:
+                yield block, self.kept[2 * number], self.kept[2 * number + 1]
+            else:
+                models = zip((self.policy, self.teacher), self.temperatures, strict=True)
+                x, y = (scaled_logits(m.states, m.head, block, temperature) for m, temperature in models)
+                yield block, x, y
+
+
+class _Sum:
+    """log sum exp(x) over the blocks seen so far, and the mean of something under the softmax of x."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.total, self.mean = torch.full_like(like, -math.inf), torch.zeros_like(like)
+
+    def add(self, logits: Tensor, gap: Tensor | None = None) -> None:
+        """Both [N, width]; without a `gap` no mean is kept."""
+        top = logits.amax(-1)
+        mass = (logits - top[:, None]).exp_()
+        here = mass.sum(-1).log_().add_(top)
+        joined = torch.logaddexp(self.total, here)
+        if gap is not None:
+            own = mass.mul_(gap).sum(-1) * (top - joined).exp()
+            self.mean = self.mean * (self.total - joined).exp() + own
+        self.total = joined
+
+
+class _Divergence(torch.autograd.Function):
+    """Differentiable once. With respect to the policy's x, D being the divergence at the token:
+
+    reverse p (log p - log q - D), forward p - q, Jensen-Shannon (1 - beta) p (log p - log m - KL(p || m)).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        teacher: Hidden,
+        target: Tensor,
+        beta: float,
+        temperature: float,
+        teacher_temperature: float,
+        measured: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        temperatures = temperature, teacher_temperature
+        pairs = _Pairs(Hidden(hidden, head), teacher, temperatures)
+        if 2 * hidden.shape[0] * head.vocab <= KEPT_LOGITS:
+            kept = [logits for _, *both in pairs for logits in both]
+            pairs = _Pairs(pairs.policy, pairs.teacher, temperatures, kept)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        at = torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device)
+        own, other = _Sum(at), _Sum(at)
+        level, theirs = _Sum(at), torch.zeros_like(at)  # the mean logit of the policy; the teacher's at the target
+        for block, x, y in pairs:
+            mine, place = inside(target, block)
+            at = torch.where(mine, x.gather(-1, place[:, None]).squeeze(-1), at)
+            if measured:
+                theirs = torch.where(mine, y.gather(-1, place[:, None]).squeeze(-1), theirs)
+                level.add(x, x)
+            gap = x - y if beta in (FORWARD, REVERSE) else None
+            own.add(x, gap if beta == REVERSE else None)
+            other.add(y, gap if beta == FORWARD else None)
+        apart = own.total - other.total
+        if beta == REVERSE:
+            divergence = inner = own.mean - apart
+        elif beta == FORWARD:
+            divergence = inner = apart - other.mean
+        else:
+            divergence, inner = _jensen_shannon(pairs, own.total, other.total, beta)
+        saved = pairs.kept if any(ctx.needs_input_grad) else ()
+        ctx.save_for_backward(hidden, weight, teacher.states, target, own.total, other.total, inner, *saved)
+        ctx.settings = head, teacher.head, beta, temperatures
+        ctx.set_materialize_grads(False)
+        told = (theirs - other.total, level.total - level.mean) if measured else (at.new_zeros(0), at.new_zeros(0))
+        ctx.mark_non_differentiable(*told)
+        return at - own.total, divergence, *told
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logp: Tensor | None, to_divergence: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        hidden, _, teacher_states, target, total, other_total, inner, *kept = ctx.saved_tensors
+        head, teacher_head, beta, temperatures = ctx.settings
+        pairs = _Pairs(Hidden(hidden, head), Hidden(teacher_states, teacher_head), temperatures, kept)
+        sums = Gradients(hidden, head, temperatures[0], total.dtype, ctx.needs_input_grad[:3])
+        to_logp, to_divergence = (None if to is None else to * sums.factor for to in (to_logp, to_divergence))
+        for block, x, y in pairs:
+            logs = x - total[:, None]
+            grad = torch.zeros_like(logs)
+            if to_divergence is not None:
+                slope = _slope(logs, y - other_total[:, None], inner, beta)
+                grad = slope.mul_(to_divergence[:, None])
+            if to_logp is not None:
+                mine, place = inside(target, block)
+                grad = grad.addcmul_(logs.exp(), -to_logp[:, None])
+                grad.scatter_add_(1, place[:, None], torch.where(mine, to_logp, 0.0)[:, None])
+            sums.add(block, grad, x)
+        return (*sums.found, *(None,) * 7)
+
+
+def _jensen_shannon(pairs: _Pairs, total: Tensor, other_total: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """(the divergence, KL(p || m)), each [N]."""
+    divergence, inner = torch.zeros_like(total), torch.zeros_like(total)
+    for _, x, y in pairs:
+        logs, others = x - total[:, None], y - other_total[:, None]
+        mixed = _mixed(logs, others, beta)
+        own = (logs.exp() * (logs - mixed)).sum(-1)
+        inner += own
+        divergence += (1 - beta) * own + beta * (others.exp() * (others - mixed)).sum(-1)
+    return divergence, inner
+
+
+def _mixed(logs: Tensor, others: Tensor, beta: float) -> Tensor:
+    """log ((1 - beta) p + beta q)."""
+    return torch.logaddexp(logs + math.log1p(-beta), others + math.log(beta))
+
+
+def _slope(logs: Tensor, others: Tensor, inner: Tensor, beta: float) -> Tensor:
+    """The derivative of the divergence with respect to x, [N, width]; `inner` is KL(p || q), or KL(p || m)."""
+    if beta == FORWARD:
+        return logs.exp() - others.exp()
+    if beta == REVERSE:
+        return logs.exp() * (logs - others - inner[:, None])
+    return logs.exp().mul_(1 - beta) * (logs - _mixed(logs, others, beta) - inner[:, None])

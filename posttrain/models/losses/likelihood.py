@@ -1,0 +1,243 @@
+"""Decides how log-probabilities, entropies and the like come out of hidden states: at scored tokens only, in chunks.
+
+No [N, vocabulary] tensor is kept, but for small ones: the logits of a part are made, used and dropped, and made again in
+the backward pass.
+
+    N    scored tokens    n    those of one chunk    D    hidden size    V    vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from posttrain.models.head import Head
+from posttrain.models.native.linear import add_product, collected
+
+BLOCK_LOGITS = 1 << 20  # logits that are worked on at once: they stay in the processor's cache
+KEPT_LOGITS = 1 << 23  # up to so many (32 MiB in float32) are kept for the backward pass instead of made again
+CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32) ...
+CHUNK_ROWS = 512  # ... but never fewer rows: each chunk of the backward pass adds to a [V, D] gradient
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Hidden states at scored tokens, and the head that makes logits of them."""
+
+    states: Tensor  # [N, D]
+    head: Head
+
+    def logits(self, rows: slice, temperature: float = 1.0) -> Tensor:
+        """[n, V], in float32 at least."""
+        logits = self.head.logits(self.states[rows])
+        return logits if temperature == 1.0 else logits / temperature
+
+
+def token_logp(hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) at `target`, in nats.
+
+    hidden [N, D], target int64 [N] -> [N], float32 or wider.
+    """
+    logp: Tensor = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, "none")[0]
+    return logp
+
+
+def token_logp_entropy(
+    hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0, constant: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `token_logp`, and the entropy of the whole distribution at each token, both [N].
+
+    `constant`: nothing is differentiated through the entropy. Log-probabilities and gradients then have the bits that they
+    have without it.
+    """
+    kind = "constant" if constant else "learned"
+    logp, entropy = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, kind)
+    return logp, entropy
+
+
+class _Likelihood(torch.autograd.Function):
+    """Both of the above, a block of the vocabulary at a time, so memory does not grow with V. Differentiable once.
+
+    With x = logits / temperature and p = softmax(x): d logp / dx = [target] - p and d entropy / dx = -p (log p + entropy).
+    `weight` and `bias` are those of the head: what a gradient is wanted of has to be an argument.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        target: Tensor,
+        temperature: float,
+        entropies: Literal["none", "constant", "learned"],
+    ) -> tuple[Tensor, Tensor]:
+        with_entropy = entropies != "none"
+        rows, vocabulary = hidden.shape[0], head.vocab
+        keep = any(ctx.needs_input_grad) and rows * vocabulary <= KEPT_LOGITS
+        kept = []
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        at = torch.zeros(rows, dtype=wide, device=hidden.device)
+        total, mean = torch.full_like(at, -math.inf), torch.zeros_like(at)
+        for block in blocks(rows, vocabulary):
+            logits = scaled_logits(hidden, head, block, temperature)
+            if keep:
+                kept.append(logits)
+            mine, place = inside(target, block)
+            at = torch.where(mine, _at(logits, place), at)
+            top = logits.amax(-1)
+            mass = (logits - top[:, None]).exp_() if keep or with_entropy else logits.sub_(top[:, None]).exp_()
+            here = mass.sum(-1).log_().add_(top)
+            joined = torch.logaddexp(total, here)
+            if with_entropy:  # the mean logit, over what has been seen so far
+                own = mass.mul_(logits).sum(-1) * (top - here).exp()
+                mean = mean * (total - joined).exp() + own * (here - joined).exp()
+            total = joined
+        logp, entropy = at - total, total - mean
+        ctx.save_for_backward(hidden, weight, target, total, entropy, *kept)  # the weight: torch sees whether it moves
+        ctx.head, ctx.temperature, ctx.with_entropy = head, temperature, entropies == "learned"
+        if entropies == "constant":
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, _, target, total, entropy, *kept = ctx.saved_tensors
+        head, temperature = ctx.head, ctx.temperature
+        sums = Gradients(hidden, head, temperature, total.dtype, ctx.needs_input_grad[:3])
+        to_logp, to_entropy = to_logp * sums.factor, to_entropy * sums.factor
+        for number, block in enumerate(blocks(hidden.shape[0], head.vocab)):
+            logits = kept[number] if kept else scaled_logits(hidden, head, block, temperature)
+            mine, place = inside(target, block)
+            if ctx.with_entropy:
+                logs = logits - total[:, None]
+                share = (logs + entropy[:, None]).mul_(-to_entropy[:, None]).sub_(to_logp[:, None])
+                grad = logs.exp_().mul_(share)
+            else:
+                grad = (logits - total[:, None]).exp_().mul_(-to_logp[:, None])
+            grad.scatter_add_(1, place[:, None], torch.where(mine, to_logp, 0.0)[:, None])
+            sums.add(block, grad, logits)
+        return (*sums.found, None, None, None, None)
+
+
+class Gradients:
+    """The gradients of hidden states and head, added up block by block of the vocabulary."""
+
+    def __init__(
+        self, hidden: Tensor, head: Head, temperature: float, wide: torch.dtype, needed: Sequence[bool]
+    ) -> None:
+        """`needed`: whether of the hidden states, of the head's weight, of its bias."""
+        self.hidden, self.head, self.states = hidden, head, hidden.to(wide)
+        self.temperature = temperature
+        self.factor = head.scale / temperature  # d x / d (hidden W^T + b), but for a cap
+        self.to_hidden = torch.zeros_like(self.states) if needed[0] else None
+        self.sum_of_weight = collected(head.weight) if needed[1] else None
+        own = needed[1] and self.sum_of_weight is None
+        self.to_weight = torch.empty_like(head.weight, dtype=wide) if own else None
+        self.to_bias = torch.empty_like(head.bias, dtype=wide) if needed[2] and head.bias is not None else None
+
+    def add(self, block: slice, grad: Tensor, x: Tensor) -> None:
+        """`grad` [N, width of the block], may be overwritten: of x, the logits over temperature, times `factor`."""
+        if self.head.cap is not None:  # d cap tanh(y / cap) / dy = 1 - (logit / cap)^2
+            grad.mul_(1.0 - (x * (self.temperature / self.head.cap)).square_())
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            if self.to_hidden is not None:
+                self.to_hidden.addmm_(grad, self.head.weight[block].to(grad.dtype))
+            if self.to_weight is not None:
+                torch.mm(grad.t(), self.states, out=self.to_weight[block])
+            elif self.sum_of_weight is not None:
+                add_product(self.sum_of_weight[block], grad.t(), self.states)
+            if self.to_bias is not None:
+                torch.sum(grad, 0, out=self.to_bias[block])
+
+    @property
+    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of the hidden states, of weight and bias; None where it is not needed, or already added where it lies."""
+        given = self.hidden, self.head.weight, self.head.weight
+        sums = self.to_hidden, self.to_weight, self.to_bias
+        hidden, weight, bias = (None if s is None else s.to(g.dtype) for s, g in zip(sums, given, strict=True))
+        return hidden, weight, bias
+
+
+def blocks(rows: int, vocabulary: int) -> list[slice]:
+    """Of the vocabulary, so that no more than BLOCK_LOGITS are worked on at once."""
+    width = max(64, BLOCK_LOGITS // max(1, rows))
+    return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
+
+
+def scaled_logits(hidden: Tensor, head: Head, block: slice, temperature: float) -> Tensor:
+    """Of a block of the vocabulary, divided by the temperature."""
+    logits = head.logits(hidden, block)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def inside(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Which targets lie in a block, and the place of each in it (of the others: 0)."""
+    there = (target >= block.start) & (target < block.stop)
+    return there, (target - block.start).masked_fill_(~there, 0)
+
+
+def exact_kl(policy: Hidden, other: Hidden, temperature: float = 1.0) -> Tensor:
+    """KL(policy || other) at each token, summed over the vocabulary, [N] in nats. Both sides may have a gradient."""
+
+    def kl(rows: slice) -> tuple[Tensor]:
+        own, theirs = (h.logits(rows, temperature).log_softmax(-1) for h in (policy, other))
+        return ((own.exp() * (own - theirs)).sum(-1),)
+
+    return in_chunks(kl, policy.states.shape[0], policy.head.vocab)[0]
+
+
+def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
+    """log sum_v p(v)^2 at each token, [N]: the log-probability that two draws from the distribution are equal."""
+
+    def collision(rows: slice) -> tuple[Tensor]:
+        return ((2 * policy.logits(rows, temperature).log_softmax(-1)).logsumexp(-1),)
+
+    return in_chunks(collision, policy.states.shape[0], policy.head.vocab)[0]
+
+
+def soft_values(
+    policy: Hidden, twins: tuple[Hidden, Hidden], slow: tuple[Hidden, Hidden], temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(sum_a pi(a) min_k Q_k(a), the same of the slow copies), each [N].
+
+    The first has a gradient into the policy alone, the second none.
+    """
+
+    def expected(rows: slice) -> tuple[Tensor, Tensor]:
+        probability = policy.logits(rows, temperature).softmax(-1)
+        with torch.no_grad():
+            least = torch.minimum(*(q.logits(rows) for q in twins))
+            target = (probability * torch.minimum(*(q.logits(rows) for q in slow))).sum(-1)
+        return (probability * least).sum(-1), target
+
+    expected_q, target_q = in_chunks(expected, policy.states.shape[0], policy.head.vocab)
+    return expected_q, target_q
+
+
+def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], rows: int, vocabulary: int) -> tuple[Tensor, ...]:
+    """What `function` says of the rows 0 ... `rows`, a slice at a time, joined along the first dimension."""
+    chunk = max(CHUNK_ROWS, CHUNK_LOGITS // vocabulary)
+    if rows <= chunk:
+        return function(slice(0, rows))
+    parts = []
+    for start in range(0, rows, chunk):
+        part = slice(start, start + chunk)
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(function, part, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(function(part))
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _at(x: Tensor, target: Tensor) -> Tensor:
+    return x.gather(-1, target[:, None]).squeeze(-1)

@@ -1,0 +1,1 @@
+"""The native decoder: attention, linear layers, and the compiled code below them."""

@@ -1,0 +1,330 @@
+"""Decides how attention runs over a layout: segments of ragged length, which may continue each other as a tree.
+
+Linear layers see the T real tokens and nothing else. Only inside attention are segments padded, to others of about the
+same length, and the padding is dropped again at once.
+
+    T    tokens of a micro-batch    B    segments of a bucket    n, m    padded query and key length
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from posttrain.core.batch import Layout
+from posttrain.models.native.attention_compiled import CompiledAttention, at_least_float32
+from posttrain.models.native.segments import Forest
+
+PREFIX_TOKENS = 128
+"""Tokens of a micro-batch for each of its prefixes from which on attention to prefixes is computed apart."""
+_GROWTH = math.log(1.25)  # segments of one bucket differ by at most this factor in length: at most 20% of it is padding
+
+
+class SegmentAttention:
+    """An `attend` for `Decoder.forward`: every segment sees all of its ancestors and, causally, itself."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
+        if q.device.type != "cpu":
+            return self.masked(q, k, v)
+        # Fused kernels are switched off where a second derivative is wanted: they have none.
+        if torch.backends.cuda.flash_sdp_enabled():
+            if self.compiled.covers(k.shape[1], q.dtype):
+                return self.compiled(q, k, v)
+            if self._few_prefixes:
+                return self.joined(q, k, v)
+        return self.masked(*map(at_least_float32, (q, k, v))).to(q.dtype)
+
+    @cached_property
+    def compiled(self) -> CompiledAttention:
+        """On a processor, differentiable once: where there is a compiler, in float32. Heads become whole panels."""
+        return CompiledAttention(self.layout, self._forest)
+
+    @cached_property
+    def joined(self) -> JoinedAttention:
+        """On a processor, differentiable once."""
+        return JoinedAttention(self.layout, self._forest)
+
+    @cached_property
+    def masked(self) -> MaskedAttention:
+        """On every device, differentiable twice."""
+        return MaskedAttention(self.layout, self._forest)
+
+    @cached_property
+    def _forest(self) -> Forest:
+        return Forest(self.layout)
+
+    @cached_property
+    def _few_prefixes(self) -> bool:
+        """Whether going through prefixes one by one pays."""
+        return PREFIX_TOKENS * len(self._forest.prefixes) <= self.layout.tokens.shape[0]
+
+
+def filled(layout: Layout, multiple: int) -> Layout:
+    """With a last segment that nobody sees, so that the number of tokens is a multiple of this."""
+    total = layout.tokens.shape[0]
+    if not (missing := -total % multiple):
+        return layout
+    more = torch.arange(missing, device=layout.tokens.device)
+    return replace(
+        layout,
+        tokens=torch.cat((layout.tokens, torch.zeros_like(more))),
+        position=torch.cat((layout.position, more.expand(*layout.position.shape[:-1], missing)), -1),
+        start=(*layout.start, total),
+        length=(*layout.length, missing),
+        prefix=(*layout.prefix, -1),
+    )
+
+
+class _Bucket:
+    """Segments of about one length, side by side."""
+
+    def __init__(self, layout: Layout, segments: list[int]) -> None:
+        start = np.array([layout.start[k] for k in segments])
+        length = np.array([layout.length[k] for k in segments])
+        column = np.arange(int(length.max()))
+        self.segments, self.size = segments, len(segments)
+        self.inside = column[None, :] < length[:, None]  # bool [B, n], False at padding
+        self.index = start[:, None] + np.where(
+            self.inside, column[None, :], 0
+        )  # [B, n]; padding: the segment's first token
+        device = layout.tokens.device
+        self.tokens = torch.from_numpy(self.index.reshape(-1)).to(device)  # int64 [B * n]
+        self.padding = torch.from_numpy(np.flatnonzero(~self.inside)).to(device)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[T, heads, ...] -> [B, heads, n, ...]."""
+        return _gathered(x, self.tokens, self.size)
+
+    def gather_gradient(self, x: Tensor) -> Tensor:
+        """The same, with 0 at padding: a padded query must not move the keys it sees."""
+        flat = x.index_select(0, self.tokens)
+        if self.padding.numel():
+            flat.index_fill_(0, self.padding, 0.0)
+        return flat.view(self.size, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _gathered(x: Tensor, index: Tensor, size: int) -> Tensor:
+    """[T, heads, ...] -> [B, heads, n, ...], of the tokens at index int64 [B * n]."""
+    return x.index_select(0, index).view(size, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _places(layout: Layout, buckets: list[_Bucket]) -> Tensor:
+    """int64 [T]: where each token lies among the queries of the buckets, laid end to end."""
+    place = np.empty(layout.tokens.shape[0], dtype=np.int64)
+    offset = 0
+    for bucket in buckets:
+        place[bucket.index[bucket.inside]] = offset + np.flatnonzero(bucket.inside)
+        offset += bucket.inside.size
+    return torch.from_numpy(place).to(layout.tokens.device)
+
+
+def _grade(length: int) -> int:
+    return math.ceil(math.log(max(length, 8)) / _GROWTH)
+
+
+# -- without masks: a segment's own tokens and each of its ancestors apart ---------------------------------------------
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Attention [B, heads, n, size] on a processor, and its normaliser, the logsumexp of the scores, [B, heads, n].
+
+    What scaled_dot_product_attention runs there; only this name of it returns the normaliser too.
+    """
+    out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+    return out, logsumexp
+
+
+def merged(one: Tensor, one_logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> Tensor:
+    """Attention [..., size] to two sets of keys, from that to each and its normaliser [...]."""
+    share = torch.sigmoid(one_logsumexp - other_logsumexp).unsqueeze(-1)
+    return torch.lerp(other, one, share.to(one.dtype))
+
+
+class JoinedAttention:
+    """Attention to a segment's own tokens and to each of its ancestors apart, joined by their normalisers.
+
+    With the joined output and normaliser, the kernel's own backward gives each set's part of the gradient: a key's weight
+    is exp(score - normaliser) wherever the other keys are. So nothing is masked, causal halves are skipped, and the keys
+    of a prefix are read once for all of its descendants.
+    """
+
+    def __init__(self, layout: Layout, forest: Forest) -> None:
+        members: dict[int, list[int]] = defaultdict(list)
+        for k, length in enumerate(layout.length):
+            members[_grade(length)].append(k)
+        self.own = [_Bucket(layout, segments) for _, segments in sorted(members.items())]
+        self.place = _places(layout, self.own)
+        self.prefixes = [  # (where a prefix lies, int64: the tokens of all its descendants)
+            (
+                slice(layout.start[k], layout.start[k] + layout.length[k]),
+                torch.from_numpy(forest.tokens(forest.subtree(k)[1:])),
+            )
+            for k in forest.prefixes
+        ]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attended: Tensor = _JoinedAttention.apply(q, k, v, self)
+        return attended
+
+    def flat(self, pieces: list[Tensor]) -> Tensor:
+        """What the buckets say of their queries, each [B, heads, n, ...] -> [T, heads, ...]."""
+        whole = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in pieces])
+        return whole.index_select(0, self.place)
+
+
+class _JoinedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: JoinedAttention) -> Tensor:
+        given = q, k, v
+        q, k, v = map(at_least_float32, given)
+        found = [fused(own.gather(q), own.gather(k), own.gather(v), causal=True) for own in parts.own]
+        out, logsumexp = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
+        for where, tokens in parts.prefixes:
+            to_prefix = fused(_one(q.index_select(0, tokens)), _one(k[where]), _one(v[where]))
+            before, its_logsumexp = map(_many, to_prefix)
+            so_far, so_far_logsumexp = out.index_select(0, tokens), logsumexp.index_select(0, tokens)
+            out.index_copy_(0, tokens, merged(so_far, so_far_logsumexp, before, its_logsumexp))
+            logsumexp.index_copy_(0, tokens, torch.logaddexp(so_far_logsumexp, its_logsumexp))
+        out = out.to(given[0].dtype)
+        ctx.save_for_backward(*given, out, logsumexp)
+        ctx.parts = parts
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, logsumexp = ctx.saved_tensors
+        parts: JoinedAttention = ctx.parts
+        q, k, v, out, grad_out = map(at_least_float32, (*tensors, grad))
+        found = [
+            _fused_backward(own.gather_gradient(grad_out), *map(own.gather, (q, k, v, out, logsumexp)), causal=True)
+            for own in parts.own
+        ]
+        grad_q, grad_k, grad_v = (parts.flat(list(pieces)) for pieces in zip(*found, strict=True))
+        for where, tokens in parts.prefixes:
+            queries, outs, grads, sums = (_one(x.index_select(0, tokens)) for x in (q, out, grad_out, logsumexp))
+            more = _fused_backward(grads, queries, _one(k[where]), _one(v[where]), outs, sums, causal=False)
+            grad_q.index_add_(0, tokens, _many(more[0]))
+            grad_k[where] += _many(more[1])
+            grad_v[where] += _many(more[2])
+        return grad_q.to(grad.dtype), grad_k.to(grad.dtype), grad_v.to(grad.dtype), None
+
+
+def _fused_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, from that of the output, q, k, v, the output and the normaliser."""
+    *given, logsumexp = tensors
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grad_q, grad_k, grad_v = kernel(*given, logsumexp.contiguous(), 0.0, causal)
+    return grad_q, grad_k, grad_v
+
+
+def _one(x: Tensor) -> Tensor:
+    """[n, heads, ...] -> [1, heads, n, ...]."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _many(x: Tensor) -> Tensor:
+    """The inverse of `_one`."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+# -- with masks: one call a bucket, whatever the kernel ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _MaskedBucket:
+    queries: _Bucket
+    keys: Tensor  # int64 [B * m]
+    mask: Tensor | None  # bool [B, 1, n, m], True where a query may look; None: causal
+
+
+class MaskedAttention:
+    """The same through `scaled_dot_product_attention` alone: on a GPU, and where a second derivative is wanted."""
+
+    def __init__(self, layout: Layout, forest: Forest) -> None:
+        members: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for k, (own, before) in enumerate(zip(layout.length, forest.before, strict=True)):
+            members[_grade(own), _grade(before) if before else -1].append(k)
+        device = layout.tokens.device
+        self.buckets: list[_MaskedBucket] = []
+        for (_, prefixed), segments in sorted(members.items()):
+            queries = _Bucket(layout, segments)
+            keys, mask = queries.tokens, None
+            if prefixed >= 0:
+                index, visible = _with_ancestors(forest, queries)
+                keys, mask = torch.from_numpy(index.reshape(-1)).to(device), torch.from_numpy(visible).to(device)
+            self.buckets.append(_MaskedBucket(queries, keys, mask))
+        self.place = _places(layout, [bucket.queries for bucket in self.buckets])
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outputs = []
+        for bucket in self.buckets:
+            keys, values = (_gathered(x, bucket.keys, bucket.queries.size) for x in (k, v))
+            repeat = q.shape[1] // k.shape[1]
+            if repeat > 1 and q.is_cuda and (bucket.mask is not None or q.dtype == torch.float32):
+                # On CUDA only the kernels without a mask and below float32 share key-value heads; the others would fall
+                # back to one that keeps all [n, m] scores.
+                keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
+                repeat = 1
+            out = F.scaled_dot_product_attention(
+                bucket.queries.gather(q),
+                keys,
+                values,
+                attn_mask=bucket.mask,
+                is_causal=bucket.mask is None,
+                enable_gqa=repeat > 1,
+            )
+            outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+        return torch.cat(outputs).index_select(0, self.place)
+
+
+def _with_ancestors(forest: Forest, queries: _Bucket) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [B, p + n] with the ancestors' tokens flush right before the segments' own, and who may look at what."""
+    paths = [forest.path(k) for k in queries.segments]
+    p, n = max(map(len, paths)), queries.index.shape[1]
+    keys = np.concatenate([np.empty((queries.size, p), dtype=np.int64), queries.index], axis=1)
+    mask = np.zeros((queries.size, 1, n, p + n), dtype=bool)
+    mask[:, 0, :, p:] = np.tril(np.ones((n, n), dtype=bool))
+    for row, path in enumerate(paths):
+        keys[row, : p - len(path)] = path[0]  # padding: nobody looks
+        keys[row, p - len(path) : p] = path
+        mask[row, 0, :, p - len(path) : p] = True
+    return keys, mask
+
+
+def each_alone(layout: Layout, count: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """Attention of the first so many segments, as if each were in a call of its own.
+
+    Compiled code goes through them one by one, whatever they are. Torch's operations are called for each; what fills the
+    layout up then looks at nothing.
+    """
+    alone: dict[int, SegmentAttention] = {}
+    for length in set(layout.length[:count]):
+        tokens = torch.zeros(length, dtype=torch.int64, device=layout.tokens.device)
+        alone[length] = SegmentAttention(Layout(tokens, tokens, (0,), (length,), (-1,)))
+    together = SegmentAttention(layout)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if all(one.compiled.covers(k.shape[1], q.dtype) for one in alone.values()):
+            return together(layer, q, k, v)
+        out = torch.zeros_like(q)
+        for start, length in zip(layout.start[:count], layout.length[:count], strict=True):
+            own = slice(start, start + length)
+            out[own] = alone[length](layer, q[own], k[own], v[own])
+        return out
+
+    return attend

@@ -1,0 +1,160 @@
+"""Decides whether what torch has no single operation for runs as compiled code on a processor, and compiles it.
+
+A file of C is compiled where a compiler is found, once for a machine, and kept in the user's cache folder. Where that
+cannot be, or with `use(False)`, torch's operations do the same work: nothing here raises.
+
+What is loaded runs with the user's rights. So the folder must be the user's alone (`private_folder.py`), and a library
+must have the checksum that stands in the manifest beside it: one that is damaged or cut short is built again.
+
+    attention-KEY.sha256        manifest: checksum and name of the library, as sha256sum writes them; KEY is a digest of
+                                all that a library is made from
+    attention-CHECKSUM.so       the library, named by its content: processes that build at once disturb nobody
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno", f"-I{HERE}")
+LINK_FLAGS = ("-lm",)
+COMPILERS = ("gcc", "cc", "clang")
+COMPILER_SECONDS = 120.0
+"""One that takes longer hangs."""
+
+_used = True
+_missing: dict[str, str] = {}  # source -> why there is no library
+_hung: set[str] = set()  # compilers
+
+
+def use(compiled: bool) -> None:
+    """Whether compiled code is used from now on, where there is any."""
+    global _used
+    _used = compiled
+
+
+def used() -> bool:
+    """Whether it is to be used."""
+    return _used
+
+
+def backend(compiled: bool) -> str:
+    """What something runs as, in words."""
+    return "compiled code" if compiled else "torch's operations"
+
+
+def missing() -> str | None:
+    """Why there is no compiled code, in words, where some was asked for and could not be had."""
+    return next(iter(_missing.values()), None)
+
+
+def library(source: str) -> ctypes.CDLL | None:
+    """A file of this folder, compiled and loaded; None where that cannot be, or is not wanted."""
+    return _loaded(source) if _used else None
+
+
+@cache
+def _loaded(source: str) -> ctypes.CDLL | None:
+    try:
+        return _load(HERE / source)
+    # no compiler, no home, no room, a folder that is not private; RuntimeError: a home that cannot be found
+    except (OSError, RuntimeError, subprocess.SubprocessError) as problem:
+        _missing[source] = str(problem)
+        return None
+
+
+def _load(source: Path) -> ctypes.CDLL:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None or not hasattr(os, "getuid"):
+        raise FileNotFoundError("no C compiler was found")
+    folder = cache_folder()
+    manifest = folder / f"{source.stem}-{_key(source, compiler)}.sha256"
+    try:
+        return ctypes.CDLL(str(_verified(manifest)))
+    except OSError:  # missing, damaged, or of another system's loader
+        return _build(source, compiler, manifest)
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: $XDG_CACHE_HOME/posttrain or ~/.cache/posttrain. Raises NotPrivate, OSError."""
+    from posttrain.models.native.kernels.private_folder import private_folder  # needs a Unix
+
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = base if base.is_absolute() else Path.home() / ".cache"
+    if not base.is_absolute():
+        raise FileNotFoundError(f"{base} cannot hold compiled code: a home is an absolute path")
+    return private_folder(base / "posttrain")
+
+
+def _verified(manifest: Path) -> Path:
+    """The library of a manifest, whose content has the checksum that is written there. Raises OSError where it has not."""
+    noted = re.fullmatch(r"([0-9a-f]{64})  ([\w-]+\.so)\n", manifest.read_text("ascii", "replace"))
+    if noted is None:
+        raise OSError(f"{manifest} is damaged")
+    path = manifest.with_name(noted[2])
+    if hashlib.sha256(path.read_bytes()).hexdigest() != noted[1]:
+        raise OSError(f"{path} is damaged")
+    return path
+
+
+def _build(source: Path, compiler: str, manifest: Path) -> ctypes.CDLL:
+    """Compile, load, and keep what could be loaded."""
+    with tempfile.TemporaryDirectory(dir=manifest.parent) as place:
+        half, whole, note = Path(place, "half.o"), Path(place, "whole.so"), Path(place, "note")
+        # Linked without OpenMP's library: its names are those that torch has loaded, so both share one set of threads.
+        _compile(compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", str(half))
+        _compile(compiler, "-shared", str(half), *LINK_FLAGS, "-o", str(whole))
+        loaded = ctypes.CDLL(str(whole))
+        checksum = hashlib.sha256(whole.read_bytes()).hexdigest()
+        kept = manifest.with_name(f"{source.stem}-{checksum[:24]}.so")
+        note.write_text(f"{checksum}  {kept.name}\n")
+        whole.replace(kept)
+        note.replace(manifest)
+    return loaded
+
+
+def _compile(compiler: str, *arguments: str) -> None:
+    """Run the compiler; one that hangs is ended with all that it started, and not asked again."""
+    if compiler in _hung:
+        raise subprocess.SubprocessError(f"{compiler} did not end")
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(
+        (compiler, *arguments), stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+    ) as process:
+        try:
+            code = process.wait(COMPILER_SECONDS)
+        except BaseException as problem:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(problem, subprocess.TimeoutExpired):
+                _hung.add(compiler)
+            raise
+    if code:
+        raise subprocess.SubprocessError(f"{compiler} failed on {arguments[-3]}")
+
+
+def _key(source: Path, compiler: str) -> str:
+    """A digest of all that a library is made from: files, flags, compiler, processor."""
+    built = os.stat(compiler)
+    texts = [file.read_text() for file in (source, *sorted(HERE.glob("*.h")))]
+    parts = (*texts, _processor(), *FLAGS, *LINK_FLAGS, compiler, str(built.st_mtime_ns), str(built.st_size))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return platform.processor()
+    return "\n".join(
+        sorted({line for line in text.splitlines() if line.startswith(("model name", "flags", "Features"))})
+    )

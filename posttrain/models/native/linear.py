@@ -1,0 +1,462 @@
+"""Decides how products with weights are computed, and where their gradients go.
+
+T    tokens
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+ROUND = 64
+"""Rows of products in bfloat16 on a processor are filled up to a multiple of this: oneDNN compiles each number of rows that
+it has not seen, which takes longer than the product, and keeps what it compiled.
+"""
+
+
+class Linear(nn.Module):
+    """x W^T + b. Comes uninitialised: torch's own layer would import the compiler (a second) just to be made on "meta"."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.adapter: Adapter | None = None  # with one, the weight is frozen
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """The weight, if it is one that could learn."""
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, inputs] -> [T, outputs]."""
+        if written_out(self) and torch.is_grad_enabled():
+            accumulated: Tensor = _Product.apply(x, self, *learned(self))
+            return accumulated
+        if self.adapter is None:
+            return product(x, self.weight, self.bias)
+        if not torch.is_grad_enabled():
+            return multiplied(x.to(product_type(x)), self)
+        if self.adapter.magnitude is None:
+            return product(x, self.weight, self.bias) + self.adapter(x)
+        out = self.adapter.scaled(product(x, self.weight, None) + self.adapter(x), self.weight)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The one weight that computes the same, [outputs, inputs]: without an adapter, the weight itself."""
+        return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
+
+
+class LinearOfRows(Linear):
+    """The same for rows of tokens, in the place of a layer of torch's whose tensors it takes."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.adapter = cast(nn.Parameter, layer.weight), None
+        self.bias = cast(nn.Parameter | None, layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+class AdapterPlace(NamedTuple):
+    """Where one adapted piece of a product lies."""
+
+    outputs: slice  # among the outputs of the product
+    rows: slice  # of B
+    inner: slice  # rows of A
+
+
+class Adapter(nn.Module):
+    """What a low-rank adapter adds to a product: scale * B A x (LoRA, arXiv 2106.09685, equation 3).
+
+    With a magnitude m each output is that of a row whose length is m: m / |W + scale * B A| (W + scale * B A) x, before the
+    bias, the length of the rows taken for a constant (DoRA, arXiv 2402.09353, equation 5 and section 4.3).
+
+    A product may compute several stored matrices at once (q, k, v), each of which has an A and a B of its own, or none.
+    All A lie on top of each other, [pieces * rank, inputs], for one product with x; so do all B, [their outputs, rank].
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        pieces: Sequence[tuple[str, slice]],
+        rank: int,
+        scale: float,
+        dora: bool = False,
+    ) -> None:
+        """Uninitialised. `pieces`: the names of the adapted matrices, and which of the outputs each computes."""
+        super().__init__()
+        self.names = tuple(name for name, _ in pieces)
+        self.outputs, self.rank, self.scale = outputs, rank, scale
+        places, end = [], 0
+        for number, (_, rows) in enumerate(pieces):
+            begin, end = end, end + rows.stop - rows.start
+            places.append(AdapterPlace(rows, slice(begin, end), slice(number * rank, (number + 1) * rank)))
+        self.places = tuple(places)
+        self.a = nn.Parameter(torch.empty(len(pieces) * rank, inputs))
+        self.b = nn.Parameter(torch.empty(end, rank))
+        self.magnitude = nn.Parameter(torch.empty(end)) if dora else None  # of the rows of B
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, inputs] -> [T, outputs], by operations that can be differentiated twice."""
+        inner = product(x, self.a, None) * self.scale
+        parts, end = [], 0
+        for place in self.places:
+            parts.append(inner.new_zeros(len(x), place.outputs.start - end))
+            parts.append(product(inner[:, place.inner], self.b[place.rows], None))
+            end = place.outputs.stop
+        parts.append(inner.new_zeros(len(x), self.outputs - end))
+        return torch.cat([part for part in parts if part.shape[1]], 1)
+
+    @torch.no_grad()
+    def lengths(self, weight: Tensor) -> Tensor:
+        """|W + scale * B A| of each adapted row, [rows of B], at least float32.
+
+        As |W|^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T: the sum itself is not made. While weights stand still it is
+        found once.
+        """
+        known = _ways().narrowed
+        if known is not None and self.magnitude in known:
+            return known[self.magnitude]
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        found = []
+        with torch.autocast(weight.device.type, enabled=False):
+            for place in self.places:
+                w, a, b = (
+                    x.detach().to(wide) for x in (weight[place.outputs], self.a[place.inner], self.b[place.rows])
+                )
+                squares = w.square().sum(1)
+                squares += 2 * self.scale * (w @ a.t()).mul_(b).sum(1) + self.scale**2 * (b @ (a @ a.t()) * b).sum(1)
+                found.append(squares.clamp_min_(0).sqrt_())
+        lengths = torch.cat(found)
+        if known is not None and self.magnitude is not None:
+            known[self.magnitude] = lengths
+        return lengths
+
+    def scaled(self, out: Tensor, weight: Tensor) -> Tensor:
+        """Outputs [T, outputs] before the bias, of rows whose lengths are the magnitude; themselves without one."""
+        if self.magnitude is None:
+            return out
+        share, parts, end = self.magnitude / self.lengths(weight), [], 0
+        for place in self.places:
+            parts += [share.new_ones(place.outputs.start - end), share[place.rows]]
+            end = place.outputs.stop
+        parts.append(share.new_ones(self.outputs - end))
+        return (out * torch.cat(parts)).to(out.dtype)  # a share in bfloat16 would lose what an update adds to it
+
+    def shifted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with the weight and what is added to it, without a gradient; all of the type of products.
+
+        A sum of both weights, made anew for each micro-batch, would save one hundredth of an update, and be rounded where
+        products are narrower than weights: most of what an update adds would be lost.
+        """
+        out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b)
+        for place in self.places:
+            if in_one_block():
+                out[:, place.outputs].addmm_(inner[:, place.inner], b[place.rows].t())
+            else:
+                out[:, place.outputs] += product(inner[:, place.inner].contiguous(), b[place.rows], None)
+        return out
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """A copy of the weight with the adapter in it."""
+        whole, weight = weight, weight.detach().clone()
+        for place in self.places:
+            weight[place.outputs].addmm_(self.b.detach()[place.rows], self.a.detach()[place.inner], alpha=self.scale)
+        return weight if self.magnitude is None else self.scaled(weight.t(), whole).t().contiguous()
+
+    def inner(self, x: Tensor) -> Tensor:
+        """scale * A x."""
+        return product(x, narrowed(self.a, x.dtype), None).mul_(self.scale)
+
+    def back(self, grad: Tensor, to_x: Tensor | None) -> Tensor:
+        """Adds what goes back through the adapter to the gradient of x. Returns the gradient of A x.
+
+        grad [T, outputs]: of the product; all of one type.
+        """
+        b = narrowed(self.b, grad.dtype)
+        to_inner = grad.new_empty(len(grad), len(self.a))
+        for place in self.places:
+            torch.mm(grad[:, place.outputs], b[place.rows], out=to_inner[:, place.inner])
+        to_inner.mul_(self.scale)
+        if to_x is not None:
+            to_x.addmm_(to_inner, narrowed(self.a, grad.dtype))
+        return to_inner
+
+    def collect_magnitude(self, grad: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Adds its gradient to that of the magnitude; what was scaled is computed again. grad: of the product."""
+        if self.magnitude is None:
+            return
+        to_magnitude, lengths = collected(self.magnitude), self.lengths(weight)
+        assert to_magnitude is not None
+        out = self.shifted(x, narrowed(weight, x.dtype), None)
+        for place in self.places:
+            moved = (grad[:, place.outputs] * out[:, place.outputs]).sum(0, dtype=lengths.dtype)
+            to_magnitude[place.rows] += moved / lengths[place.rows]
+
+    def collect(self, to_inner: Tensor, grad: Tensor, x: Tensor) -> None:
+        """Adds the gradients of A and B to theirs."""
+        to_a, to_b = collected(self.a), collected(self.b)
+        assert to_a is not None and to_b is not None
+        add_product(to_a, to_inner.t(), x)
+        inner = self.inner(x)
+        for place in self.places:
+            add_product(to_b[place.rows], grad[:, place.outputs].t(), inner[:, place.inner])
+
+
+class Embedding(nn.Module):
+    """Rows of a table, uninitialised."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, size))
+
+    def forward(self, index: Tensor) -> Tensor:
+        if collects(self.weight) and torch.is_grad_enabled():
+            rows: Tensor = _Rows.apply(self.weight, index)
+            return rows
+        return functional.embedding(index, self.weight)
+
+
+def rounds(device: torch.device) -> bool:
+    """Whether products are computed in bfloat16 on a processor: numbers of rows should then come again and again."""
+    return device.type == "cpu" and torch.is_autocast_enabled("cpu")
+
+
+# -- what holds for a while --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Ways:
+    """How products are computed just now."""
+
+    block: int | None = None  # rows that are multiplied at once; None: all
+    narrowed: dict[Tensor, Tensor] | None = (
+        None  # while gradients accumulate: weight -> the same, in the type of products
+    )
+    keeps: bool = True  # what is narrowed, for as long
+
+
+_everybodys = _Ways()
+_own = threading.local()
+
+
+def _ways() -> _Ways:
+    found: _Ways = getattr(_own, "ways", _everybodys)
+    return found
+
+
+def compute_apart() -> None:
+    """From now on this thread's products do not depend on what another one asks for, nor the other way round.
+
+    Not the default: torch computes gradients on a GPU in threads of its own, which belong to the one that asked.
+    """
+    _own.ways = _Ways()
+
+
+# -- rows that do not depend on each other -----------------------------------------------------------------------------
+
+
+@contextmanager
+def in_blocks(rows: int) -> Iterator[None]:
+    """Within it products go as in blocks of so many rows, of which there must be a multiple; for what needs no gradient.
+
+    A library chooses how it adds numbers up by the number of rows: so what comes of a row would depend, in its last
+    bits, on how many others there are. In blocks of one size it does not.
+    """
+    ways = _ways()
+    before, ways.block = ways.block, rows
+    try:
+        yield
+    finally:
+        ways.block = before
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """functional.linear, in blocks where these are asked for."""
+    block = _ways().block
+    if block is None:
+        return functional.linear(x, weight, bias)
+    dtype = product_type(x)
+    x, transposed = x.to(dtype), weight.to(dtype).t()
+    assert x.shape[0] % block == 0, "whole blocks"
+    blocks = x.shape[0] // block
+    if _as_in_blocks(blocks, block, weight.shape, dtype, torch.get_num_threads()):
+        out = torch.mm(x, transposed)
+    else:
+        out = torch.cat([torch.mm(rows, transposed) for rows in x.split(block)])
+    return out if bias is None else out.add_(bias.to(dtype))
+
+
+@cache
+def _as_in_blocks(blocks: int, rows: int, weight: torch.Size, dtype: torch.dtype, threads: int) -> bool:
+    """Whether a product of so many blocks is, to the last bit, what each alone gives: tried on random numbers.
+
+    Where sums are added up in another order, some of so many differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    outputs, inputs = weight
+    block = torch.randn(rows, inputs, generator=generator).to(dtype)
+    transposed = torch.randn(outputs, inputs, generator=generator).to(dtype).t()
+    together = torch.mm(block.repeat(blocks, 1), transposed)
+    return torch.equal(together, torch.mm(block, transposed).repeat(blocks, 1))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def accumulating(keeps: bool = True) -> Iterator[None]:
+    """Within it weights stand still, and `backward` adds their gradients to their `.grad` itself, where they lie.
+
+    torch would make each micro-batch's gradient apart and then add it: of an embedding and an output head that is as much
+    memory again as they have. Not for `torch.autograd.grad`, nor for second derivatives. `keeps`: whether weights that are
+    narrowed are kept so for the next micro-batch; else they are narrowed anew for each product.
+    """
+    ways = _ways()
+    before = ways.narrowed, ways.keeps
+    ways.narrowed, ways.keeps = {}, keeps
+    try:
+        yield
+    finally:
+        ways.narrowed, ways.keeps = before
+
+
+def accumulates() -> bool:
+    return _ways().narrowed is not None
+
+
+def collects(weight: Tensor) -> bool:
+    """Whether a backward pass adds this weight's gradient itself."""
+    return accumulates() and weight.is_leaf and weight.requires_grad
+
+
+def written_out(linear: Linear) -> bool:
+    """Whether the backward pass of this product is one of ours: of what is frozen, and of its adapter, too."""
+    own = linear.parameter
+    return accumulates() and (own is None or own.is_leaf)
+
+
+def learned(linear: Linear) -> tuple[Tensor | None, ...]:
+    """The bias, and what else torch is to see that there is a gradient to be had."""
+    adapter = linear.adapter
+    return linear.bias, linear.parameter, *(() if adapter is None else (adapter.a, adapter.b, adapter.magnitude))
+
+
+def in_one_block() -> bool:
+    return _ways().block is None
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """Of the products that x goes into: under autocast, its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A weight in the type of products, cast once for all that is accumulated. `dtype`: theirs, where autocast is over."""
+    dtype, known = dtype or product_type(weight), _ways().narrowed
+    if weight.dtype == dtype or known is None or not _ways().keeps or not isinstance(weight, nn.Parameter):
+        return weight.to(dtype)
+    if weight not in known:
+        known[weight] = weight.to(dtype)
+    return known[weight]
+
+
+def collected(weight: Tensor) -> Tensor | None:
+    """Where a backward pass is to add the gradient of a weight; None: it returns it, as always."""
+    if not collects(weight):
+        return None
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
+    """place += one @ other, also where they are of a narrower or wider type."""
+    if place.dtype == one.dtype:
+        place.addmm_(one, other)
+    else:
+        place.add_(one @ other)
+
+
+def multiplied(x: Tensor, linear: Linear) -> Tensor:
+    """The product, without a gradient. x is of the type of products."""
+    own, bias, adapter = linear.weight, linear.bias, linear.adapter
+    weight = narrowed(own)
+    shift = None if bias is None else narrowed(bias)
+    if adapter is None:
+        return product(x, weight, shift)
+    if adapter.magnitude is None:
+        return adapter.shifted(x, weight, shift)
+    out = adapter.scaled(adapter.shifted(x, weight, None), own)
+    return out if shift is None else out.add_(shift)
+
+
+def before_scale(adapter: Adapter | None, grad: Tensor, weight: Tensor) -> Tensor:
+    """Of the gradient of a product, that of what its magnitude scales: the same where it has none."""
+    return grad if adapter is None else adapter.scaled(grad, weight)
+
+
+class _Product(torch.autograd.Function):
+    """functional.linear, also under autocast; of a frozen weight only the gradient towards x is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: Linear, *learned: Tensor | None) -> Tensor:
+        ctx.linear, ctx.type = linear, x.dtype
+        x = x.to(product_type(x))
+        own = linear.parameter
+        learns = linear.adapter is not None or (own is not None and own.requires_grad)
+        ctx.save_for_backward(x if learns else None)
+        return multiplied(x, linear)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight, adapter = ctx.saved_tensors, ctx.linear.weight, ctx.linear.adapter
+        inner = before_scale(adapter, grad, weight)
+        to_x = inner @ narrowed(weight, grad.dtype) if ctx.needs_input_grad[0] else None
+        if (place := collected(weight)) is not None:
+            add_product(place, grad.t(), x)
+        if adapter is not None:
+            adapter.collect(adapter.back(inner, to_x), inner, x)
+            adapter.collect_magnitude(grad, x, weight)
+        return None if to_x is None else to_x.to(ctx.type), None, *of_learned(ctx, grad)
+
+
+def of_learned(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """What a backward pass returns for `learned`: the others are collected."""
+    linear = ctx.linear
+    to_bias = grad.sum(0, dtype=linear.bias.dtype) if linear.bias is not None and linear.bias.requires_grad else None
+    return to_bias, *(None for _ in learned(linear)[1:])
+
+
+class _Rows(torch.autograd.Function):
+    """functional.embedding."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.weight = weight
+        return functional.embedding(index, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        place = collected(ctx.weight)
+        assert place is not None
+        place.index_add_(0, ctx.saved_tensors[0], grad.to(place.dtype))
+        return None, None

@@ -1,0 +1,273 @@
+"""Reward models: a decoder whose hidden states are read by a head of one number, instead of by one of words.
+
+Decides what is written, so that other programs get the same numbers: a folder that transformers opens as a sequence
+classification model (one label, no bias in the head, a padding token that never ends a reply). What transformers has no
+form for, scores averaged over tokens or a head of two layers, is written under a model_type that it refuses, since it would
+put a random head in its place.
+
+    T    tokens of a micro-batch    N    readings: hidden states that are scored    D    hidden size
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import Layout
+from posttrain.core.protocols import Model
+from posttrain.core.protocols import ModelShape as Sizes
+from posttrain.core.types import UserError
+from posttrain.models.adapters.adapter_config import NOTE, is_adapter
+from posttrain.models.adapters.adapter_folder import checked_base, read_adapter, read_note, save_adapter
+from posttrain.models.adapters.lora import Adaptable
+from posttrain.models.checkpoint_folder import BACKBONE, INNER, OURS, SCORE, load_headless, of_backbone, save_model
+from posttrain.models.head import Head
+from posttrain.models.hf.backed import Backed
+from posttrain.models.json_files import Fields, is_whole, read_json, shown
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_files import VOCAB_MOST, checkpoint_folder
+
+Pooling = Literal["last", "mean"]
+Form = Literal["linear", "mlp"]
+OFFSET = "posttrain_score_offset"
+FORM = (BACKBONE, "posttrain_pooling", "posttrain_head")  # entries of config.json that say what it is
+CLASSIFIERS = {
+    "llama": "LlamaForSequenceClassification",
+    "mistral": "MistralForSequenceClassification",
+    "qwen2": "Qwen2ForSequenceClassification",
+    "qwen3": "Qwen3ForSequenceClassification",
+}
+
+
+@dataclass(frozen=True)
+class ScoreShape:
+    """How hidden states become a score."""
+
+    pooling: Pooling = "last"  # the score at the last token, or the mean of those at every token of the response
+    head: Form = "linear"
+
+
+class RewardModel(nn.Module):
+    """See `posttrain.core.protocols.Model`: its head has one row, [1, D], and what it gives are scores, float32 [N]."""
+
+    def __init__(self, backbone: Adaptable, shape: ScoreShape, seed: int, pad: int | None = None) -> None:
+        """A new head on a backbone, drawn from N(0, 1 / (D + 1)) (Stiennon et al., arXiv 2009.01325, appendix B.1).
+
+        `pad`: the token that other programs are to pad with; None: it has none to be told.
+        """
+        super().__init__()
+        self.backbone, self.shape, self.pad = backbone, shape, pad
+        self.offset = 0.0  # what services add, so that the mean over the training data is 0; never added here
+        self.measured: Callable[[], float] | None = None  # finds the offset of the weights as they are, to be written
+        size = backbone.config.hidden
+        generator = torch.Generator().manual_seed(seed)
+        self.score = nn.Parameter(torch.randn((1, size), generator=generator) / (size + 1) ** 0.5)
+        inner = torch.randn((size, size), generator=generator) / size**0.5 if shape.head == "mlp" else None
+        self.inner = None if inner is None else nn.Parameter(inner)
+        self.to(backbone.head.device)
+
+    @property
+    def config(self) -> Sizes:
+        return self.backbone.config
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.backbone.eos_ids
+
+    @eos_ids.setter
+    def eos_ids(self, ids: tuple[int, ...]) -> None:
+        self.backbone.eos_ids = ids
+
+    @property
+    def head(self) -> Head:
+        return Head(self.score)
+
+    def hidden(self, layout: Layout, at: Tensor) -> Tensor:
+        """What the head reads, [N, D]."""
+        return self.transformed(self.backbone.hidden(layout, at))
+
+    def transformed(self, hidden: Tensor) -> Tensor:
+        """The backbone's hidden states as the last layer of the head reads them."""
+        return hidden if self.inner is None else torch.tanh(nn.functional.linear(hidden, self.inner))
+
+    @property
+    def classifier(self) -> str | None:
+        """What transformers calls such a model; None: it has no form for it."""
+        if self.shape != ScoreShape():
+            return None
+        if isinstance(self.backbone, Decoder):
+            return CLASSIFIERS[self.backbone.config.family]
+        from posttrain.models.hf.headless import classifier_of
+
+        return classifier_of(self.backbone)
+
+    def measure(self) -> None:
+        """Find the offset of the weights as they are."""
+        if self.measured is not None:
+            self.offset = self.measured()
+
+    def save(self, folder: Path) -> None:
+        """Write config.json and weights, as `load_reward_model` reads them, and transformers where it can.
+
+        Of an adapted model adapters and head, as PEFT has them for sequence classification.
+        """
+        self.measure()
+        also = {SCORE: self.score.detach()}
+        if self.inner is not None:
+            also[INNER] = self.inner.detach()
+        if self.backbone.lora is not None:
+            return save_adapter(self.backbone, folder, also, self._noted())
+        ends, classifier = self.eos_ids, self.classifier
+        told: dict[str, Any] = {
+            "architectures": [classifier],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            "vocab_size": self.config.vocab,
+            "eos_token_id": list(ends) if len(ends) != 1 else ends[0],
+            "pad_token_id": self.pad,
+            OFFSET: self.offset,
+        }
+        if classifier is None:
+            told |= {"architectures": ["PosttrainRewardModel"], "model_type": OURS, BACKBONE: self._family}
+            told |= {"posttrain_pooling": self.shape.pooling, "posttrain_head": self.shape.head}
+        if isinstance(self.backbone, Decoder):
+            return save_model(self.backbone, folder, also=also, told=told)
+        from posttrain.models.hf.headless import save_headless
+
+        save_headless(self.backbone, folder, also, told)
+
+    @property
+    def _family(self) -> str:
+        """The model_type of the backbone."""
+        if isinstance(self.backbone, Decoder):
+            return self.backbone.config.family
+        family: str = self.backbone.inner.config.model_type
+        return family
+
+    def _noted(self) -> dict[str, Any]:
+        """What a folder of adapters remembers beside them and the head."""
+        return {
+            "posttrain_pooling": self.shape.pooling,
+            "posttrain_head": self.shape.head,
+            "vocab_size": self.config.vocab,
+            "eos_token_id": list(self.eos_ids),
+            "pad_token_id": self.pad,
+            OFFSET: self.offset,
+        }
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Model] = RewardModel
+
+
+def new_reward_model(
+    folder: str | Path, shape: ScoreShape, seed: int, device: str | torch.device = "cpu"
+) -> RewardModel:
+    """A reward model whose backbone starts from a checkpoint; a head of the same shape that is there is taken over."""
+    model, found = _read(folder, shape, seed, device)
+    if SCORE in found and (INNER in found) == (shape.head == "mlp"):
+        _take_over(model, found, folder)
+    return model
+
+
+def load_reward_model(folder: str | Path, device: str | torch.device = "cpu") -> RewardModel:
+    """The reward model of a folder. Raises UserError if it holds another kind of model, or a damaged one."""
+    folder = checkpoint_folder(folder)
+    source = read_note(folder) if is_adapter(folder) else read_json(folder / "config.json")
+    shape = ScoreShape(source.get("posttrain_pooling", "last"), source.get("posttrain_head", "linear"))
+    if shape.pooling not in ("last", "mean") or shape.head not in ("linear", "mlp"):
+        raise UserError(
+            f"{folder}: {NOTE if is_adapter(folder) else 'config.json'} has an unknown form of reward model: "
+            f"{shown(shape.pooling)}, {shown(shape.head)}"
+        )
+    model, found = _read(folder, shape, 0, device)
+    if SCORE not in found:
+        raise UserError(
+            f"{folder} is no reward model: it has no {SCORE}; train one with posttrain reward-model, or give a "
+            "sequence-classification checkpoint with one label"
+        )
+    _take_over(model, found, folder)
+    offset = source.get(OFFSET, 0.0)
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
+        raise UserError(f"{folder}: {OFFSET} in config.json is {shown(offset)}; it must be a finite number")
+    model.offset = float(offset)
+    return model
+
+
+def _read(
+    folder: str | Path, shape: ScoreShape, seed: int, device: str | torch.device
+) -> tuple[RewardModel, dict[str, Tensor]]:
+    folder = checkpoint_folder(folder)
+    if is_adapter(folder):
+        return _read_adapted(folder, shape, seed, device)
+    backbone, found = load_headless(folder, device)
+    if "score.bias" in found:
+        raise UserError(f"{folder}: its head has a bias, which reward models here and in transformers have not")
+    source = of_backbone(read_json(folder / "config.json"))
+    if isinstance(backbone, Decoder):
+        backbone.source = {k: v for k, v in source.items() if k not in FORM}
+    pad = source.get("pad_token_id")
+    return RewardModel(backbone, shape, seed, pad if isinstance(pad, int) else None), found
+
+
+def _read_adapted(
+    folder: Path, shape: ScoreShape, seed: int, device: str | torch.device
+) -> tuple[RewardModel, dict[str, Tensor]]:
+    """The base of a folder of adapters with these, and the head: the folder's, or else the base's."""
+    model, found = _read(checked_base(folder), shape, seed, device)
+    fields = Fields(folder / NOTE, read_note(folder))
+    vocab = model.config.vocab
+    _grow(model.backbone, fields.whole("vocab_size", vocab, VOCAB_MOST, vocab))
+    own = read_adapter(model.backbone, folder, (SCORE, INNER))
+    ends = fields.get("eos_token_id")
+    if isinstance(ends, list) and all(is_whole(end, 0, model.config.vocab - 1) for end in ends):
+        model.eos_ids = tuple(ends)
+    model.pad = fields.whole("pad_token_id", 0, model.config.vocab - 1, model.pad)
+    return model, own if SCORE in own else found
+
+
+def _take_over(model: RewardModel, found: dict[str, Tensor], folder: str | Path) -> None:
+    """Fill the head. Raises UserError if it is of another size."""
+    own = {SCORE: model.score, **({INNER: model.inner} if model.inner is not None else {})}
+    for name, parameter in own.items():
+        stored = found.get(name)
+        if stored is None or stored.shape != parameter.shape:
+            what = "is not there" if stored is None else f"has shape {list(stored.shape)}"
+            raise UserError(
+                f"{folder}: {name} {what}; a reward model has one label and a head of shape {list(parameter.shape)}"
+            )
+        with torch.no_grad():
+            cast(Tensor, parameter).copy_(stored)
+
+
+def settle(model: RewardModel, tokenizer: Tokenizer, ends: tuple[int, ...]) -> Tokenizer:
+    """Fix what ends a reply (`ends`) and what rows are padded with, never the same, in the model and the tokenizer returned.
+
+    Where a token is added for that, the embedding grows: by zeros, which nothing ever reads.
+    """
+    tokenizer = tokenizer.padding(ends)
+    assert tokenizer.pad_id is not None
+    model.eos_ids, model.pad = ends, tokenizer.pad_id
+    _grow(model.backbone, tokenizer.pad_id + 1)
+    return tokenizer
+
+
+def _grow(backbone: Adaptable, vocab: int) -> None:
+    if vocab <= backbone.config.vocab:
+        return
+    if isinstance(backbone, Backed):
+        from posttrain.models.hf.headless import grow
+
+        return grow(backbone, vocab)
+    old = backbone.embed.weight
+    rows = old.new_zeros((vocab - len(old), old.shape[1]))
+    backbone.embed.weight = nn.Parameter(torch.cat((old.detach(), rows)), old.requires_grad)
+    backbone.config = replace(backbone.config, vocab=vocab)

@@ -1,0 +1,507 @@
+"""Text to tokens and back, and chat messages to text. A thin layer over the `tokenizers` library.
+
+It decides what a text means that is not the first of its context. SentencePiece-like tokenizers put a space before
+every text they are given and take it away from every text they return, which is right once, at the start of a context.
+Prompts that grow by turns and replies that are decoded alone are continuations: for them the space is neither invented
+nor lost, so that decode(a) + decode(b) is what the model saw as a + b.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import tokenizers
+
+from posttrain.core.pictures import PictureError, has_parts
+from posttrain.core.types import Media, ToolCall, UserError
+from posttrain.models.hf.image_processor import PLACE, ImageProcessor
+from posttrain.models.json_files import read_json, read_text, write_json
+from posttrain.models.tokenizer.custom_template import read_template
+from posttrain.models.tokenizer.tokenizer_files import (
+    NAMED_TOKENS,
+    VOCAB_MOST,
+    check_ids,
+    checkpoint_folder,
+    failed,
+    read_special,
+    refusing,
+    stored_template,
+    token_text,
+)
+from posttrain.models.tokenizer.tokenizer_training import EOS, PAD, UNKNOWN, train_bpe, train_characters
+from posttrain.models.tokenizer.tool_format import format_of
+from posttrain.models.tokenizer.tool_parser import ToolFormat
+
+BLIND = "this model reads text alone, and a message has a picture: take a model that sees, or leave it out"
+_MARK = "\u2063reply\u2063"  # stands for a sampled reply when a template is asked what surrounds one
+_WORD = "Xyzzy"  # stands for what is to be shown
+
+
+def _mark(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What stands for a reply among these messages: in none of them, whatever a policy makes others repeat."""
+    shown, mark = json.dumps(messages, ensure_ascii=False, default=str), _MARK
+    while mark in shown:
+        mark = f"\u2063{mark}\u2063"
+    return mark
+
+
+def _in_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """For templates that show text: parts that are all text are one."""
+    content = message.get("content")
+    if not isinstance(content, list) or has_parts(content):
+        return dict(message)
+    return {**message, "content": "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))}
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
+class Continuation(NamedTuple):
+    """What stands behind a reply."""
+
+    text: str
+    reply: Mapping[str, Any]  # a message that stands for the reply, for later calls
+
+
+class Tokenizer:
+    """A trained tokenizer with its special tokens and chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        chat_template: str | None = None,
+        template_name: str = "the chat template",
+    ) -> None:
+        """Of a `tokenizers` tokenizer, the checked tokenizer_config.json and the text of the chat template.
+
+        `template_name`: where that stands, for messages.
+        """
+        backend.no_truncation()  # a limit stored in tokenizer.json would cut texts in silence
+        backend.no_padding()
+        self.config = dict(config)
+        self.chat_template = chat_template
+        self.template_name = template_name
+        self.special = {name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.backend = backend
+        self.pictures: ImageProcessor | None = None  # of a model that sees
+        self._parts: dict[str, bool] = {}  # of each chat template, see `_takes_parts`
+        self._formats: dict[str, ToolFormat | None] = {}  # likewise
+        self._continuation = _continuation(backend)
+        self._opening = _opening(backend)
+        self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
+        self.unknown_id = self._id("unk_token")  # what stands for text that it has no token for
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id."""
+        found: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
+        return found
+
+    @property
+    def added(self) -> dict[int, str]:
+        """The tokens that stand for nothing but their own text, such as special ones, by their ids."""
+        return {id: token.content for id, token in self.backend.get_added_tokens_decoder().items()}
+
+    def _id(self, name: str) -> int | None:
+        return self.backend.token_to_id(self.special[name]) if name in self.special else None
+
+    @classmethod
+    def load(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
+        """The tokenizer of a checkpoint folder, or of a Hugging Face model name.
+
+        `chat_template`: instead of the folder's own, see `own_template.read_template`. Raises UserError if the folder holds
+        no tokenizer or a damaged one.
+        """
+        if chat_template is not None:
+            text, name = read_template(chat_template)  # its mistakes first: nothing was read for them
+            return cls.load(folder).templated(text, name)
+        from posttrain.models.adapters.adapter_config import described_in
+
+        folder = checkpoint_folder(folder)
+        described, file = described_in(folder), folder / "tokenizer.json"
+        if not file.exists():
+            return cls.load(described) if described != folder else _load_with_transformers(folder)  # as PEFT leaves it
+        text = read_text(file)
+        config = read_special(folder / "tokenizer_config.json")
+        named = read_special(folder / "special_tokens_map.json")  # older checkpoints name them here
+        config = {**{name: named[name] for name in NAMED_TOKENS if name in named}, **config}
+        template, name = stored_template(folder, config)
+        with refusing(f"{file} is damaged, copy it again"):
+            backend = tokenizers.Tokenizer.from_str(text)
+            check_ids(backend)
+            tokenizer = _tried(cls(backend, config, template, name))
+        source = read_json(described / "config.json", optional=True)
+        return tokenizer._seeing(ImageProcessor.of(described, source))
+
+    @classmethod
+    def train(
+        cls,
+        texts: Iterable[str],
+        vocab: int,
+        kind: Literal["bpe", "characters"] = "bpe",
+        special: Sequence[str] = (),
+    ) -> Tokenizer:
+        """A new tokenizer of at most `vocab` tokens; equal texts give equal tokenizers.
+
+        "bpe" is byte-level with digits split one by one: it round-trips every text. "characters" knows the most
+        frequent characters of the texts and maps all others to "<|unk|>"; beside a qwen2 model transformers reads it by
+        PreTrainedTokenizerFast only, as its AutoTokenizer takes every tokenizer there for Qwen's. Ids 0 and 1 are
+        "<|pad|>" and "<|eos|>"; the given special tokens follow. Raises UserError if `vocab` is too small or absurd.
+        """
+        if vocab > VOCAB_MOST:
+            raise UserError(f"vocab is {vocab}: a tokenizer has at most {VOCAB_MOST:,} entries")
+        if kind == "bpe":
+            backend = train_bpe(texts, vocab, [PAD, EOS, *special])
+        elif kind == "characters":
+            backend = train_characters(texts, vocab, [PAD, EOS, UNKNOWN, *special])
+        else:
+            raise UserError(f'kind is "bpe" or "characters", not {kind!r}')
+        backend.add_special_tokens([PAD, EOS, *([UNKNOWN] if kind == "characters" else []), *special])
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD,
+            "eos_token": EOS,
+            "unk_token": UNKNOWN if kind == "characters" else None,  # absent, transformers may add one of its own
+            "clean_up_tokenization_spaces": False,
+        }
+        return cls(backend, config)
+
+    def encode(self, text: str, start: bool = False) -> list[int]:
+        """Token ids. Special tokens written in the text are recognised.
+
+        start=True: the text opens a context, and gets what the tokenizer puts there, such as a beginning-of-sequence
+        token (unless the text, as rendered by a chat template, opens with it already) and its leading space.
+        start=False: the text continues a context, and is encoded as it stands.
+
+        Raises UserError if the text has no tokens: half a surrogate pair, or a character that the tokenizer lacks.
+        """
+        if self.pictures is not None and self._placeholder in text:
+            raise PictureError(
+                f"a text holds {self._placeholder}, which stands for a picture: give the picture as a part"
+            )
+        return self._encode(text, start)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises PictureError for token ids, given as such, that stand for a picture which is not there."""
+        if self.pictures is not None and self.pictures.id in tokens:
+            raise PictureError(
+                f"token {self.pictures.id} stands for a picture: give messages, with the picture as a part"
+            )
+
+    def encode_seen(self, text: str, digests: Sequence[str], start: bool = False) -> tuple[list[int], list[Media]]:
+        """The same of what a template made of messages with pictures: ids, and which of them hold a picture's place.
+
+        Raises PictureError for a picture that cannot be shown, UserError if the model reads text alone, or if the template
+        shows no places for pictures.
+        """
+        if self.pictures is None:
+            raise UserError(BLIND)
+        found = text.count(self._placeholder)
+        if found > len(digests):
+            raise PictureError(
+                f"a text holds {self._placeholder}, which stands for a picture: give the picture as a part"
+            )
+        if found < len(digests):
+            raise UserError(
+                f"{self.template_name} shows {found} places for {len(digests)} pictures: use the one of a model that sees"
+            )
+        pixels = [self.pictures.pixels(digest) for digest in digests]
+        shown, *rest = text.split(self._placeholder)
+        for one, behind in zip(pixels, rest, strict=True):
+            shown += one.text.replace(PLACE, self._placeholder) + behind
+        tokens, id = self._encode(shown, start), self.pictures.id
+        places = [place for place, token in enumerate(tokens) if token == id]
+        if len(places) != (needed := sum(one.count for one in pixels)):
+            raise UserError(
+                f"the tokenizer gives {len(places)} placeholders for pictures that need {needed}: {self._placeholder!r} is "
+                f"not the token {id} that config.json names"
+            )
+        media, first = [], 0
+        for digest, one in zip(digests, pixels, strict=True):
+            begin, end = places[first], places[first + one.count - 1] + 1
+            media.append(Media(begin, end - begin, digest, one.grid))
+            first += one.count
+        return tokens, media
+
+    @property
+    def _placeholder(self) -> str:
+        assert self.pictures is not None
+        return self.backend.id_to_token(self.pictures.id) or PLACE
+
+    def _seeing(self, pictures: ImageProcessor | None) -> Tokenizer:
+        """Itself, for a model that sees."""
+        self.pictures = pictures
+        return self
+
+    def _encode(self, text: str, start: bool) -> list[int]:
+        try:
+            backend = self.backend if start else self._continuation
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            raise failed(error, f"the tokenizer cannot encode the text {_excerpt(text)}") from None
+        if not start:
+            return ids
+        return ids if ids[: len(self._opening)] == self._opening else self._opening + ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens as they stand in a context: special tokens visible, a leading space kept."""
+        try:
+            return self._continuation.decode(tokens, skip_special_tokens=False)
+        except BaseException as error:
+            raise failed(error, "the tokenizer cannot decode its own tokens") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generation: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of chat messages by the checkpoint's template; generation=True ends where the model is to reply.
+
+        `tools`: JSON schemas of functions that it may call. Raises UserError if there is no template, or if the template
+        refuses the messages or shows nothing of the tools.
+        """
+        if self.chat_template is None:
+            raise UserError(
+                "this model has no chat template, which messages and tools need: give one with --chat-template FILE, or "
+                "--chat-template chatml, or prompt with text"
+            )
+        text = self._rendered(messages, generation, self._takes_parts, tools)
+        for tool in tools or ():
+            if tool["function"]["name"] not in text:
+                raise UserError(
+                    f"this chat template does not show the tool {tool['function']['name']!r}: describe it in a message, "
+                    "and leave it out of tools"
+                )
+        return text
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the template writes calls of tools, None if it shows none."""
+        if self.chat_template is None:
+            return None
+        if self.chat_template not in self._formats:
+            self._formats[self.chat_template] = format_of(lambda messages: self.render(messages, generation=False))
+        return self._formats[self.chat_template]
+
+    def render_after(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        calls: Sequence[ToolCall] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Continuation:
+        """What the template puts behind a reply to the messages `before`, up to where the model is to reply to `new`.
+
+        `calls`: those that the reply made. The text begins with the end of the reply. A template may show what is before
+        otherwise than when the model read it (it drops the thinking of earlier turns, for example): only what comes
+        behind the reply is asked of it. Raises UserError if the template does not show a reply as it was said, or shows
+        nothing of a new message.
+        """
+        problem: UserError | None = None
+        mark = _mark([*before, *new])
+        for reply, closing in self._stand_ins(calls, new, mark):
+            try:
+                text = self.render([*before, reply, *new], True, tools)
+                end = text.find(mark) + len(mark) if text.count(mark) == 1 else -1
+                if end >= 0 and closing is not None:
+                    end = closing(text, mark)
+                if end < 0:
+                    continue
+                self._check_shown(text[end:], before, reply, new, tools)
+            except UserError as error:
+                problem = problem or error
+                continue
+            return Continuation(text[end:], json.loads(json.dumps(reply, ensure_ascii=False).replace(mark, _WORD)))
+        raise problem or UserError(
+            "this chat template does not show a reply where it was said: use it with one turn, or yield text, not messages"
+        )
+
+    def _stand_ins(
+        self, calls: Sequence[ToolCall], new: Sequence[Mapping[str, Any]], mark: str
+    ) -> Iterator[tuple[dict[str, Any], Callable[[str, str], int] | None]]:
+        """Messages that may stand for the reply, each with what finds the end of a call in a rendered text.
+
+        Some templates take a tool's answer only behind a call, and some show another end behind one.
+        """
+        form = self.tool_format
+        answered = [m for m in new if m["role"] == "tool"]
+        if not calls and answered:
+            calls = [
+                ToolCall(str(m.get("name") or "tool"), {}, id=str(m.get("tool_call_id") or "call00000"))
+                for m in answered
+            ]
+            yield {"role": "assistant", "content": mark}, None
+        if calls and form is not None:
+            marked = [ToolCall(call.name or "unknown", {}, id=call.id) for call in calls]
+            marked[-1] = replace(marked[-1], arguments={"text": mark})
+            yield form.message(marked), form.end_of_call
+            yield form.message(marked[-1:]), form.end_of_call  # a template may take one call a turn
+        yield {"role": "assistant", "content": mark}, None
+
+    def _check_shown(
+        self,
+        after: str,
+        before: Sequence[Mapping[str, Any]],
+        reply: Mapping[str, Any],
+        new: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Raises UserError if something of the new messages is not shown."""
+        for place, message in enumerate(new):
+            content = message.get("content")
+            if not isinstance(content, str) or content.strip() in after:
+                continue
+            # perhaps in other words, such as JSON: a word in its place is
+            marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
+            if _WORD not in self.render([*before, reply, *marked], True, tools):
+                raise UserError(
+                    f"this chat template shows nothing of a message whose role is {message.get('role')!r}: yield it as "
+                    "text, or in another role"
+                )
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generation: bool,
+        parts: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        from posttrain.models.tokenizer.chat_template import render
+
+        assert self.chat_template is not None
+        shown = [_in_parts(message) if parts else _in_text(message) for message in messages]
+        if self.pictures is None and any(has_parts(message.get("content")) for message in messages):
+            raise UserError(BLIND)
+        variables: dict[str, Any] = {"messages": shown, **self.special}
+        variables |= {"tools": tools and list(tools), "documents": None, "add_generation_prompt": generation}
+        return render(self.chat_template, variables, self.template_name)
+
+    @property
+    def _takes_parts(self) -> bool:
+        """Whether the template shows contents that are lists of parts, and text not: those of models that see pictures."""
+        assert self.chat_template is not None
+        if self.chat_template not in self._parts:
+            asked, found = [{"role": "user", "content": _WORD}], {}
+            for parts in (False, True):
+                try:
+                    found[parts] = _WORD in self._rendered(asked, True, parts)
+                except UserError:  # what it wants else is told where it is used
+                    found[parts] = False
+            self._parts[self.chat_template] = found[True] and not found[False]
+        return self._parts[self.chat_template]
+
+    def templated(self, template: str, name: str) -> Tokenizer:
+        """The same with another chat template. `name`: where it stands, for messages."""
+        config = {key: value for key, value in self.config.items() if key != "chat_template"}
+        return Tokenizer(self.backend, config, template, name)._seeing(self.pictures)
+
+    def padding(self, ends: Sequence[int]) -> Tokenizer:
+        """The same with a token to pad with that is none of `ends`: a special one where there is one, or else a new one.
+
+        Programs that look for the last token of a padded row would otherwise not see the end of a reply. Where the
+        tokenizer names no end itself, the first of `ends` is named too.
+        """
+        named = {} if self.eos_id is not None else {"eos_token": self.backend.id_to_token(ends[0])}
+        if self.pad_id is not None and self.pad_id not in ends:
+            config = {**self.config, **named}
+            other = Tokenizer(self.backend, config, self.chat_template, self.template_name)
+            return other._seeing(self.pictures) if named else self
+        usable = ("bos_token", "mask_token", "sep_token", "cls_token", "unk_token")  # last, what a reply may end with
+        known = [self.special.get(name) for name in usable]
+        others = [
+            token for token in known if token is not None and self.backend.token_to_id(token) not in (None, *ends)
+        ]
+        if not others:
+            self.backend.add_special_tokens([PAD])
+        config = {**self.config, **named, "pad_token": [*others, PAD][0]}
+        return Tokenizer(self.backend, config, self.chat_template, self.template_name)._seeing(self.pictures)
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for transformers.AutoTokenizer too.
+
+        Of a model that sees, what its image processor is made from as well.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = dict(self.config)
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+            config.pop("chat_template", None)
+        for name, text in (self.pictures.files if self.pictures is not None else {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        self.backend.save(str(folder / "tokenizer.json"))
+        write_json(folder / "tokenizer_config.json", config)
+
+
+def _excerpt(text: object) -> str:
+    return ascii(text) if len(str(text)) <= 60 else f"{str(text)[:60]!a}..."
+
+
+def _tried(tokenizer: Tokenizer) -> Tokenizer:
+    """Itself, if it does not panic at a text of many kinds of characters: better here than in the middle of a run."""
+    with suppress(Exception):  # some of the characters may be unknown to it
+        ids = tokenizer.backend.encode("Ab 12,\n\t\N{LATIN SMALL LETTER E WITH ACUTE}\u5317\U0001f642").ids
+        tokenizer.backend.decode(ids, skip_special_tokens=False)
+    return tokenizer
+
+
+def _load_with_transformers(folder: Path) -> Tokenizer:
+    """Older checkpoints hold vocab.json + merges.txt, or a SentencePiece model, which only transformers can convert."""
+    if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
+        raise UserError(f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json into it")
+    config = read_special(folder / "tokenizer_config.json")
+    with refusing(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"):
+        from transformers import AutoTokenizer
+
+        # code that comes with a checkpoint is not run, and not asked for: the question would wait for an answer
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        backend = found.backend_tokenizer
+        check_ids(backend)
+    # what is saved is the converted tokenizer.json: a class that builds itself from the old files must not be asked for
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return Tokenizer(backend, config, *stored_template(folder, config))
+
+
+def _opening(backend: tokenizers.Tokenizer) -> list[int]:
+    """The ids that the post-processor puts before a text; what it puts after it would end the context at its start."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    opening = []
+    for id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
+        if sequence is not None:
+            break
+        opening.append(id)
+    return opening
+
+
+def _continuation(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer without the space it puts before a text and strips from a decoded one."""
+    description = json.loads(backend.to_str())
+    changed = {
+        **description,
+        **{part: _as_it_stands(description[part]) for part in ("normalizer", "pre_tokenizer", "decoder")},
+    }
+    return backend if changed == description else tokenizers.Tokenizer.from_str(json.dumps(changed))
+
+
+def _as_it_stands(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A part of tokenizer.json that neither adds nor strips a leading space."""
+    if part is None or part["type"] == "Prepend" or (part["type"] == "Strip" and part.get("content") == " "):
+        return None
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    if part["type"] == "ByteLevel":
+        return {**part, "add_prefix_space": False}
+    if part["type"] == "Sequence":
+        key = next(key for key in ("normalizers", "pretokenizers", "decoders") if key in part)
+        return {**part, key: [kept for each in part[key] if (kept := _as_it_stands(each)) is not None]}
+    return part

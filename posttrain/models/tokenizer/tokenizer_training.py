@@ -1,0 +1,48 @@
+"""New tokenizers: byte pairs, and single characters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import tokenizers
+from tokenizers import Regex, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+from tokenizers.trainers import BpeTrainer
+
+from posttrain.core.types import UserError
+
+PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
+
+# How a text is cut before byte pairs are merged: words with what precedes them, single digits, punctuation, line ends,
+# spaces. It is Qwen2's, because beside a qwen2 model transformers cuts in this way whatever tokenizer.json says.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def train_bpe(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizers.Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab < len(alphabet) + len(special):
+        raise UserError(f"vocab is {vocab}: bytes and special tokens alone need {len(alphabet) + len(special)}")
+    backend = tokenizers.Tokenizer(BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level])
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def train_characters(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizers.Tokenizer:
+    if vocab <= len(special):
+        raise UserError(f"vocab is {vocab}: special tokens alone need {len(special)}, and characters come on top")
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    frequent = sorted(counts, key=lambda character: (-counts[character], character))[: vocab - len(special)]
+    ids = {token: id for id, token in enumerate([*special, *sorted(frequent)])}
+    backend = tokenizers.Tokenizer(WordLevel(ids, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return backend

@@ -1,0 +1,96 @@
+"""Parts of a call of a tool, as they are found in a reply: marks, JSON, names and arguments, each of them bounded."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from posttrain.core.messages import short
+from posttrain.core.types import ToolCall
+
+DEEPEST = 32  # levels of an argument
+WORD = re.compile(r"[\w.-]{1,200}")
+"""The name of a tool."""
+SPACE = re.compile(r"\s*")
+
+
+def _refuse(problem: str) -> Any:
+    raise ValueError(problem)
+
+
+DECODER = json.JSONDecoder(parse_constant=lambda word: _refuse(f"{word} is no JSON"))
+
+
+def find_mark(text: str, mark: str, start: int) -> int:
+    return text.find(mark, start) if mark else -1
+
+
+def skip_mark(text: str, mark: str, place: int) -> int:
+    """The place behind white space and the mark, or the same place where it does not stand there."""
+    end = SPACE.match(text, place).end()  # type: ignore[union-attr]
+    return end + len(mark) if text.startswith(mark, end) else place
+
+
+def json_at(text: str, place: int) -> tuple[Any, int]:
+    """The JSON value at a place, behind white space, and where it ends. Raises ValueError."""
+    start = SPACE.match(text, place).end()  # type: ignore[union-attr]
+    try:
+        return DECODER.raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos - start + 1}") from None
+
+
+def whole_json(text: str) -> Any:
+    """The JSON value that a text is. Raises ValueError."""
+    value, end = json_at(text, 0)
+    if rest := text[end:].strip():
+        raise ValueError(f"not JSON: behind it stands {short(rest)}")
+    return value
+
+
+def bounded(call: ToolCall) -> ToolCall:
+    """Itself, or malformed where its arguments could not be sent on and kept."""
+    try:
+        _check(call.arguments, 0)
+    except ValueError as problem:
+        return replace(call, arguments={}, problem=f"the arguments {problem}")
+    return call
+
+
+def _check(value: Any, depth: int) -> None:
+    """Raises ValueError for what is read and is yet no data: an infinite number, half a character, endless nesting."""
+    if depth > DEEPEST:
+        raise ValueError(f"are nested more than {DEEPEST} levels deep")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"hold the key {short(key)}, which is no text")
+            _check(key, depth)
+            _check(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check(item, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("hold a number that is too large")
+    elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise ValueError("hold half a surrogate pair, which is no character")
+
+
+def call_of(name: Any, arguments: Any, end: int, id: Any = "") -> ToolCall:
+    if not isinstance(name, str) or not WORD.fullmatch(name):
+        return ToolCall("", {}, end, f"the name of the tool is {short(name)}")
+    if isinstance(arguments, str):  # the text of an object, as OpenAI's form has it
+        try:
+            arguments = whole_json(arguments)
+        except ValueError as problem:
+            return ToolCall(name, {}, end, f"the arguments are {problem}")
+    if not isinstance(arguments, dict):
+        return ToolCall(name, {}, end, f"the arguments are {short(arguments)}, not an object")
+    plain = isinstance(id, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", id)
+    return ToolCall(name, arguments, end, id=id if plain else "")

@@ -1,0 +1,293 @@
+"""The faults that the health check knows: a function each, from the history of a run to a message, or None.
+
+A message has two lines: what was seen; then what usually causes it and what to try. An option is named only where it
+can help: a clip, for one, is without effect where each step has a single update, whose ratios are all 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean, median
+
+from posttrain.runs.metric_history import History
+
+Check = Callable[[History], str | None]
+
+
+def stalled(history: History) -> str | None:
+    """Nothing is learned: no update has been made for some time."""
+    limit = history.limits.stalled
+    series = history.of("skipped", limit)
+    if series is None or min(series.values[-limit:]) < 1:
+        return None
+    return (
+        f"every update of the last {limit} steps was skipped because its gradient was not finite: the weights stand still\n"
+        f"usual causes: {_NOT_FINITE}"
+    )
+
+
+def skipped(history: History) -> str | None:
+    """Updates that could not be made."""
+    series = history.of("skipped", history.limits.window)
+    if series is None or series.now <= history.limits.skipped:
+        return None
+    return (
+        f"{series.now:.0%} of the last updates were skipped because their gradient was not finite\n"
+        f"usual causes: {_NOT_FINITE}"
+    )
+
+
+_NOT_FINITE = (
+    "a learning rate that is too high, weights or rewards that are not finite or huge, half precision; "
+    "try a lower --lr, --precision float32, and look at the rewards"
+)
+
+
+def entropy(history: History) -> str | None:
+    """The policy repeats itself before the task is solved."""
+    series, unsolved, limits = history.of("entropy"), history.unsolved, history.limits
+    if series is None or series.start <= 0 or history.solved:
+        return None
+    share = series.now / series.start
+    if share >= (limits.entropy_alone if unsolved is None else limits.entropy * unsolved):
+        return None
+    accuracy = history.of("accuracy")
+    still = "" if unsolved is None or accuracy is None else f", yet {1 - accuracy.now:.0%} of the replies are wrong"
+    cause, remedy = "", ""
+    if history.clip_binds:
+        cause, remedy = " or a clip that keeps rare tokens rare", " --clip-high 0.28,"
+    return (
+        f"entropy fell from {series.start:.2g} to {series.now:.2g} nats per token{still}: the policy has stopped exploring\n"
+        f"usual causes: a learning rate that is too high{cause}; try a lower --lr,{remedy} --entropy 0.001 or --kl 0.01"
+    )
+
+
+def length(history: History) -> str | None:
+    """Replies become longer without need."""
+    series, truncated, limits = history.of("length"), history.of("truncated"), history.limits
+    if series is None:
+        return None
+    figures = f"replies grew from {series.start:.1f} to {series.now:.1f} tokens"
+    if truncated is not None and truncated.now - truncated.start > limits.truncated and series.now > series.start:
+        figures += f", and {truncated.now:.0%} of them are cut off ({truncated.start:.0%} at the start)"
+    elif series.now > limits.length * series.start and (useless := _no_better(history)):
+        figures += useless
+    else:
+        return None
+    return (
+        f"{figures}\n"
+        "usual causes: a reward that pays for length, or wrong replies that cost less the longer they are; try "
+        "--overlong-cache with a fifth of --max-tokens, --aggregate token-mean, or more --max-tokens if the task needs them"
+    )
+
+
+def _no_better(history: History) -> str | None:
+    """In words, that the replies are no better than at the start; None: they are better, or it is unknown."""
+    accuracy, reward, limits = history.of("accuracy"), history.of("reward"), history.limits
+    if accuracy is not None:
+        told = max(accuracy.start, accuracy.now) >= limits.accurate
+        if told and accuracy.now - accuracy.start < limits.gain:
+            return f" but are right no more often ({accuracy.start:.0%} at the start, {accuracy.now:.0%} now)"
+    elif reward is not None and reward.now - reward.start < reward.error:
+        return f" but earn no more (a reward of {reward.start:.3g} at the start, {reward.now:.3g} now)"
+    return None
+
+
+def kl(history: History) -> str | None:
+    """The policy runs away from its reference."""
+    series, uncertainty, limits = history.of("kl"), history.of("entropy"), history.limits
+    if series is None or uncertainty is None or uncertainty.start <= 0:
+        return None
+    # Medians: a single token that the reference never says makes the mean of a step anything.
+    half, now = len(series) // 2, median(series.values[-limits.window :])
+    before = median(series.values[max(0, half - limits.window) : half])
+    share, reward = now / uncertainty.start, history.of("reward")
+    paid = reward is not None and reward.now - reward.start > limits.noise * reward.error
+    if share > limits.kl and not paid:
+        figures = f"{share:.1f} times the entropy that the policy began with, and the reward is no better"
+    elif share > limits.kl_small and len(series) >= limits.settled and now > limits.kl_growth * before:
+        figures = f"up from {before:.2g} at half as many steps"
+    else:
+        return None
+    return (
+        f"the KL from the reference is {now:.2g} nats per token, {figures}\n"
+        "usual causes: a learning rate that is too high, a coefficient that is too small, or a loophole in the reward; "
+        f"try a lower --lr, a larger --kl, or --kl-control adaptive --kl-target {0.1 * uncertainty.start:.1g}"
+    )
+
+
+def signal(history: History) -> str | None:
+    """Nothing to learn from, though not solved."""
+    if (reward := history.only_reward) is not None:
+        return (
+            f"every reply since the first step got the reward {reward:g}: there is nothing to learn from\n"
+            "usual causes: a reward that cannot read the replies or ignores them, or tasks that are all too hard or too "
+            "easy; read some replies in rollouts/, and try posttrain check"
+        )
+    equal = history.equal_groups
+    if equal is None or history.solved:
+        return None
+    figures = f"{equal.share:.0%} of the rollouts are in groups whose rewards are all equal, which teach nothing"
+    if equal.right is None or equal.wrong is None:
+        return (
+            f"{figures}; without a reward that counts as right (--success) it is unknown whether these tasks are solved\n"
+            "usual causes: tasks too easy or too hard, or a policy that always says the same thing; read some replies in "
+            f"rollouts/, and try {_tries(history, 'other tasks', 'a larger --group')}"
+        )
+    if equal.wrong >= equal.right:
+        return (
+            f"{figures}: about {equal.wrong:.0%} of the groups are all wrong\n"
+            "usual causes: tasks too hard, answers that the reward cannot read, or a policy that has collapsed; "
+            f"try {_tries(history, 'easier tasks', 'more sft beforehand', 'a larger --group')}"
+        )
+    return (
+        f"{figures}: about {equal.right:.0%} of the groups are all right and {equal.wrong:.0%} all wrong\n"
+        "usual causes: few tasks of medium difficulty are left, or a policy that always says the same thing; "
+        f"try {_tries(history, 'other tasks', '--entropy 0.001')}"
+    )
+
+
+def _tries(history: History, *known: str) -> str:
+    """What to try, dynamic sampling among it unless the run does that already."""
+    *others, last = [*known] if history.replacing else [*known, "--dynamic-sampling 4"]
+    return f"{', '.join(others)}{',' if len(others) > 1 else ''} or {last}" if others else last
+
+
+def solved(history: History) -> str | None:
+    """Nothing to learn from, because all is right."""
+    equal, accuracy = history.equal_groups, history.of("accuracy", history.limits.window)
+    if equal is None or accuracy is None or not history.solved:
+        return None
+    more = "" if history.replacing else ", or spend the steps on what is left with --dynamic-sampling 4"
+    # What a critic expects of a reply does not depend on its group.
+    left = "neither teaches anything" if history.of("explained_variance", 1) is None else "little is left to learn"
+    return (
+        f"{accuracy.now:.1%} of the replies are right: in about {equal.right:.0%} of the groups all are, in about "
+        f"{equal.wrong:.0%} none is, and {left}\n"
+        f"stop here or move on to harder tasks{more}; if this is a surprise, read some replies: a loophole in the reward "
+        "looks the same"
+    )
+
+
+def jump(history: History) -> str | None:
+    """The reward leaps: a hint that a loophole was found, or that the verifier broke."""
+    limits = history.limits
+    series = history.of("reward", max(limits.settled, limits.first + limits.window))
+    if series is None:
+        return None
+    before = series.best[-limits.window - 1]
+    leap = series.now - before
+    if leap <= max(before - series.start, limits.noise * series.error):
+        return None
+    return (
+        f"the reward leapt from {before:.3g} to {series.now:.3g}, more in {limits.window} steps than in all before\n"
+        "a new skill looks like this, and so does a loophole in the reward or a broken verifier: read the best replies in "
+        f"rollouts/step-{history.step:06d}.parquet; if it is one, fix the reward and go back to an earlier checkpoint"
+    )
+
+
+def drop(history: History) -> str | None:
+    """The reward is lost again."""
+    series, limits = history.of("reward"), history.limits
+    if series is None:
+        return None
+    best = series.best[-1]
+    least = max(limits.drop * (best - series.start), limits.drop_least * abs(best), limits.noise * series.error)
+    if best - series.now <= least:
+        return None
+    others = [(name, history.of(name)) for name in ("entropy", "length", "grad_norm", "kl")]
+    beside = "".join(f", {name} went from {other.start:.2g} to {other.now:.2g}" for name, other in others if other)
+    fewer = " fewer --epochs and --minibatches," if history.several_updates else ""
+    return (
+        f"the reward fell from {best:.3g} at its best to {series.now:.3g}{beside}\n"
+        "usual causes: updates that are too large, or a verifier or an environment that broke; "
+        f"go back to an earlier checkpoint and try a lower --lr, more --warmup,{fewer} or --kl 0.01"
+    )
+
+
+def held_out(history: History) -> str | None:
+    """Training tasks are memorised."""
+    trained, unseen, limits = history.of("accuracy"), history.of("eval/accuracy", 3), history.limits
+    if trained is None or unseen is None:
+        return None
+    gain, expected = trained.now - trained.start, fmean(unseen.values[-2:]) - unseen.values[0]
+    if gain < limits.memory or expected >= limits.memory_held_out * gain:
+        return None
+    return (
+        f"accuracy rose by {gain:.2f} on the training tasks and by {expected:+.2f} on those held out\n"
+        "usual causes: too few tasks, seen too often, or held-out tasks of another kind; "
+        "try more tasks, fewer --steps, a lower --lr, or --kl 0.01"
+    )
+
+
+def invalid(history: History) -> str | None:
+    """The policy learns to give replies that cannot be scored."""
+    series, limits = history.of("invalid"), history.limits
+    if series is None or series.now - series.start <= max(limits.invalid, limits.noise * series.error):
+        return None
+    late = history.of("invalid/timeout", limits.window)
+    slow = f" ({late.now:.0%} took too long to check)" if late is not None and late.now > 0 else ""
+    return (
+        f"{series.now:.0%} of the rewards are invalid{slow}, {series.start:.0%} were at the start: a reply that cannot be "
+        "scored leaves its group, so the policy can dodge a bad reward\n"
+        'usual causes: replies that make the reward slow or make it fail; read those with "invalid" in '
+        f"rollouts/step-{history.step:06d}.parquet, give them a low reward instead, or raise --env-seconds"
+    )
+
+
+def critic(history: History) -> str | None:
+    """A critic that is worse than none."""
+    series, limits = history.of("explained_variance", history.limits.critic_after), history.limits
+    if series is None or history.equal_groups is not None:  # equal returns have no variance to explain
+        return None
+    explained = median(series.values[-limits.window :])  # it has no lower end: one step makes the mean anything
+    if explained >= limits.critic:
+        return None
+    return (
+        f"the critic predicts the returns worse than their mean would: its explained variance is {explained:.2g}\n"
+        "usual causes: it had no time to learn, or learns too fast; try --critic-warmup 20, or another --critic-lr"
+    )
+
+
+def likelihood(history: History) -> str | None:
+    """Comparisons are won by making both responses unlikely."""
+    chosen, rejected = history.of("logp_per_token/chosen"), history.of("logp_per_token/rejected")
+    if chosen is None or rejected is None:
+        return None
+    lost, lost_too, limits = chosen.start - chosen.now, rejected.start - rejected.now, history.limits
+    if lost <= max(limits.likelihood, limits.noise * chosen.error) or lost_too <= limits.noise * rejected.error:
+        return None
+    return (
+        f"both sides of the comparisons became less likely: the better responses went from {chosen.start:.2f} to "
+        f"{chosen.now:.2f} nats per token, the others from {rejected.start:.2f} to {rejected.now:.2f}\n"
+        "what they lose goes to replies that nobody compared: sample some; usual causes: a learning rate that is too high, "
+        "responses that differ little; try --imitation 1, a larger --beta, a lower --lr, or --algorithm apo-zero"
+    )
+
+
+def routing(history: History) -> str | None:
+    """A mixture of experts has stopped using most of them."""
+    series, busiest = history.of("routing/entropy"), history.of("routing/busiest")
+    if series is None or busiest is None or series.start <= 0:
+        return None
+    if series.now >= history.limits.routing * series.start:
+        return None
+    return (
+        f"the load of the experts has become unequal: its entropy fell from {series.start:.2f} to {series.now:.2f} of what "
+        f"an equal load has, and {busiest.now:.0%} of the tokens take the busiest expert\n"
+        "usual causes: a learning rate that is too high for the routers, or data of one kind; try --router-balance 0.01, "
+        "or a lower --lr"
+    )
+
+
+_ALL = (
+    stalled, skipped, drop, jump, entropy, length, kl, invalid, signal, solved, held_out, critic, likelihood, routing,
+)  # fmt: skip
+CHECKS: dict[str, Check] = {check.__name__: check for check in _ALL}
+"""Name of the finding -> its message, or None as long as all is well."""
+
+FATAL = frozenset({"stalled"})
+"""What ends a run unless the health check is off: going on would waste the time and change nothing."""
+
+GOOD = frozenset({"solved"})
+"""Good news: never a reason to stop."""

@@ -1,0 +1,143 @@
+"""A file of rows that is written as they are made, a line of JSON each, and continued after its process was killed.
+
+What the rows follow from (options, tasks, models) stands in a hidden file beside it: a file that was begun with anything
+else is not continued. Decided here: whole lines count, a half line at the end is dropped, one process writes at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from posttrain.core.messages import clip
+from posttrain.core.types import UserError
+from posttrain.runs.run_files import json_document, json_line, plain, replace, writing
+
+
+class Lines:
+    """The file, opened for writing at its end."""
+
+    def __init__(self, path: Path, follows_from: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
+        """`follows_from`: what the rows follow from, by names that a user knows.
+
+        Raises UserError for a file that is there already, or was begun otherwise, or is being written.
+        """
+        self.path, self.origin = path, path.with_name(f".{path.name}.made")
+        told: dict[str, Any] = plain(follows_from)
+        there = path.exists() and path.stat().st_size > 0
+        if there and not (resume or overwrite):
+            raise UserError(f"--out {path} is there already: continue it with --resume, or replace it with --overwrite")
+        if there and resume and not overwrite:
+            self._check_origin(told)
+        with writing(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("r+b" if path.exists() else "w+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise UserError(f"--out {path} is being written by another process: wait for its end") from error
+        self._told, self._kept = told, there and overwrite  # what is to be replaced stays until there is a first row
+        self.ends: list[int] = [] if overwrite else self._whole_lines()
+        if not self._kept:
+            self._begin()
+
+    @property
+    def count(self) -> int:
+        return len(self.ends)
+
+    def last(self) -> dict[str, Any] | None:
+        """The last row. Raises UserError if it is damaged."""
+        return self[self.count - 1] if self.ends else None
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        self._file.seek(self.ends[place - 1] if place else 0)
+        try:
+            row = json.loads(self._file.readline())
+            assert isinstance(row, dict)
+        except (ValueError, AssertionError) as error:
+            raise UserError(f"{self.path}:{place + 1} is damaged: put a copy back, or use --overwrite") from error
+        return row
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[place] for place in range(self.count))
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows. They outlive a power cut once this has returned."""
+        if self._kept:
+            self._begin()
+        with writing(self.path.parent):
+            self._file.seek(0, os.SEEK_END)
+            for row in rows:
+                self._file.write(json_line(row))
+                self.ends.append(self._file.tell())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def drop(self) -> None:
+        """Take the last row back."""
+        self.ends.pop()
+        with writing(self.path.parent):
+            self._file.truncate(self.ends[-1] if self.ends else 0)
+
+    def close(self) -> None:
+        """Let go of the file; one without a line is taken away."""
+        if not self.ends and not self._kept:
+            self.path.unlink(missing_ok=True)
+            self.origin.unlink(missing_ok=True)
+        self._file.close()
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _begin(self) -> None:
+        self._kept = False
+        with writing(self.path.parent):
+            self._file.truncate(self.ends[-1] if self.ends else 0)
+            replace(self.origin, json_document(self._told))
+
+    def _check_origin(self, told: Mapping[str, Any]) -> None:
+        try:
+            before = json.loads(self.origin.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"cannot resume {self.path}: {self.origin.name} beside it, which says what it was made from, is missing or "
+                "damaged; use --overwrite"
+            ) from error
+        for name in {**before, **told}:
+            then, now = before.get(name), told.get(name)
+            if then != now:
+                shown = not isinstance(now, str) or len(now) < 40
+                was = f"was {clip(repr(then))} and is {clip(repr(now))}" if shown else "has changed"
+                raise UserError(
+                    f"cannot resume {self.path}: {name} {was}; restore it, write another --out, or use --overwrite"
+                )
+
+    def _whole_lines(self) -> list[int]:
+        """The places where lines end."""
+        self._file.seek(0)
+        ends, end = [], 0
+        for line in self._file:
+            end += len(line)
+            if line.endswith(b"\n"):
+                ends.append(end)
+        return ends
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool) -> int:
+    """Write a file of rows whole or not at all; returns how many they are. Raises UserError if it is there already."""
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} is there already: choose another name, or replace it with --overwrite")
+    lines = [json_line(row) for row in rows]
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, b"".join(lines))
+    return len(lines)

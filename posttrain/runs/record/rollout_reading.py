@@ -1,0 +1,245 @@
+"""Reads rollouts, in tables or as rows, from the files of a run or of an evaluation. Needs no lock.
+
+Runs that were recorded as lines of JSON are read as if they had left tables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import parquet
+
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
+from posttrain.runs import run_files
+from posttrain.runs.record.older_rollouts import rows_of_lines, seconds_of_lines
+from posttrain.runs.record.rollout_rows import Row, said_by
+from posttrain.runs.record.schema import KEY, ROLLOUTS, SCALARS, SECONDS, TOKENS, VERSION, columns
+from posttrain.runs.record.table_writer import table_of
+from posttrain.runs.run_files import Folder, kept_file, step_of
+from posttrain.runs.run_reading import rollout_steps
+
+READ = (*SCALARS.names, *TOKENS.names)
+"""Columns of a row, where nobody asks for others: all but the numbers of tokens."""
+EVERY = tuple(ROLLOUTS.names)
+
+_JSON = ("columns", "notes", "answers", "label")
+SUFFIXES = (".parquet", ".jsonl")
+MOST = 1 << 22
+"""Rows of a file: a few bytes may claim billions."""
+
+
+def read_table(
+    folder: Folder,
+    step: int,
+    names: Iterable[str] | None = None,
+    held_out: bool = False,
+    places: Sequence[int] | None = None,
+) -> pa.Table:
+    """The rollouts of a step, with these columns or all, all of them or those in these places. UserError if there are none.
+
+    `held_out`: those of the evaluation after that step.
+    """
+    path = kept_file(Path(folder), run_files.EVALS if held_out else run_files.ROLLOUTS, step)
+    if path is None:
+        steps = rollout_steps(folder, held_out)
+        what = "evaluated rollouts" if held_out else "rollouts"
+        raise UserError(
+            f"{folder} holds no {what} of step {step}: take one of {_listed(steps)}"
+            if steps
+            else f"{folder} holds no {what}: no step has left any"
+        )
+    table = read_file(path, names, places)
+    if "step" in table.column_names and pc.any(pc.not_equal(table["step"], step)).as_py():
+        raise UserError(f"{path} holds rollouts of another step: put the right file there")
+    return table
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """ "1 to 20", "0, 5, 10", or of many with gaps their ends."""
+    if steps[-1] - steps[0] == len(steps) - 1 and len(steps) > 1:
+        return f"{steps[0]} to {steps[-1]}"
+    few = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:3]), "...", *map(str, steps[-3:])]
+    return ", ".join(few)
+
+
+def read_file(
+    file: str | os.PathLike[str], names: Iterable[str] | None = None, places: Sequence[int] | None = None
+) -> pa.Table:
+    """The rollouts in a file, such as an evaluation leaves; UserError if there are none."""
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"{file}: no such file; a run is given by its folder")
+    wanted = columns(ROLLOUTS.names if names is None else names)
+    if path.suffix == ".jsonl":
+        step = step_of(path.stem)
+        kind = "rl" if step is not None and path.parent.name == run_files.ROLLOUTS else "eval"
+        table = table_of(rows_of_lines(path, step or 0, kind), wanted)
+        return table if places is None else table.take(pa.array(places, pa.int64()))
+    return _read(path, wanted, places)
+
+
+def rows_of(table: pa.Table) -> list[Row]:
+    """A dict for each row: what is JSON in the table as data, `parts` by their names, and "id": "12/3".
+
+    Raises UserError for rows that no run has written.
+    """
+    try:
+        return _rows_of(table)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise UserError(f"these are no rollouts of posttrain ({one_line(error)[:100]}): a copy may be whole") from error
+
+
+def _rows_of(table: pa.Table) -> list[Row]:
+    values = {name: _values(table[name]) for name in table.column_names}
+    for name in _JSON:
+        if name in values:
+            values[name] = [_data(text) for text in values[name]]
+    rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    for row in rows:
+        if "index" in row and "step" in row:
+            row["id"] = f"{row['step']}/{row['index']}"
+        if "parts" in row:
+            row["parts"] = {part["name"]: part["value"] for part in row["parts"] or ()}
+        for turn in row.get("turns") or ():
+            turn["text"] = said_by(turn, row.get("prompt") or "", row.get("text") or "")
+            turn["calls"] = [{**call, "arguments": _data(call["arguments"] or "{}")} for call in turn["calls"] or ()]
+    return rows
+
+
+def _data(text: str | None) -> Any:
+    """What JSON says; text that is none as it stands."""
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError):  # none, a number of thousands of digits, too deep
+        return text
+
+
+def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ, held_out: bool = False) -> list[Row]:
+    """The rollouts that a step played as `rows_of` has them, without the numbers of tokens unless these are named.
+
+    Those of earlier steps that it learned from again stand in its table alone.
+    """
+    wanted = EVERY if names is None else tuple(names)
+    table = read_table(folder, step, {*wanted, "replayed"}, held_out)
+    played = [not again for again in table["replayed"].to_pylist()]
+    return rows_of(table.filter(pa.array(played, pa.bool_())).select([n for n in EVERY if n in wanted]))
+
+
+def timed_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ) -> list[Row]:
+    """The same, each turn with its "seconds" where they are known, and each rollout with those of its reward."""
+    rows = read_rollouts(folder, step, names)
+    for row, times in zip(rows, read_seconds(folder, step), strict=False):
+        for turn, seconds in zip(row["turns"] or (), times["turns"] or (), strict=False):
+            turn["seconds"] = seconds
+        row["seconds"] = times["reward"]
+    return rows
+
+
+def read_seconds(folder: Folder, step: int) -> list[Row]:
+    """What the rollouts of a step took; [] where nobody knows."""
+    path = kept_file(Path(folder), run_files.SECONDS, step)
+    if path is None:
+        return []
+    if path.suffix == ".jsonl":
+        return seconds_of_lines(path)
+    found: list[Row] = _read(path, SECONDS).to_pylist()
+    return found
+
+
+def open_file(path: Path) -> None:
+    """Raises UserError if a table is damaged where it begins or ends."""
+    try:
+        parquet.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def few_enough(path: Path, rows: int) -> None:
+    """Raises UserError for a file of more rows than a step can have."""
+    if rows > MOST:
+        raise UserError(f"{path} claims to have {rows:,} rollouts: no step has as many")
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} is damaged ({one_line(error)[:100]}): put a copy of it back, or move it away, and the others are read"
+    )
+
+
+def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) -> pa.Table:
+    """These columns of a file. Raises UserError if it is damaged, or of another version."""
+    try:
+        with path.open("rb") as source:
+            file = parquet.ParquetFile(source, page_checksum_verification=True)
+            few_enough(path, file.metadata.num_rows)
+            schema = file.schema_arrow  # which is made anew each time
+            version = (schema.metadata or {}).get(KEY, b"").decode()
+            if version != VERSION or not set(wanted.names) <= set(schema.names):
+                raise UserError(
+                    f"{path} holds no rollouts of this version of posttrain: read it with the one that wrote it"
+                )
+            if places is None:
+                table: pa.Table = file.read(columns=wanted.names, use_threads=False)
+            else:
+                table = _rows(file, wanted.names, places)
+        return table.select(wanted.names).cast(pa.schema(list(wanted)))
+    except (pa.ArrowException, OSError, ValueError, LookupError) as error:
+        if isinstance(error, UserError):
+            raise
+        if isinstance(error, OSError) and error.errno is not None:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise _damaged(path, error) from error
+
+
+def _rows(file: parquet.ParquetFile, names: list[str], places: Sequence[int]) -> pa.Table:
+    """The rows in these places, of whose groups of rows no other is read."""
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], dtype=np.int64)
+    wanted = np.array(places, dtype=np.int64)
+    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < (ends[-1] if len(ends) else 0):
+        raise UserError(f"there is no rollout {wanted.max()}: there are {ends[-1] if len(ends) else 0}")
+    own = np.searchsorted(ends, wanted, side="right")
+    groups, within = np.unique(own, return_inverse=True)
+    if not len(groups):
+        return file.schema_arrow.empty_table().select(names)
+    sizes = [file.metadata.row_group(int(group)).num_rows for group in groups]
+    table = file.read_row_groups([int(group) for group in groups], columns=names, use_threads=False)
+    begins = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    first = np.concatenate([[0], ends])[own]
+    return table.take(pa.array(begins[within] + wanted - first))
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """A column as Python has it; lists of numbers by way of numpy, which is many times faster."""
+    if column.type.id == pa.list_(pa.int32()).id and column.type.value_type in (pa.int32(), pa.float32()):
+        array = column.combine_chunks()
+        array = array if isinstance(array, pa.Array) else pa.concat_arrays(array.chunks)
+        if not array.values.null_count:
+            flat, ends = array.values.to_numpy(zero_copy_only=False), np.asarray(array.offsets)
+            valid = array.is_valid().to_pylist()
+            return [
+                flat[begin:end].tolist() if there else None
+                for begin, end, there in zip(ends[:-1], ends[1:], valid, strict=True)
+            ]
+    found: list[Any] = column.to_pylist()
+    return found
+
+
+def plainly(row: Mapping[str, Any]) -> Row:
+    """A row as JSON can hold it: neither infinity nor NaN has a form there."""
+    return {name: _plain(value) for name, value in row.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if np.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value

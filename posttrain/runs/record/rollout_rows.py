@@ -1,0 +1,65 @@
+"""What a row says of a rollout: its names as the table has them, and the rollout that it was made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+from posttrain.core.types import SpanKind, Transcript
+from posttrain.runs.run_files import plain
+
+Row = dict[str, Any]
+
+
+def visit_of(group: str) -> tuple[str, int]:
+    """The task and the visit that a group is named after: "17#2"."""
+    task, _, visit = group.rpartition("#")
+    return (task, int(visit)) if task and visit.isdecimal() and visit.isascii() else (group, 0)
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def as_json(value: Any) -> str:
+    """Anything as JSON in one line."""
+    return _JSON.encode(plain(value))
+
+
+def said_by(turn: Mapping[str, Any], prompt: str, text: str) -> str:
+    """What a turn of a row says: where it is all of the row's prompt, or of its text, it is not written again."""
+    said: str | None = turn["text"]
+    return (prompt if turn["role"] == SpanKind.PROMPT else text) if said is None else said
+
+
+def transcripts_of(row: Mapping[str, Any]) -> list[Transcript]:
+    """The transcripts of a row that was read; what is not kept of them, such as routed experts, is missing.
+
+    Raises ValueError, LookupError or TypeError if the row is none.
+    """
+    if sum(row["transcripts"]) != len(row["tokens"]):
+        raise ValueError(f"transcripts of {sum(row['transcripts'])} tokens, and there are {len(row['tokens'])}")
+    sampled = iter(row["engine"] or ())
+    found, spans = [], list(row["spans"])
+    for begin, length in zip([0, *accumulate(row["transcripts"])][:-1], row["transcripts"], strict=True):
+        own = [s for s in spans if begin <= s["start"] < begin + length]
+        if sum(s["length"] for s in own) != length:
+            raise ValueError(f"spans of {sum(s['length'] for s in own):,} tokens, and there are {length:,}")
+        count = sum(s["length"] for s in own if s["kind"] == SpanKind.SAMPLED)
+        transcript = Transcript.from_dict(
+            {
+                "tokens": list(row["tokens"][begin : begin + length]),
+                "spans": [[s["kind"], s["length"], s["learned"], s["version"]] for s in own],
+                "logp": [value for _, value in zip(range(count), sampled, strict=False)],
+                "media": [
+                    [p["start"] - begin, p["length"], p["name"], p["grid"]]
+                    for p in row["pictures"] or ()
+                    if begin <= p["start"] < begin + length
+                ],
+            }
+        )
+        found.append(transcript)
+    for transcript, forks in zip(found, row["forks"] or (), strict=False):
+        transcript.forks = tuple(forks)
+    return found

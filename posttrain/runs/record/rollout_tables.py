@@ -1,0 +1,247 @@
+"""Makes the tables of a step from what became of its rollouts, a column at a time.
+
+A row at a time would be easier to read, and was tried: its some fifty objects a rollout cost the training beside it, which
+shares the interpreter and its garbage collection, three times what they took to make.
+
+Nothing of it depends on the clock but the table of seconds. What could not stand in a table is made to: infinite rewards
+are null, a half of a surrogate pair becomes its escape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from posttrain.core.types import Invalid, Outcome, PlayedTurn, Reasoned, Rollout, SpanKind, ToolCall, bare
+from posttrain.runs.record.rollout_rows import as_json, visit_of
+from posttrain.runs.record.schema import COMPARED, NUMBERS, ROLLOUTS, SECONDS
+from posttrain.runs.record.table_writer import array, numbers
+
+Columns = dict[str, Any]
+"""By name: an array, or a list of the rows' values."""
+
+
+def rollouts_table(step: int, outcomes: Sequence[Outcome], kind: str) -> pa.Table:
+    """The table of `schema.ROLLOUTS`, a row for each, in their order."""
+    rollouts = [outcome.rollout for outcome in outcomes]
+    columns = {
+        **_placed(step, outcomes, kind),
+        **_said(rollouts),
+        **_rewarded(outcomes),
+        "turns": _turns(rollouts),
+        **_transcripts(rollouts),
+        **_numbers(outcomes),
+    }
+    return _table(columns, ROLLOUTS)
+
+
+def seconds_table(outcomes: Iterable[Outcome]) -> pa.Table:
+    """The table of `schema.SECONDS`: what turns and rewards took. Replayed ones took another step's time."""
+    played = [(index, o.rollout) for index, o in enumerate(outcomes) if not o.replayed]
+    took = [round(turn.seconds, 4) for _, rollout in played for turn in rollout.turns]
+    columns = {
+        "index": [index for index, _ in played],
+        "reward": [round(rollout.seconds, 4) for _, rollout in played],
+        "turns": _lists(SECONDS.field("turns").type, [len(r.turns) for _, r in played], pa.array(took, pa.float64())),
+    }
+    return _table(columns, SECONDS)
+
+
+def _numbers(outcomes: Sequence[Outcome]) -> Columns:
+    """Of each scored token; most columns are of few rollouts, or of none."""
+    known = {name for outcome in outcomes for name in outcome.numbers}
+    found: Columns = {name: pa.nulls(len(outcomes), ROLLOUTS.field(name).type) for name in (*NUMBERS, "kept")}
+    compared = [o.numbers.get("after") is not None for o in outcomes]
+    for name in known - {"kept"}:
+        found[name] = numbers([o.numbers.get(name) for o in outcomes], compared if name in COMPARED else ())
+    if "kept" in known:
+        kept = [o.numbers.get("kept") for o in outcomes]
+        found["kept"] = [None if own is None else np.array(own, dtype=bool) for own in kept]
+    return found
+
+
+def _table(columns: Columns, schema: pa.Schema) -> pa.Table:
+    made = [columns[field.name] for field in schema]
+    arrays = [c if isinstance(c, pa.Array) else array(c, f.type) for c, f in zip(made, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _placed(step: int, outcomes: Sequence[Outcome], kind: str) -> Columns:
+    members: dict[tuple[str, str], int] = {}
+    columns: dict[int, str] = {}  # by the identity of a task: a group shares its own
+    member, own = [], []
+    for outcome in outcomes:
+        task, compared = outcome.rollout.task, outcome.rollout.compared
+        count = members.get(compared, 0)
+        members[compared] = count + 1
+        member.append(count if outcome.member is None else outcome.member)
+        if id(task) not in columns:
+            columns[id(task)] = as_json({name: _shown(value) for name, value in task.items() if name != "id"})
+        own.append(columns[id(task)])
+    return {
+        "step": [step] * len(outcomes),
+        "index": list(range(len(outcomes))),
+        "kind": [kind] * len(outcomes),
+        "member": member,
+        "columns": own,
+        "fate": [None if kind == "eval" else o.fate for o in outcomes],
+    }
+
+
+def _shown(value: Any) -> Any:
+    """A task's column without what is no text and no number: of bytes, how many they are."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{len(value)} bytes"
+    if isinstance(value, Mapping):
+        return {name: _shown(item) for name, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _said(rollouts: Sequence[Rollout]) -> Columns:
+    visits = [visit_of(r.group) for r in rollouts]
+    return {
+        "group": [r.group for r in rollouts],
+        "epoch": [visit for _, visit in visits],
+        "task": [str(r.task.get("id", task)) for r, (task, _) in zip(rollouts, visits, strict=True)],
+        "side": [r.side or None for r in rollouts],
+        "prompt": [r.prompt for r in rollouts],
+        "text": [r.text for r in rollouts],
+        "stop": [r.stop for r in rollouts],
+        "truncated": [r.stop.truncated for r in rollouts],
+        "notes": [as_json(r.notes) if r.notes else None for r in rollouts],
+        "answers": [as_json([_answer(*a) for a in r.answers]) if r.answers else None for r in rollouts],
+        "branch_of": [r.branch.of if r.branch else None for r in rollouts],
+        "branch_turns": [r.branch.turns if r.branch else None for r in rollouts],
+        "branch_taken": [list(r.branch.taken) if r.branch else None for r in rollouts],
+    }
+
+
+def _answer(service: str, answer: Any) -> dict[str, Any]:
+    """What a service said in an episode."""
+    found = bare(answer)
+    told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
+    return {"service": service, **told, **({"said": answer.said} if isinstance(answer, Reasoned) else {})}
+
+
+def _rewarded(outcomes: Sequence[Outcome]) -> Columns:
+    rewards = [o.rollout.reward for o in outcomes]
+    given = _floats(None if isinstance(reward, Invalid) else reward for reward in rewards)
+    shaping, penalty = _floats(o.shaping for o in outcomes), _floats(o.penalty for o in outcomes)
+    invalid = [reward if isinstance(reward, Invalid) else None for reward in rewards]
+    parts = [o.rollout.rewards for o in outcomes]
+    named = {"name": list(chain(*parts)), "value": _finite(_floats(chain(*(own.values() for own in parts))))}
+    steps = [[{"at": at, "reward": float(r)} for at, r in o.rollout.steps] for o in outcomes]
+    return {
+        "reward": _finite(given),
+        "invalid": [why and why.reason for why in invalid],
+        "invalid_kind": [why and why.kind for why in invalid],
+        "parts": _lists(ROLLOUTS.field("parts").type, [len(own) for own in parts], named),
+        "step_rewards": [
+            [{**s, "reward": s["reward"] if np.isfinite(s["reward"]) else None} for s in own] for own in steps
+        ],
+        "shaping": _finite(shaping),
+        "penalty": _finite(penalty),
+        "used": _finite(given + shaping - penalty),
+        "advantage": _finite(_floats(o.advantage for o in outcomes)),
+        "why": [o.why or None for o in outcomes],
+        "flags": [list(o.flags) for o in outcomes],
+        "replayed": [o.replayed for o in outcomes],
+        "label": [None if o.label is None else as_json(o.label) for o in outcomes],
+    }
+
+
+def _turns(rollouts: Sequence[Rollout]) -> pa.Array:
+    """Without their seconds: they depend on the clock, and rollouts do not."""
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    columns = {
+        "role": [t.kind for t in turns],
+        "text": [_own_text(turn, rollout) for rollout in rollouts for turn in rollout.turns],
+        "transcript": [t.transcript for t in turns],
+        "first": [t.start for t in turns],
+        "length": [t.length for t in turns],
+        "reward": _finite(_floats(t.reward for t in turns)),
+        "cut": [t.cut for t in turns],
+        "calls": [[_call(call) for call in t.calls] for t in turns],
+    }
+    return _lists(ROLLOUTS.field("turns").type, [len(r.turns) for r in rollouts], columns)
+
+
+def _own_text(turn: PlayedTurn, rollout: Rollout) -> str | None:
+    """Of what is said twice, nothing: see `rows.said_by`."""
+    whole = rollout.prompt if turn.kind is SpanKind.PROMPT else rollout.text if turn.kind is SpanKind.SAMPLED else None
+    return None if turn.text == whole else turn.text
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"tool": call.name, "arguments": as_json(dict(call.arguments)), "end": call.end, "problem": call.problem}
+
+
+def _transcripts(rollouts: Sequence[Rollout]) -> Columns:
+    """Their tokens end to end, and what counts them."""
+    spans: Columns = {name: [] for name in ("kind", "start", "length", "version", "learned")}
+    counted: Columns = {name: [] for name in ("sampled", "scored", "length", "spans", "versions", "pictures", "forks")}
+    for rollout in rollouts:
+        at = sampled = scored = 0
+        versions: set[int] = set()
+        pictures, before = [], len(spans["kind"])
+        for transcript in rollout.transcripts:
+            for span in transcript.spans:
+                spans["kind"].append(span.kind)
+                spans["start"].append(at + span.start)
+                spans["length"].append(span.length)
+                spans["version"].append(span.version)
+                spans["learned"].append(span.learned)
+                if span.version is not None:
+                    versions.add(span.version)
+            for m in transcript.media:
+                pictures.append({"name": m.digest, "start": at + m.start, "length": m.length, "grid": list(m.grid)})
+            at += len(transcript)
+            sampled += transcript.n_sampled
+            scored += transcript.n_scored
+        forks = [list(t.forks) for t in rollout.transcripts]
+        own = (
+            sampled,
+            scored,
+            at,
+            len(spans["kind"]) - before,
+            sorted(versions),
+            pictures,
+            forks if any(forks) else None,
+        )
+        for name, value in zip(counted, own, strict=True):
+            counted[name].append(value)
+    every = [t for rollout in rollouts for t in rollout.transcripts]
+    tokens = np.fromiter(chain.from_iterable(t.tokens for t in every), np.int32, sum(counted["length"]))
+    engine = np.fromiter(chain.from_iterable(t.logp for t in every), np.float32, sum(counted["sampled"]))
+    return {
+        **counted,
+        "version": [own[0] if own else 0 for own in counted["versions"]],
+        "media": [list(dict.fromkeys(p["name"] for p in own)) for own in counted["pictures"]],
+        "tokens": _lists(ROLLOUTS.field("tokens").type, counted["length"], pa.array(tokens)),
+        "transcripts": [[len(t) for t in r.transcripts] for r in rollouts],
+        "spans": _lists(ROLLOUTS.field("spans").type, counted["spans"], spans),
+        "engine": _lists(ROLLOUTS.field("engine").type, counted["sampled"], pa.array(engine)),
+    }
+
+
+def _lists(kind: pa.ListType, counts: Sequence[int], values: pa.Array | Columns) -> pa.Array:
+    """Lists of so many values each, which stand one behind the other; of structures, by the names of their fields."""
+    if isinstance(values, dict):
+        fields = list(kind.value_type)
+        made = [v if isinstance(v := values[f.name], pa.Array) else array(v, f.type) for f in fields]
+        values = pa.StructArray.from_arrays(made, fields=fields)
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *counts]), pa.int32()), values, type=kind)
+
+
+def _floats(values: Iterable[float | None]) -> np.ndarray:
+    """None is no number."""
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _finite(values: np.ndarray) -> pa.Array:
+    """Null where there is no finite number."""
+    return pa.array(values, pa.float64(), mask=~np.isfinite(values))

@@ -1,0 +1,128 @@
+"""Writes tables of rollouts: how their columns lie in a file, and what of a number is kept.
+
+The bytes follow from the rows and from the version of pyarrow alone. Bytes that say the same in most rows, such as the
+signs and exponents of log-probabilities and the lower half of a rounded number, are put side by side (BYTE_STREAM_SPLIT),
+where zstd finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import parquet
+
+from posttrain.runs.record.schema import NUMBERS, ROLLOUTS
+from posttrain.runs.run_files import naming
+
+KEPT_BITS = 11  # of a number's mantissa, the one that is not written included: those of half precision
+_DROPPED = 24 - KEPT_BITS
+LEVEL = 9  # of zstd
+GROUP_TOKENS, LEAST_ROWS = 1 << 17, 64
+"""About how many tokens stand in a group of rows, which is read as a whole where one rollout is opened; and how many rows
+at least, for a group costs bytes and time of its own."""
+_ELEMENT = ".list.element"
+_SPLIT = [f"{name}{_ELEMENT}" for name in ("tokens", "engine", *NUMBERS)]
+
+
+def half(values: Any) -> np.ndarray:
+    """float32 with the mantissa of half precision, rounded to the nearest, and its own exponent."""
+    bits = np.array(values, dtype=np.float32).view(np.uint32)
+    special = (bits & 0x7F800000) == 0x7F800000  # infinite, or none
+    up = (1 << (_DROPPED - 1)) - 1 + ((bits >> np.uint32(_DROPPED)) & 1)
+    rounded = (bits + up.astype(np.uint32)) & np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
+    return np.where(special, bits, rounded).astype(np.uint32).view(np.float32)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], schema: pa.Schema = ROLLOUTS) -> pa.Table:
+    """The rows as a table; what a row does not name is null. Numbers of tokens are rounded."""
+    columns = []
+    for field in schema:
+        values = [row.get(field.name) for row in rows]
+        if field.name in NUMBERS:
+            columns.append(numbers(values))
+            continue
+        if field.name == "kept":
+            values = [None if value is None else np.array(value, dtype=bool) for value in values]
+        columns.append(array(values, field.type))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
+    """The file appears whole or not at all; `ending`: of its name until then."""
+    unfinished = path.with_name(path.name + ending)
+    split = [name for name in _SPLIT if name.removesuffix(_ELEMENT) in table.schema.names]
+    leaves = [leaf for field in table.schema for leaf in _leaves(field.name, field.type) if leaf not in split]
+    try:
+        with naming(path), pa.OSFile(str(unfinished), "wb") as file:
+            parquet.write_table(
+                table,
+                file,
+                row_group_size=_rows_together(table),
+                compression="zstd",
+                compression_level=LEVEL,
+                use_dictionary=leaves,
+                column_encoding=dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
+                write_statistics=False,
+                write_page_checksum=True,
+            )
+        unfinished.replace(path)
+    except OSError:  # no room: what is not whole is of no use
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def _rows_together(table: pa.Table) -> int:
+    """How many rows a group has."""
+    rows = max(1, table.num_rows)
+    if "tokens" not in table.column_names:
+        return rows
+    tokens = pc.sum(table["length"]).as_py() or 0
+    return rows if tokens <= GROUP_TOKENS else max(LEAST_ROWS, rows * GROUP_TOKENS // tokens)
+
+
+def numbers(values: list[Any], whole: Sequence[bool] = ()) -> pa.Array:
+    """Lists of numbers, rounded; all at once, since there may be thousands of short ones. `whole`: which are not rounded."""
+    there = [value for value in values if value is not None]
+    exact = np.concatenate(there).astype(np.float32) if there else np.zeros(0, dtype=np.float32)
+    flat = half(exact)
+    if any(whole):
+        kept = [np.full(len(value), own) for value, own in zip(values, whole, strict=True) if value is not None]
+        flat = np.where(np.concatenate(kept), exact, flat) if kept else flat
+    ends = accumulate((0 if value is None else len(value) for value in values), initial=0)
+    begins = [None if value is None else end for value, end in zip(values, ends, strict=False)]
+    return pa.ListArray.from_arrays(pa.array([*begins, len(flat)], pa.int32()), pa.array(flat))
+
+
+def array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:
+        return pa.array(_whole(values), kind)
+
+
+def _whole(value: Any) -> Any:
+    """The same with a half of a surrogate pair as its escape: it stands for no character, and UTF-8 has none for it."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {name: _whole(item) for name, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, list) else value
+
+
+def _leaves(name: str, kind: pa.DataType) -> Iterable[str]:
+    """The columns of a file that hold the values of a column."""
+    if pa.types.is_list(kind):
+        yield from _leaves(name + _ELEMENT, kind.value_type)
+    elif pa.types.is_struct(kind):
+        for field in kind:
+            yield from _leaves(f"{name}.{field.name}", field.type)
+    else:
+        yield name

@@ -1,0 +1,206 @@
+"""What lies where in the folder of a run, and how it is written: whole or not at all, and safe from a power cut.
+
+run.json                    what was run, with what, where, from when to when, and its final figures
+metrics.jsonl               one line a step, of configuration and seed alone: a resumed run repeats every byte
+timing.jsonl                one line a step, of all that depends on the clock
+health.jsonl                what the health check found, and after which step
+answers.jsonl               what services answered: see `posttrain.envs.play.answer_journal`
+rollouts/step-000012.parquet  what was played in a step, and what it made of that: see `posttrain.runs.record.schema`
+evals/step-000012.parquet   the same of the held-out tasks after that step
+seconds/step-000012.parquet a row for each of these rollouts: the seconds that each of its turns took, and its reward
+index/000000-000049.parquet what is short of all of them, in pieces of 50 steps: can be made again at any time
+pictures/                   those of tasks and turns, each named by the hash of its content
+checkpoints/step-000012/    see `posttrain.runs.checkpoint`
+tensorboard/                metrics and timing as event files
+handover/weights-0-12       for engines that listen, while it runs: see `posttrain.engines.weight_sync`
+curves.png                  drawn by `posttrain.runs.curves`
+lock                        there while a process writes: see `posttrain.runs.lock`
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.pictures import FOLDER
+from posttrain.core.types import UserError
+from posttrain.envs.play.answer_journal import ANSWERS, EVERYBODYS
+
+Folder = str | os.PathLike[str]
+
+RUN, METRICS, TIMING, HEALTH = "run.json", "metrics.jsonl", "timing.jsonl", "health.jsonl"
+ROLLOUTS, EVALS, SECONDS, INDEX = "rollouts", "evals", "seconds", "index"
+CHECKPOINTS, TENSORBOARD, CURVES = "checkpoints", "tensorboard", "curves.png"
+HANDED_OVER = "handover"
+PICTURES = FOLDER
+REPORT = "report.json"  # of a reward model: its figures on held-out rows, beside baselines
+
+MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, EVALS, SECONDS, INDEX, CHECKPOINTS,
+        TENSORBOARD, HANDED_OVER, PICTURES)  # fmt: skip
+"""What a run makes in its folder."""
+
+_STEP = re.compile(r"step-(\d{6,})")
+_INSIDE = {
+    **dict.fromkeys((ROLLOUTS, EVALS, SECONDS), re.compile(r"step-\d{6,}\.(parquet|jsonl)(\.tmp)?")),
+    INDEX: re.compile(r"\d{6,}-\d{6,}\.parquet(\.\d+\.tmp)?"),
+    CHECKPOINTS: re.compile(r"step-\d{6,}|\.step-\d{6,}\.draft"),
+    TENSORBOARD: re.compile(r"events\..*"),
+    HANDED_OVER: re.compile(r"weights-\d+-\d+(\.partial)?"),
+    PICTURES: re.compile(r"[0-9a-f]{64}(\.\d+\.tmp)?"),
+}
+"""Folder of a run -> names of what the run puts into it."""
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The inverse of `step_name`; None for any other name, a step with needless zeros or beyond 32 bits among them."""
+    found = _STEP.fullmatch(name)
+    step = int(found[1]) if found else -1
+    return step if 0 <= step < 1 << 31 and step_name(step) == name else None
+
+
+def table_file(folder: Path, kind: str, step: int) -> Path:
+    """Where the table of a step lies. `kind`: ROLLOUTS, EVALS or SECONDS."""
+    return folder / kind / f"{step_name(step)}.parquet"
+
+
+def kept_file(folder: Path, kind: str, step: int) -> Path | None:
+    """The file that there is of a step: a table, or lines of JSON as runs used to leave."""
+    table = table_file(folder, kind, step)
+    return next((path for path in (table, table.with_suffix(".jsonl")) if path.is_file()), None)
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run, or anything that a run leaves, is in the folder; empty folders and unfinished files are nothing."""
+    return any((p.name not in _INSIDE or p.is_symlink()) and p.suffix != ".tmp" for p in made_by_run(folder))
+
+
+def made_by_run(folder: Path) -> list[Path]:
+    """What a run has made in a folder, and nothing else that may stand there: run.json first, folders last.
+
+    A link in the place of one of our folders is listed itself; what it leads to is not the run's.
+    """
+    found = []
+    for name in MADE:
+        path = folder / name
+        inside = _INSIDE.get(name)
+        if inside is not None and path.is_dir() and not path.is_symlink():
+            found += sorted(entry for entry in path.iterdir() if inside.fullmatch(entry.name))
+            found.append(path)
+        else:
+            others = sorted(folder.glob(EVERYBODYS)) if name == ANSWERS else ()
+            found += dict.fromkeys(p for p in (path, path.with_name(name + ".tmp"), *others) if os.path.lexists(p))
+    return found
+
+
+def delete_run(folder: Path) -> None:
+    """Delete what a run has made; a folder of it that holds something else besides stays, with that in it.
+
+    Raises UserError, with nothing deleted, if a folder stands where a run has a file.
+    """
+    made = made_by_run(folder)
+    folders = {path for path in made if path.is_dir() and not path.is_symlink()}
+    own = {path for path in folders if path.parent.name == CHECKPOINTS or path.name in _INSIDE}
+    if strange := sorted(folders - own):
+        raise UserError(f"{strange[0]} is a folder where a run has a file: move it away, or choose another --out")
+    for path in made:
+        if path not in folders:
+            path.unlink()
+        elif path.parent.name == CHECKPOINTS:
+            shutil.rmtree(path)
+        else:
+            with suppress(OSError):  # not empty: it holds what the run has not made
+                path.rmdir()
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Within it, a disk that is full or not writable is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename if isinstance(error.filename, str | os.PathLike) else folder
+        way = "; make room there and go on with --resume" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise UserError(f"cannot write to {os.fspath(where)}: {error.strerror or error}{way}") from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within it, an error of the disk that names no file, as that of a full one, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new one."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        with naming(path), unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:  # no room: what is not whole is of no use
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def json_line(row: Any) -> bytes:
+    """One line of strict JSON in UTF-8."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return (text + "\n").encode("utf-8", "backslashreplace")  # a lone surrogate: its escape is JSON's own
+
+
+def json_document(content: Mapping[str, Any]) -> bytes:
+    """JSON for people to read: what has no form in JSON becomes a string."""
+    text = json.dumps(plain(content), ensure_ascii=False, allow_nan=False, indent=2)
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def number(value: float) -> float | None:
+    """A number as JSON can hold it: JSON has neither infinity nor NaN."""
+    return float(value) if math.isfinite(value) else None
+
+
+def plain(value: Any) -> Any:
+    """Any setting as JSON can hold it: what has no JSON form, infinity included, becomes a string."""
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)

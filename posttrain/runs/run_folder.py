@@ -1,0 +1,263 @@
+"""The folder of a run, from the first look at it to its record.
+
+Decides whether a run may begin or go on in a folder, what it goes on from, and what an overwritten one loses. Nothing is
+written or deleted before `RunFolder.open`, so that whatever is wrong with options, data or model costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self
+
+from posttrain.config import RL, SERVICES, Training, named_services
+from posttrain.config.resolve import AnyTraining, as_dict, continued, own_judge
+from posttrain.core.pictures import PICTURES
+from posttrain.core.protocols import Alone, Lasting, World
+from posttrain.core.types import UserError
+from posttrain.runs import checkpoint as checkpoints
+from posttrain.runs import fingerprint, run_files
+from posttrain.runs.fingerprint import Print
+from posttrain.runs.lock import Lock
+from posttrain.runs.run_files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
+from posttrain.runs.run_reading import missing_steps, read_run
+from posttrain.runs.run_record import RunRecord, Unwritten
+
+READ = (
+    "tasks",
+    "eval_tasks",
+    "ptx",
+    "model",
+    "critic_model",
+    "teacher",
+    "teachers",
+    "tokenizer",
+    "chat_template",
+    "algorithm",
+    *SERVICES,
+)
+"""Options that may name files. Another content of one of them would be another run; `env` may be corrected in its course."""
+
+
+class RunFolder(Generic[AnyTraining]):
+    """A run's folder, which no other process writes into within the `with` statement: `with begin(config) as run`."""
+
+    def __init__(
+        self, config: AnyTraining, rows: Any, env: Callable[..., Any] | None, world: World | None = None
+    ) -> None:
+        """See `begin`."""
+        self.path = Path(config.out)
+        self.world = world or Alone()
+        self.config: AnyTraining = config
+        self.checkpoint: Path | None = None  # what the run goes on from
+        self._rows, self._env = rows, env
+        self._noted: dict[str, Any] = {}  # what run.json is to say of this resumption
+        self._lock: Lock | None = None
+        if self.world.rank == 0:
+            self._look(self._again(config))
+        # The first process decides; the others would look at a folder that it may be writing by then.
+        found = (self.config, self.checkpoint) if self.world.rank == 0 else None
+        self.config, self.checkpoint = self.world.gather(found)[0]
+
+    def _again(self, config: AnyTraining) -> AnyTraining:
+        """The options with which torchrun's restart of a run goes on: with what was saved, or from the beginning.
+
+        Only where an earlier attempt has begun the run. A folder that it refused is refused again.
+        """
+        if not isinstance(self.world, Lasting) or not self.world.marked(self._begun_here):
+            return config
+        saved = any((self.path / CHECKPOINTS).glob("step-*"))
+        print(f"started again {'from the newest checkpoint' if saved else 'from the beginning'}")
+        given = {name: getattr(config, name) for name in config.given}
+        return type(config)(**{**given, "resume": saved, "overwrite": not saved})
+
+    @property
+    def _begun_here(self) -> str:
+        """What is marked for later attempts once this one may write the folder."""
+        return f"begun {self.path.absolute()}"
+
+    def _look(self, config: AnyTraining) -> None:
+        """What the folder holds, and what is to become of it."""
+        if config.resume and config.overwrite:
+            raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
+        try:
+            taken = self.path.exists() and not self.path.is_dir()
+        except (OSError, ValueError) as error:  # a name that no file system takes
+            raise UserError(
+                f"--out {str(self.path)[:60]!r} cannot be a folder: {getattr(error, 'strerror', error)}"
+            ) from None
+        if taken:
+            raise UserError(f"{self.path} is a file: pass a folder as --out")
+        try:
+            if self.path.is_dir():
+                self._lock = Lock(self.path)
+            self.config = self._continued(config) if config.resume else self._begun(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        PICTURES.begin(self.path / run_files.PICTURES)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process write the folder. May be called twice."""
+        PICTURES.end()
+        if self._lock is not None:
+            self._lock.release()
+
+    @cached_property
+    def start(self) -> Path | None:
+        """The checkpoint that the run begins, or began, with (None: from scratch). A name may mean another one by now."""
+        if self.config.resume:
+            recorded = read_run(self.path).get("initial")
+            if not isinstance(recorded, str | None) or (isinstance(self.config, RL) and not recorded):
+                raise UserError(f"{self.path / RUN} is damaged (no valid 'initial'): put a copy of it back")
+            return Path(recorded) if recorded else None
+        return checkpoints.resolve(self.config.model) if self.config.model else None
+
+    def open(self, told: Mapping[str, Any]) -> RunRecord:
+        """The record, ready to be written: new, or with what was recorded since the checkpoint taken out.
+
+        `told`: what else run.json should say.
+        """
+        if self.world.rank:
+            return Unwritten()
+        told = {"initial": str(self.start) if self.start else None, **told, "inputs": self._inputs}
+        options = as_dict(self.config)
+        if isinstance(self.world, Lasting):
+            self.world.mark(self._begun_here)
+        with writing(self.path):
+            if self.checkpoint is not None:
+                step = checkpoints.step_of(self.checkpoint)
+                return RunRecord.resume(self.path, step, options, told, self._noted)
+            if self._lock is None:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = Lock(self.path)
+            if self.config.overwrite:
+                delete_run(self.path)
+            return RunRecord.create(self.path, options, self.config.verb, told)
+
+    def _begun(self, config: AnyTraining) -> AnyTraining:
+        if holds_run(self.path) and not config.overwrite:
+            way = "--resume continues it, --overwrite deletes it, or choose another --out"
+            raise UserError(f"{self.path} already holds a run: {way}")
+        if config.overwrite:
+            _keep_inputs(config, self.path)
+        return config
+
+    def _continued(self, config: AnyTraining) -> AnyTraining:
+        """The options of the run, once it is known that it can go on as it was."""
+        if not (self.path / RUN).exists():
+            raise UserError(f"{self.path} holds no run to resume: leave out --resume, or give the --out of one")
+        run = read_run(self.path)
+        if run["verb"] != config.verb:
+            raise UserError(f"{self.path} is a run of posttrain {run['verb']}: resume it with that verb")
+        chosen = continued(config, run["config"])
+        self.checkpoint = self._newest(chosen)
+        lost = missing_steps(self.path, checkpoints.step_of(self.checkpoint))
+        if lost and not config.accept_changes:
+            raise UserError(
+                f"cannot resume {self.path}, whose record is incomplete: {', '.join(lost)}; put a copy of it back, or "
+                "continue without with --accept-changes"
+            )
+        self.config = chosen
+        before = run.get("inputs", {})
+        other = fingerprint.changed(before, self._inputs)
+        refused = [self._named(name) for name in other if name != "env"]
+        if refused and not config.accept_changes:
+            raise UserError(
+                f"cannot resume {self.path}: {', '.join(refused)} changed since the run began; put back what was there, "
+                "begin a new run in another --out, or continue with what is there now with --accept-changes"
+            )
+        for name in other:
+            print(f"{self._named(name)} changed since the run began: the run goes on with it, and {RUN} says so")
+        for name in fingerprint.rewritten(before, self._inputs):
+            print(f"{self._named(name)} was written since the run began; its size and samples of it are the same")
+        self._noted = {
+            **({"changed": {name: before[name] for name in other}} if other else {}),
+            **({"lost": lost} if lost else {}),
+        }
+        return chosen
+
+    def _newest(self, config: Training) -> Path:
+        """The newest undamaged checkpoint; says which ones were passed over."""
+        passed: list[tuple[Path, str]] = []
+        for folder, damage in checkpoints.examined(self.path):
+            if damage is None:
+                for other, why in passed:
+                    print(f"checkpoint {other} is damaged ({why}): using the one before it")
+                return folder
+            passed.append((folder, damage))
+        over = "to start over, give --overwrite instead of --resume"
+        if passed:
+            damages = ", ".join(f"{folder.name}: {why}" for folder, why in passed[:3])
+            raise UserError(
+                f"cannot resume {self.path}: no undamaged checkpoint is left ({damages}); put a copy of one back, or, {over}"
+            )
+        raise UserError(
+            f"cannot resume {self.path}: it ended before its first checkpoint (--save-every {config.save_every}), so there "
+            f"is nothing to go on from; {over}"
+        )
+
+    @cached_property
+    def _inputs(self) -> dict[str, Print | None]:
+        """Fingerprints of what the run reads, by option. A dataset by its name has none."""
+        found: dict[str, Print | None] = {}
+        for name in READ:
+            for label, value in _paths(self.config, name):
+                value = str(self.start) if name == "model" and self.start else value
+                found[label] = fingerprint.of_path(Path(value)) or fingerprint.of_code(value)
+        if self._rows is not None:
+            rows = self._rows
+            found["tasks"] = fingerprint.of_rows(rows) if isinstance(rows, Sequence) else fingerprint.of_code(rows)
+        if env := self._env or self.config.env:
+            found["env"] = fingerprint.of_code(env)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _named(self, option: str) -> str:
+        """The option with its value, for messages."""
+        kind, _, entry = option.partition(" ")
+        value = self.start if option == "model" else getattr(self.config, kind)
+        return f"--{kind.replace('_', '-')} {dict(_paths(self.config, kind))[option] if entry else value}"
+
+
+def begin(
+    config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None, world: World | None = None
+) -> RunFolder[AnyTraining]:
+    """The folder of the run of these options, checked and locked; nothing in it is changed yet.
+
+    `rows` and `env`: tasks and environment that were given as objects; `world`: the processes that share the run, of which
+    the first looks, locks and writes. Raises UserError if --out holds a run and none is
+    expected there, or the other way round; if another process writes it; if a run cannot go on as it was.
+    """
+    return RunFolder(config, rows, env, world)
+
+
+def _keep_inputs(config: Training, folder: Path) -> None:
+    """Raise UserError if something that the run reads would be overwritten, by whatever name it goes."""
+    if not folder.is_dir():
+        return
+    deleted = [path.resolve() for path in made_by_run(folder)]
+    for _, value in (labelled for name in READ for labelled in _paths(config, name)):
+        needed = checkpoints.listed(Path(value)) if (Path(value) / RUN).exists() else [Path(value)]
+        if any(path.resolve().is_relative_to(gone) for path in needed for gone in deleted):
+            raise UserError(f"--overwrite would delete {value}, which this run needs: choose another --out")
+
+
+def _paths(config: Training, name: str) -> list[tuple[str, str]]:
+    """(label, value) of what an option of `READ` names: one, or one for each service or entry."""
+    value = getattr(config, name, None)
+    if name in SERVICES:
+        named = named_services(value or (), name.replace("_", "-"))
+        judges = [(f"{name} {service}", own_judge(path)) for service, path in named if name == "judge"]
+        paths = [(f"{name} {service}", path) for service, path in named]
+        return [*paths, *((f"{label}'s model", model) for label, model in judges if model)]
+    if isinstance(value, dict):
+        return [(f"{name} {entry}", path) for entry, path in value.items()]
+    return [(name, value)] if isinstance(value, str) and value else []

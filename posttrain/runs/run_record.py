@@ -1,0 +1,255 @@
+"""Writes what a run leaves behind, for people and for any tool to read: see `posttrain.runs.run_files`.
+
+It decides when these files are written and when they are safe on disk; what stands in tables, `posttrain.runs.record` says.
+It never reads a tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.types import Outcome, UserError
+from posttrain.runs.events import Events
+from posttrain.runs.jsonl import Row
+from posttrain.runs.provenance import circumstances, now
+from posttrain.runs.record.rollout_index import RolloutIndex
+from posttrain.runs.record.rollout_tables import rollouts_table, seconds_table
+from posttrain.runs.record.table_writer import write_table
+from posttrain.runs.run_files import (
+    EVALS,
+    HEALTH,
+    METRICS,
+    ROLLOUTS,
+    RUN,
+    SECONDS,
+    TENSORBOARD,
+    TIMING,
+    Folder,
+    holds_run,
+    json_document,
+    json_line,
+    naming,
+    number,
+    plain,
+    replace,
+    step_of,
+    sync,
+    table_file,
+)
+from posttrain.runs.run_reading import read_run, read_steps
+from posttrain.system.worker_thread import WorkerThread
+
+PLAYED = ("rl", "distill")
+"""Kinds of rollouts that take time; the others were given."""
+
+
+class RunRecord:
+    """The record of one run, open for writing. Only one process writes it: whoever has the folder's lock."""
+
+    def __init__(self, folder: Path, run: Row, step: int) -> None:
+        """Use `create` or `resume`. `run`: what run.json holds; `step`: the last one that is kept, -1 in a new run."""
+        self.folder = folder
+        self._run = run
+        self._metrics = _Journal(folder / METRICS, step)
+        self._timing = _Journal(folder / TIMING, step)
+        self._unsynced: list[Path] = []  # files that are not yet known to be on disk
+        self._events: Events | None = None
+        self._kept = step
+        self._index = RolloutIndex(folder)
+        self._beside: WorkerThread | None = None  # writes tables while training goes on
+        self._writing: Future[list[Path]] | None = None
+
+    @classmethod
+    def create(cls, folder: Folder, config: Mapping[str, Any], command: str, extra: Mapping[str, Any]) -> RunRecord:
+        """Begin a run in `folder`: new, or without a run in it (UserError).
+
+        `command` is the verb, such as "rl"; `config` all settings as resolved, with "seed"; `extra` what else run.json
+        should say, such as {"objective": "the formula"}.
+        """
+        path = Path(folder)
+        if holds_run(path):
+            raise UserError(f"{path} already holds a run: pass --resume to continue it, or another --out")
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is a file: pass a folder as --out")
+        run = {"verb": command, "start": now(), **circumstances(), "seed": config.get("seed"), "config": config}
+        assert not run.keys() & extra.keys(), f"extra repeats {sorted(run.keys() & extra.keys())}"
+        path.mkdir(parents=True, exist_ok=True)
+        run = plain({**run, **extra})
+        replace(path / RUN, json_document(run))
+        return cls(path, run, -1)
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Folder,
+        step: int,
+        config: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        noted: Mapping[str, Any] | None = None,
+    ) -> RunRecord:
+        """Continue a run from its checkpoint of `step`: what was recorded of later steps is deleted.
+
+        `config`: all settings as they are from now on, if some were changed; `extra` replaces what `create` was given;
+        `noted`: what is worth knowing of this resumption.
+        """
+        path = Path(folder)
+        run = read_run(path)
+        again = {"step": step, "start": now(), **circumstances(), **(noted or {})}
+        kept = {name: value for name, value in run.items() if name not in ("end", "final", "resumes")}
+        kept |= {**(extra or {}), "config": run["config"] if config is None else config}
+        run = plain({**kept, "resumes": [*run.get("resumes", []), again]})
+        replace(path / RUN, json_document(run))
+        for folder in (ROLLOUTS, EVALS, SECONDS):
+            unfinished = [p for p in path.glob(f"{folder}/*.tmp") if not p.is_dir()]
+            later = [p for p in path.glob(f"{folder}/step-*") if (step_of(p.stem) or 0) > step and p.is_file()]
+            for file in (*later, *unfinished):
+                file.unlink()
+        RolloutIndex(path).forget(step)
+        return cls(path, run, step)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl; once a step. What depends on the clock belongs in `timing`."""
+        self._metrics.append(step, values)
+        self._draw(step, values)
+
+    def timing(self, step: int, values: Mapping[str, float]) -> None:
+        """One line of timing.jsonl; once a step."""
+        self._timing.append(step, values)
+        self._draw(step, values)
+
+    def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
+        """Add lines to health.jsonl: (step, name, message) of what was found. `anew`: it holds nothing else."""
+        path = self.folder / HEALTH
+        content = b"".join(json_line({"step": s, "name": name, "message": told}) for s, name, told in findings)
+        if anew:
+            if content or path.exists():
+                replace(path, content)
+        elif content:
+            with path.open("ab") as file:
+                file.write(content)
+            self._unsynced.append(path)
+
+    def rollouts(self, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
+        """Write what became of the rollouts of a step, and the seconds of their turns beside them.
+
+        Both files appear whole or not at all, the seconds first: whoever finds the rollouts finds them too. They are
+        written beside what comes next, and an error is raised there: by the next call, `flush` or `close`.
+        """
+        self._write(step, ROLLOUTS, outcomes, kind)
+
+    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> None:
+        """Write the rollouts of the held-out tasks after a step, in the same way."""
+        self._write(step, EVALS, outcomes, "eval")
+
+    def _write(self, step: int, where: str, outcomes: Sequence[Outcome], kind: str) -> None:
+        path, times = table_file(self.folder, where, step), table_file(self.folder, SECONDS, step)
+        timed = where == ROLLOUTS and kind in PLAYED and any(o.rollout.seconds or o.rollout.turns for o in outcomes)
+
+        def write() -> list[Path]:
+            for file in (path, times) if timed else (path,):
+                file.parent.mkdir(exist_ok=True)
+            if timed:
+                write_table(times, seconds_table(outcomes))
+            table = rollouts_table(step, outcomes, kind)
+            write_table(path, table)
+            self._index.written(path, table, step, where == EVALS)
+            return [times, path] if timed else [path]
+
+        self._settle()
+        self._beside = self._beside or WorkerThread("recording")
+        self._writing = self._beside.call(write)
+
+    def _settle(self) -> None:
+        """Return once all tables are written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            self._unsynced += writing.result()
+
+    def flush(self) -> None:
+        """Return once all written so far would outlive a power cut. Call it before a checkpoint is saved."""
+        self._settle()
+        self._metrics.sync()
+        self._timing.sync()
+        if self._events:
+            self._events.flush()
+        for path in (*self._unsynced, *{path.parent for path in self._unsynced}, self.folder):
+            sync(path)
+        self._unsynced.clear()
+
+    def close(self, final: Mapping[str, Any]) -> None:
+        """Note the end of the run and its final figures in run.json."""
+        self.flush()
+        if self._beside:
+            self._beside.close(0)
+        self._index.close()
+        self._metrics.close()
+        self._timing.close()
+        if self._events:
+            self._events.close()
+        replace(self.folder / RUN, json_document({**self._run, "end": now(), "final": final}))
+
+    def _draw(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass on to TensorBoard, which hides what an earlier attempt wrote of the steps since the resume."""
+        if self._events is None:
+            # The suffix, because two attempts may begin within one second, which is all their names would tell.
+            suffix = f".{len(self._run.get('resumes', []))}"
+            self._events = Events(self.folder / TENSORBOARD, self._kept + 1, suffix)
+        self._events.add(step, values)
+
+
+class Unwritten(RunRecord):
+    """The record of a process that writes none: another one of the same run does."""
+
+    def __init__(self) -> None:
+        pass
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def timing(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
+        pass
+
+    def rollouts(self, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
+        pass
+
+    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self, final: Mapping[str, Any]) -> None:
+        pass
+
+
+class _Journal:
+    """A file of one JSON line a step, in the order of the steps. Opening it removes what lies after step `last`."""
+
+    def __init__(self, path: Path, last: int) -> None:
+        self._last, size = -1, 0
+        for row, end in read_steps(path, last) if last >= 0 else ():
+            self._last, size = row["step"], end
+        self._path, self._file = path, path.open("ab")
+        self._file.truncate(size)
+
+    def append(self, step: int, values: Mapping[str, float]) -> None:
+        assert step > self._last, f"a line for step {step} after step {self._last}: one line a step, in order"
+        assert "step" not in values
+        with naming(self._path):
+            self._file.write(json_line({"step": step, **{name: number(values[name]) for name in sorted(values)}}))
+            self._file.flush()
+        self._last = step
+
+    def sync(self) -> None:
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,123 @@
+"""What a person sees while a run goes on: a small live panel on a terminal, plain lines anywhere else.
+
+It decides how often a line is printed, and what is told as it comes. Nothing that happens to the stream ends the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+from posttrain.core.messages import safe
+from posttrain.runs.terminal.live_region import Line, Region, size
+from posttrain.runs.terminal.output import Output, fancy, wrapped
+from posttrain.runs.terminal.panel import View, compose, figures
+
+SECONDS_BETWEEN_LINES = 2.0
+
+
+class Display:
+    """The progress of one run. `quiet` shows nothing at all."""
+
+    def __init__(
+        self, quiet: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._quiet = quiet
+        self._stream = Output(stream or sys.stdout)
+        self._clock = clock
+        self._region: Region | None = None
+        self._lock = threading.Lock()  # a note may come from another thread
+        self._title, self._steps = "", 0
+        self._began = self._stepped = self._printed = 0.0  # when, in seconds of the clock
+        self._first = self._number = 0
+        self._values: dict[str, float] = {}  # of the last step, and the last held-out ones
+        self._history: list[float] = []  # reward, or loss where there is none
+        self._waiting: str | None = None  # the last line, as long as it was not printed
+
+    def start(self, title: str, steps: int, lines: Sequence[str], done: int = 0) -> None:
+        """Begin: what runs, the number of its last step, and some lines on what it was asked to do, printed once.
+
+        `done`: steps of a resumed run that are done.
+        """
+        self._title, self._steps, self._number = title, steps, done
+        self._began = self._clock()
+        if self._quiet:
+            return
+        on_terminal = fancy(self._stream)
+        width = size(self._stream)[0] - 1 if on_terminal else 0
+        self._print("\n".join([title, *(wrapped(f"  {line}", width) for line in lines)]))
+        if on_terminal:
+            self._region = Region(self._stream, self._panel)
+            self._region.start()
+
+    def step(self, number: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """One step is done. A resumed run begins with a number above 1."""
+        if not self._first:
+            self._first = number
+        self._number, self._stepped = number, self._clock()
+        held_out = {name: value for name, value in self._values.items() if name.startswith("eval/")}
+        self._values = {**held_out, **metrics, **timing}
+        if (value := metrics.get("reward", metrics.get("loss"))) is not None:
+            self._history.append(value)
+        if self._quiet or self._region:
+            return
+        with self._lock:
+            self._waiting = self._plain({**metrics, **timing})
+            due = self._stepped - self._printed >= SECONDS_BETWEEN_LINES
+            evaluated = any(name.startswith("eval/") for name in metrics)
+            if due or evaluated or number in (self._first, self._steps):
+                self._print_waiting()
+
+    def note(self, text: str) -> None:
+        """A line that stays, such as where a checkpoint was saved."""
+        if self._region:
+            self._region.print(safe(text))
+        elif not self._quiet:
+            with self._lock:
+                self._print_waiting()
+                self._print(text)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        self._print_waiting()
+        if self._region:
+            self._region.stop()
+            self._region = None
+
+    def _print(self, text: str) -> None:
+        self._stream.write(safe(text) + "\n")
+        self._stream.flush()
+
+    def _print_waiting(self) -> None:
+        if self._waiting is not None:
+            self._print(self._waiting)
+            self._waiting, self._printed = None, self._clock()
+
+    def _plain(self, values: Mapping[str, float]) -> str:
+        place = f"step {self._number:>{len(str(self._steps))}}/{self._steps}"
+        shown = [f"{value} {label}" if label == "tok/s" else f"{label} {value}" for label, value in figures(values)]
+        return "  ".join([place, *shown, self._left()])
+
+    def _left(self) -> str:
+        """Time left, at the pace of this process: the steps before a resume took it no time."""
+        if not self._first:
+            return f"{_duration(self._clock() - self._began)} elapsed"
+        taken = self._stepped - self._began
+        if self._number >= self._steps:
+            return f"done in {_duration(taken)}"
+        pace = taken / (self._number - self._first + 1)
+        left = pace * (self._steps - self._number) - (self._clock() - self._stepped)
+        return f"{_duration(max(left, 0.0))} left"
+
+    def _panel(self, columns: int, rows: int) -> list[Line]:
+        """The live panel. Drawn twice a second by another thread, so it reads and changes nothing."""
+        view = View(self._title, self._number, self._steps, self._left(), self._values, list(self._history))
+        return compose(view, columns, rows)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -1,0 +1,142 @@
+"""A few lines at the bottom of a terminal that are drawn anew while other text scrolls away above them.
+
+Knows nothing of runs: lines come from a function of the terminal's size, which is asked for at every drawing, so that
+they fit a window that is made larger or smaller.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from posttrain.runs.terminal.output import Output
+
+SECONDS_BETWEEN_DRAWINGS = 0.5
+
+Line = Sequence[tuple[str, str]]
+"""Pieces of a line: text, and a name of STYLES or ""."""
+
+STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m"}
+PLAIN, ERASE_BELOW, HIDE_CURSOR, SHOW_CURSOR = "\x1b[0m", "\x1b[J", "\x1b[?25l", "\x1b[?25h"
+
+
+class Region:
+    """The lines, from `start` to `stop`. What is printed meanwhile, with `print` or to sys.stdout, goes above them."""
+
+    def __init__(self, stream: Output, compose: Callable[[int, int], Sequence[Line]]) -> None:
+        """`compose`: (columns, rows of the terminal) -> lines, none of which may fill a row to its end."""
+        self._stream, self._compose = stream, compose
+        self._colours = not os.environ.get("NO_COLOR")
+        self._lock = threading.RLock()
+        self._drawn: list[int] = []  # cells of each line on the screen
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._draw_often, name="display", daemon=True)
+        self._instead: dict[str, _Above] = {}
+
+    def start(self) -> None:
+        for name in ("stdout", "stderr"):
+            if _same_terminal(self._stream, before := getattr(sys, name)):
+                self._instead[name] = _Above(self, before)
+                setattr(sys, name, self._instead[name])
+        self._stream.write(HIDE_CURSOR)
+        self.print("")
+        self._thread.start()
+
+    def print(self, text: str) -> None:
+        """Print lines above the region (none, if there is no text) and draw it anew."""
+        with self._lock:
+            lines = self._compose(*size(self._stream))
+            painted = "\n".join("".join(self._paint(*piece) for piece in line) for line in lines)
+            self._stream.write(self._erase() + (text + "\n" if text else "") + painted)
+            self._stream.flush()
+            self._drawn = [sum(cells(text) for text, _ in line) for line in lines]
+
+    def stop(self) -> None:
+        """Leave the lines on the screen as they are now."""
+        self._ended.set()
+        self._thread.join()
+        for name, above in self._instead.items():
+            setattr(sys, name, above.instead_of)
+        self.print("\n".join(above.unended for above in self._instead.values() if above.unended))
+        self._stream.write("\n" + SHOW_CURSOR)
+        self._stream.flush()
+
+    def _erase(self) -> str:
+        """To the first row of what was drawn, and all from there on gone. A window that was made narrower has wrapped it."""
+        columns = max(1, size(self._stream)[0])
+        above = sum(max(1, -(-width // columns)) for width in self._drawn) - 1
+        return "\r" + (f"\x1b[{above}A" if above > 0 else "") + ERASE_BELOW
+
+    def _paint(self, text: str, style: str) -> str:
+        return f"{STYLES[style]}{text}{PLAIN}" if style and self._colours else text
+
+    def _draw_often(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_DRAWINGS) and self._stream.lost is None:
+            self.print("")
+
+
+class _Above(io.TextIOBase):
+    """What others print while the region is drawn: whole lines, above it."""
+
+    def __init__(self, region: Region, instead_of: TextIO) -> None:
+        self._region, self.instead_of, self.unended = region, instead_of, ""
+
+    def write(self, text: str) -> int:
+        *whole, self.unended = (self.unended + text).split("\n")
+        if whole:
+            self._region.print("\n".join(whole))
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.instead_of.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.instead_of.encoding
+
+
+def cells(text: str) -> int:
+    """Columns that the text takes: Chinese letters take two."""
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def fitted(text: str, width: int) -> str:
+    """The text, cut where it takes more than so many columns."""
+    from rich.cells import set_cell_size
+
+    if cells(text) <= width:
+        return text
+    return set_cell_size(text, width - 1).rstrip() + "…" if width > 1 else ""
+
+
+def size(stream: Output) -> tuple[int, int]:
+    """Columns and rows."""
+    try:
+        found = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        found = shutil.get_terminal_size()
+    return found.columns or 80, found.lines or 24
+
+
+def _same_terminal(stream: Output, other: TextIO | None) -> bool:
+    try:
+        return (
+            other is not None
+            and other.isatty()
+            and os.fstat(stream.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev
+        )
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,155 @@
+"""What the live display shows of a run, laid out for a terminal of any size. Pure: no stream, no clock.
+
+Decides which metrics are worth a glance and which go first where there is little room: the bar, the time left, reward,
+accuracy and entropy always stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from posttrain.core.messages import safe
+from posttrain.runs.terminal.live_region import Line, cells, fitted
+
+SHOWN = {
+    "reward": ("reward", ".3f"),
+    "loss": ("loss", ".4f"),
+    "accuracy": ("accuracy", ".3f"),
+    "entropy": ("entropy", ".2f"),
+    "length": ("length", ".1f"),
+    "divergence": ("divergence", ".4f"),
+    "kl": ("KL", ".4f"),
+    "margin": ("margin", ".3f"),
+    "logp_per_token/chosen": ("lp chosen", ".3f"),
+    "logp_per_token/rejected": ("lp rejected", ".3f"),
+    "invalid": ("invalid", ".3g"),
+    "tokens_per_second": ("tok/s", ",.0f"),
+}
+"""Metric -> (label, format), the most important first; held-out metrics follow."""
+
+ESSENTIAL = 3  # of these are shown whatever the size: reward or loss, accuracy, entropy
+GAP = "   "
+HELD_OUT = "held-out"
+BARS = "▁▂▃▄▅▆▇█"
+LONGEST_CURVE = 48
+NARROWEST = 20  # columns, for more than the steps and the time left
+
+
+@dataclass(frozen=True)
+class View:
+    """What is to be shown."""
+
+    title: str
+    number: int  # the last step that is done
+    steps: int
+    left: str  # the time that is left, in words
+    values: Mapping[str, float] = field(default_factory=dict)  # of the last step, and the last held-out ones
+    history: Sequence[float] = ()  # reward, or loss where there is none, of each step
+
+
+def compose(view: View, columns: int, rows: int) -> list[Line]:
+    """The lines of the panel: fewer than `rows`, each of fewer than `columns` cells, as far as there is any room."""
+    width = max(1, columns - 1)
+    if columns < NARROWEST or rows < 3:
+        return [_progress(view, width)]
+    held_out = {name: value for name, value in view.values.items() if name.startswith("eval/")}
+    own = figures({name: value for name, value in view.values.items() if name not in held_out})
+    essential, others = _rows(own[:ESSENTIAL], own[ESSENTIAL:], width)
+    parts: list[tuple[int, list[Line]]] = [  # (what stays first, lines), in the order in which they are drawn
+        (5, [_rule(view.title, width)]),
+        (0, [_progress(view, width)]),
+        (1, essential),
+        (2, others),
+        (3, [_curve(view, width)] if view.history else []),
+        (4, _held_out(held_out, width)),
+    ]
+    room, kept = max(1, rows - 1), dict.fromkeys(range(len(parts)), 0)
+    for importance, lines in sorted(parts, key=lambda part: part[0]):
+        kept[importance] = min(len(lines), room)
+        room -= kept[importance]
+    return [line for importance, lines in parts for line in lines[: kept[importance]]]
+
+
+def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, value) of what is worth a glance."""
+    hidden = {"loss"} if "reward" in values else set()  # in RL the loss says nothing of progress
+    if not values.get("invalid"):
+        hidden.add("invalid")
+    shown = [
+        (label, _figure(values[name], form))
+        for name, (label, form) in SHOWN.items()
+        if name in values and name not in hidden
+    ]
+    return shown + [(f"{HELD_OUT} {label}", value) for label, value in _of_held_out(values)]
+
+
+def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label without "held-out", value), in the order of the others."""
+    own = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
+    order = [*(name for name in SHOWN if name in own), *(name for name in own if name not in SHOWN)]
+    return [(name, _figure(own[name], ".3f")) for name in order if name != "invalid" or own[name]]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The whole history in at most `width` bars, each the mean of its share of the steps."""
+    count = min(width, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    finite = [mean for mean in means if abs(mean) < 1e300]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] if abs(mean) < 1e300 else " " for mean in means)
+
+
+def _figure(value: float, form: str) -> str:
+    return format(value, form if abs(value) < 1e7 else ".3g")
+
+
+def _rows(first: list[tuple[str, str]], others: list[tuple[str, str]], width: int) -> tuple[list[Line], list[Line]]:
+    """The figures in rows: those that hold some of the `first`, and the rest."""
+    needed = len(_flowed(first, width))
+    lines = _flowed([*first, *others], width)
+    return lines[:needed], lines[needed:]
+
+
+def _flowed(shown: Sequence[tuple[str, str]], width: int) -> list[Line]:
+    """Figures side by side, as many to a row as fit."""
+    lines: list[list[tuple[str, str]]] = []
+    used = 0
+    for label, value in shown:
+        size = cells(label) + 1 + cells(value)
+        if not lines or used + len(GAP) + size > width:
+            lines.append([])
+            used = -len(GAP)
+        gap = [(GAP, "")] if lines[-1] else []
+        label = fitted(label, max(0, width - 1 - cells(value)))
+        lines[-1] += [*gap, (f"{label} ", "dim"), (fitted(value, width), "bold")]
+        used += len(GAP) + size
+    return list(lines)
+
+
+def _held_out(values: Mapping[str, float], width: int) -> list[Line]:
+    """Rows of the held-out figures, what they are to their left."""
+    rows = _flowed(_of_held_out(values), width - len(HELD_OUT) - 1)
+    return [[((HELD_OUT if i == 0 else " " * len(HELD_OUT)) + " ", "dim"), *row] for i, row in enumerate(rows)]
+
+
+def _rule(title: str, width: int) -> Line:
+    shown = fitted(safe(title).replace("\n", " "), max(1, width - 6))
+    return [("── ", "dim"), (shown, ""), (" " + "─" * max(0, width - 4 - cells(shown)), "dim")]
+
+
+def _progress(view: View, width: int) -> Line:
+    place = f"step {view.number:>{len(str(view.steps))}}/{view.steps}"
+    room = width - len(place) - len(view.left) - 4
+    if room < 4:
+        return [(fitted(f"{place}  {view.left}", width), "")]
+    done = max(view.number > 0, room * min(view.number, view.steps) // max(1, view.steps))
+    return [(f"{place}  ", ""), ("━" * done, "accent"), ("─" * (room - done), "dim"), (f"  {view.left}", "")]
+
+
+def _curve(view: View, width: int) -> Line:
+    name = "reward" if "reward" in view.values else "loss"
+    return [(f"{name} ", "dim"), (sparkline(view.history, max(1, min(LONGEST_CURVE, width - len(name) - 1))), "accent")]

@@ -1,0 +1,201 @@
+"""Tables and rollouts, printed for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO, cast
+
+from posttrain.core.messages import clip, safe
+from posttrain.core.types import Outcome, Rollout, SpanKind
+from posttrain.runs.terminal.output import Output, fancy
+from posttrain.runs.terminal.output import columns as columns_of
+
+SLOW = 0.05  # seconds of a turn that are told
+SPEAKERS = {
+    SpanKind.PROMPT: "prompt",
+    SpanKind.SAMPLED: "reply",
+    SpanKind.IMITATED: "author",
+    SpanKind.OBSERVATION: "env",
+    SpanKind.TOOL: "tool",
+}
+"""Kind of a turn -> its label."""
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    stream: TextIO | None = None,
+    upright: bool = False,
+) -> None:
+    """Print a table: numbers to the right with four digits, None as a dash.
+
+    `upright`: long values are cut, unless a terminal has no room for the table: then it is printed row by row, a line for
+    each column.
+    """
+    out = Output(stream or sys.stdout)
+    cells, columns = [[_cell(value) for value in row] for row in rows], [safe(name) for name in columns]
+    right = [any(_numeric(row[i]) for row in rows) for i in range(len(columns))]
+    if upright and rows and _too_wide(columns, cells, columns_of(out)):
+        out.write("\n".join([title, *_upright(columns, cells, columns_of(out))]) + "\n")
+        out.flush()
+        return
+    if upright:
+        cells = [list(map(clip, row)) for row in cells]
+    if fancy(out):
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+        for name, at_right in zip(columns, right, strict=True):
+            drawn.add_column(Text(name), justify="right" if at_right else "left")
+        for row in cells:
+            drawn.add_row(*map(Text, row))
+        Console(file=cast(TextIO, out)).print(drawn)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    lines = [title]
+    for row in [list(columns), *cells]:
+        places = zip(row, widths, right, strict=True)
+        lines.append(
+            "  ".join(f"{cell:{'>' if at_right else '<'}{width}}" for cell, width, at_right in places).rstrip()
+        )
+    out.write("\n".join(lines) + "\n")
+    out.flush()
+
+
+def _too_wide(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> bool:
+    """Whether columns of a terminal would have to be narrower than their names, or than a few words."""
+    if not width:
+        return False
+    least = [max(len(name), min(20, max(len(row[i]) for row in cells))) for i, name in enumerate(columns)]
+    return sum(least) + 3 * len(least) > width
+
+
+def _upright(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    side = min(max(map(len, columns)), 30)
+    for number, row in enumerate(cells, 1):
+        yield f"── row {number} ".ljust(width or 80, "─")
+        for name, cell in zip(columns, row, strict=True):
+            lines = _parts(cell, max(width - side - 3, 20))
+            yield "\n".join(f"{name if i == 0 else '':<{side}} │ {line}".rstrip() for i, line in enumerate(lines))
+
+
+def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: TextIO | None = None) -> None:
+    """Print the first `count` rollouts: what was said, turn by turn, and the reward.
+
+    Takes them played or as `posttrain.runs.record.rollout_reading` has them.
+    """
+    out = Output(stream or sys.stdout)
+    width = columns_of(out)
+    for rollout in rollouts[:count]:
+        row = rollout if isinstance(rollout, Mapping) else shown(rollout)
+        lines = [*_head(row, width or 80), *(_beside(name, text, width) for name, text in _said(row)), ""]
+        out.write("\n".join(lines) + "\n")
+    out.flush()
+
+
+def _head(row: Mapping[str, Any], width: int) -> list[str]:
+    """Which one it is, what it earned, and what became of it; in as many lines as that takes."""
+    earned = _judged(row)
+    numbered = row.get("member") is not None and not earned.startswith("response ")
+    which = f"{row['group']} [{row['member']}]" if numbered else row["group"]
+    said = [which, *filter(None, [row.get("side")]), earned]
+    if row.get("advantage") is not None:
+        said.append(f"advantage {_cell(row['advantage'])}")
+    if row.get("fate") is not None:
+        why = ", ".join(filter(None, [row.get("why"), *(row.get("flags") or ())]))
+        said.append(f"{row['fate']}{f': {why}' if why else ''}")
+    said.append(f"ended by {row['stop']}")
+    lines = [""]
+    for part in (safe(part).replace("\n", " ") for part in said):
+        if len(lines[-1]) + len(part) + 5 > width and lines[-1]:
+            lines.append("")
+        lines[-1] += f"── {part} "
+    return [lines[0].ljust(width, "─"), *lines[1:]]
+
+
+def _judged(row: Mapping[str, Any]) -> str:
+    """What it earned; of a given row, what was said of it."""
+    if row.get("invalid") is not None:
+        return f"invalid: {row['invalid']}"
+    label = row.get("label")
+    if row["reward"] is not None and not isinstance(label, Mapping):
+        parts = ", ".join(f"{name} {_cell(value)}" for name, value in (row.get("parts") or {}).items())
+        return f"reward {_cell(row['reward'])}{f': {parts}' if parts else ''}"
+    if not isinstance(label, Mapping):
+        return str(row.get("kind") or "no reward")
+    said = [f"{better} over {worse}" for better, worse, *_ in label.get("comparisons", ())]
+    said += [f"label {_cell(value)}" for value in label.get("labels", ())]
+    said += [] if row["reward"] is None else [f"score {_cell(row['reward'])}"]
+    said += [f"{name} {_cell(value)}" for name, value in (row.get("parts") or {}).items()]
+    return ", ".join([f"response {row['member']}", *said])
+
+
+def shown(rollout: Rollout) -> Mapping[str, Any]:
+    """A rollout that has just been played as it would be read."""
+    from posttrain.runs.record.rollout_reading import rows_of
+    from posttrain.runs.record.rollout_tables import rollouts_table
+
+    (row,) = rows_of(rollouts_table(0, [Outcome(rollout)], "eval"))
+    return {**row, "advantage": None}
+
+
+def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(who, what) of a rollout, in the order in which it was said."""
+    transcript = 0
+    for turn in row["turns"]:
+        if turn["transcript"] != transcript:
+            transcript = turn["transcript"]
+            yield "", "(a new context)"
+        reward = f"  (reward {_cell(turn['reward'])})" if turn["reward"] else ""
+        cut = f"  ({turn['cut']} tokens left out)" if turn.get("cut") else ""
+        seconds = f"  ({turn['seconds']:.1f} s)" if turn.get("seconds", 0) >= SLOW else ""
+        yield SPEAKERS.get(turn["role"], turn["role"]), turn["text"] + cut + reward + seconds
+        for call in turn.get("calls", ()):
+            given = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
+            yield "call", f"{call['tool']}({given})" if call.get("problem") is None else f"malformed: {call['problem']}"
+    if not row["turns"]:
+        yield from (("prompt", row["prompt"]), ("reply", row["text"]))
+    for one in row.get("answers") or ():
+        yield from (("said", f"{one['service']}: {text}") for text in one.get("said", ()))
+    columns = row.get("columns") or {}
+    answer = columns.get("answer", columns.get("answers"))
+    if answer is not None:
+        yield "answer", str(answer)
+    if row.get("notes"):
+        yield "noted", ", ".join(f"{name} {_note(value)}" for name, value in row["notes"].items())
+
+
+def _note(value: Any) -> str:
+    return _cell(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def _beside(name: str, text: str, width: int) -> str:
+    """The text with its name to the left of the first line and a bar to the left of all, in so many columns (0: any)."""
+    lines = [part for line in safe(text).split("\n") for part in _parts(line, max(width - 9, 20) if width else 0)]
+    return "\n".join(f"{name if i == 0 else '':<7}│ {line}".rstrip() for i, line in enumerate(lines))
+
+
+def _parts(line: str, width: int) -> list[str]:
+    """A line in pieces of that width, broken between words where there are any. Nothing of it is lost."""
+    if not width or len(line) <= width:
+        return [line]
+    return textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
+
+
+def _numeric(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if _numeric(value) else safe(str(value))

@@ -1,0 +1,147 @@
+"""What this system allows, and where programs run on it: tried out, not looked up.
+
+Choices are tried from the best to the least, each by running a program in a whole jail. The first that works is taken.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from posttrain.sandbox import filesystem, landlock, seccomp, syscalls
+from posttrain.sandbox.jail import Ground, leave_root, map_user
+from posttrain.sandbox.limits import Protections
+
+PREFIX = "posttrain-sandbox-"  # of the folder in which programs get theirs, where they have no root of their own
+
+
+def prepared(allowed: list[str], tried: Callable[[Ground], str | None]) -> Ground:
+    """Where programs will run. `tried`: why they cannot on some ground. Raises OSError if they cannot on any."""
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    paths = filesystem.readable()
+    _sweep()
+    reasons = []
+    for protections in choices([kind for kind in syscalls.NAMESPACES if kind in allowed]):
+        filter = seccomp.installable(seccomp.program(protections.processes) if protections.seccomp else b"")
+        base = None if "mount" in protections.namespaces else _base(protections)
+        ground = Ground(protections, filter, paths, proc, base, [])
+        if (problem := tried(ground)) is None:
+            return ground
+        reasons.append(f"{protections}: {problem}")
+        if base is not None:
+            filesystem.remove(base)
+    raise OSError("; ".join(reasons))
+
+
+def choices(kinds: list[str]) -> Iterator[Protections]:
+    """The best first: all namespaces, those that are allowed one by one, none; with Landlock and seccomp or without."""
+    root, version, filtered = os.geteuid() == 0, landlock.abi(), bool(syscalls.numbers())
+    held = dict.fromkeys([(version, filtered), (0, filtered), (version, False), (0, False)])
+    single: tuple[str, ...] | None = None
+    for walls in held:
+        yield Protections(tuple(kinds), *walls, other_user=root)
+        single = _single(kinds, root) if single is None else single
+        for some in (single, tuple(kind for kind in kinds if kind != "user") if root else ()):
+            if {"mount", "pid"} <= set(some) and some != tuple(kinds):
+                yield Protections(some, *walls, other_user=root)
+        if root:
+            yield Protections(tuple(kinds), *walls, root=True)
+            yield Protections((), *walls, other_user=True)
+        yield Protections((), *walls, root=root)
+
+
+def _single(kinds: list[str], root: bool) -> tuple[str, ...]:
+    """The namespaces that are allowed when each is asked for alone, beside one of users."""
+
+    def allowed(kind: str) -> bool:
+        child = os.fork()
+        if child == 0:
+            try:
+                if root:
+                    leave_root()
+                syscalls.unshare(syscalls.NEW_USER | syscalls.NAMESPACES[kind])
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        return os.waitpid(child, 0)[1] == 0
+
+    return tuple(kind for kind in kinds if allowed(kind))
+
+
+def settled(ground: Ground) -> None:
+    """Take the warm interpreter itself where programs will be forked. May return in another process.
+
+    That process is then number 1 in a namespace of process ids; this one waits for its end, and ends.
+    """
+    kinds, leaves = ground.kinds, ground.protections.other_user
+    if "mount" in kinds and leaves:
+        syscalls.unshare(syscalls.NEW_MOUNT)
+        filesystem.build_root(ground.paths)  # as long as everything can be read
+    if "user" in kinds:
+        if leaves:
+            leave_root()
+        user, group = os.geteuid(), os.getegid()
+        syscalls.unshare(syscalls.NEW_USER | (syscalls.NEW_MOUNT if "mount" in kinds else 0))
+        map_user(ground.proc, user, group)
+        if "mount" in kinds and not leaves:
+            filesystem.build_root(ground.paths)
+    ground.rules[:] = _rules(ground)
+    if "pid" in kinds:
+        _become_first()
+
+
+def _become_first() -> None:
+    syscalls.unshare(syscalls.NEW_PID)
+    waits, watched = os.pipe()
+    first = os.fork()
+    if first:
+        os.closerange(3, 1 << 20)
+        _, status = os.waitpid(first, 0)
+        os._exit(0 if status == 0 else 1)
+    os.close(watched)
+    syscalls.prctl(syscalls.DEATH_SIGNAL, signal.SIGKILL)
+    del waits
+
+
+def _rules(ground: Ground) -> list[tuple[int, int]]:
+    """Of Landlock, the same for all programs."""
+    own_root = "mount" in ground.kinds
+    reading = [(path, landlock.READING) for path in (["/"] if own_root else ground.paths)]
+    using = [(path, landlock.USING) for path in (["/dev"] if own_root else filesystem.DEVICES)]
+    return [rule for path, rights in (*reading, *using) if (rule := landlock.rule(path, rights)) is not None]
+
+
+def _base(protections: Protections) -> str:
+    """A folder for the folders of programs."""
+    while True:
+        base = tempfile.mkdtemp(prefix=f"{PREFIX}{os.geteuid()}-", dir=os.path.realpath(tempfile.gettempdir()))
+        held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # kept open: the lock says that we live
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(base):
+                os.chmod(base, 0o711 if protections.other_user else 0o700)
+                return base
+        os.close(held)
+
+
+def _sweep() -> None:
+    """Delete the folders that sandboxes of this user left behind when they were killed."""
+    place = os.path.realpath(tempfile.gettempdir())
+    for name in os.listdir(place):
+        if name.startswith(f"{PREFIX}{os.geteuid()}-"):
+            _delete_unless_alive(os.path.join(place, name))
+
+
+def _delete_unless_alive(base: str) -> None:
+    with suppress(OSError):  # its lock is held
+        held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(held).st_uid == os.geteuid():
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                filesystem.remove(base)
+        finally:
+            os.close(held)

@@ -1,0 +1,52 @@
+"""Answers of endpoints on disk, for all runs of a user: one small file each, by what was asked of whom.
+
+The folder is posttrain/answers in $XDG_CACHE_HOME or ~/.cache. It may be emptied at any time; where it cannot be used,
+nothing is kept. Only answers that were valid are, so that a failure is never repeated from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from posttrain.system.cache_folders import cache_folder
+
+
+class AnswerCache:
+    """Texts by endpoint and request."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or cache_folder("answers")
+
+    def get(self, endpoint: str, body: bytes) -> str | None:
+        """What was kept for this request."""
+        if self.folder is None:
+            return None
+        try:
+            return self._file(endpoint, body).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def put(self, endpoint: str, body: bytes, text: str) -> None:
+        """Keep it, whole or not at all. A disk that is full keeps nothing, which is no reason to end a run."""
+        if self.folder is None:
+            return
+        file = self._file(endpoint, body)
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, draft = tempfile.mkstemp(dir=file.parent)
+            try:
+                with open(descriptor, "wb") as opened:
+                    opened.write(text.encode("utf-8", "replace"))
+                os.replace(draft, file)
+            except OSError:
+                Path(draft).unlink(missing_ok=True)
+        except OSError:
+            return
+
+    def _file(self, endpoint: str, body: bytes) -> Path:
+        name = hashlib.sha256(endpoint.encode() + b"\0" + body).hexdigest()
+        assert self.folder is not None
+        return self.folder / name[:2] / f"{name}.txt"

@@ -1,0 +1,319 @@
+"""An index on disk. Decides that it appears whole or not at all, and that one which does not fit what it was made from is
+refused.
+
+An index is made in a draft beside its place, and renamed once all of it has reached the disk. `index.json` says what it was
+made from and how large each file is, with a checksum. Drafts of builds that were killed go when the next one begins: a
+live one holds a lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
+
+FORM = 1  # of the files: another one is built again
+MANIFEST, LOCK = "index.json", "lock"
+LEFT = "passages.jsonl"  # what an index always holds besides
+_MADE = re.compile(r"(passages|bm25|words|vectors)\.[\w.]+|index\.json|lock")
+"""Names of what stands in an index."""
+CHECKED = 1 << 30  # bytes of an index whose files are all compared with their checksums; of a larger one, their sizes
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a large file's content, for a fingerprint
+AGAIN = "build it again: posttrain retriever build --passages {} --out {} --overwrite"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of an index."""
+
+    kind: str  # bm25 or dense
+    count: int  # passages
+    passages: str  # digest of all of them
+    settings: dict[str, Any]
+    source: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the file that the passages are from: path, size, time, content
+    encoder: dict[str, Any] = field(default_factory=dict)  # what makes vectors: name, fingerprint, settings
+    files: dict[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
+    made_by: dict[str, str] = field(default_factory=dict)  # library -> version
+    form: int = FORM
+
+    @property
+    def fingerprint(self) -> str:
+        """Another one for other passages, other vectors or other settings: searches may find something else."""
+        told = [self.form, self.kind, self.passages, self.settings, self.encoder]
+        return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises UserError if there is no index in the folder, or a damaged one, or one of another version."""
+        try:
+            content = json.loads((folder / MANIFEST).read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            if (folder / LEFT).exists():
+                raise UserError(
+                    f"the index in {folder} is damaged (it has no {MANIFEST}): delete the folder, then posttrain retriever "
+                    f"build --passages FILE --out {folder}"
+                ) from None
+            raise UserError(
+                f"there is no index in {folder}: posttrain retriever build --passages FILE --out {folder}"
+            ) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise _damaged(folder, f"{MANIFEST}: {one_line(error)}") from None
+        if not isinstance(content, dict) or content.get("form") != FORM:
+            raise UserError(f"the index in {folder} is not of this version: {again(folder)}")
+        kinds = {
+            "kind": str,
+            "count": int,
+            "passages": str,
+            "settings": dict,
+            "source": dict,
+            "encoder": dict,
+            "files": dict,
+        }
+        whole = content.keys() == cls.__dataclass_fields__.keys()
+        whole = whole and all(type(content[name]) is kind for name, kind in kinds.items())
+        whole = whole and all(_MADE.fullmatch(name) and _is_size(known) for name, known in content["files"].items())
+        if not whole or not (content["source"] == {} or _is_source(content["source"])):
+            raise _damaged(folder, MANIFEST)
+        return cls(**content)
+
+
+def _is_size(known: object) -> bool:
+    return isinstance(known, list) and len(known) == 2 and all(type(number) is int for number in known)
+
+
+def _is_source(known: dict[str, Any]) -> bool:
+    kinds = {"path": str, "size": int, "time": int, "content": str}
+    return {name: type(value) for name, value in known.items()} == kinds and "\0" not in known["path"]
+
+
+def _damaged(folder: Path, what: str) -> UserError:
+    return UserError(f"the index in {folder} is damaged ({what}): {again(folder)}")
+
+
+def again(folder: Path) -> str:
+    """The command that makes it again, of the file that it was made of, if its manifest still tells."""
+    made_of = "FILE"
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        made_of = str(json.loads((folder / MANIFEST).read_bytes())["source"]["path"])
+    return AGAIN.format(made_of, folder)
+
+
+# -- making ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder to be filled; the index is at its place when the block ends, and not at all when it raises.
+
+    Raises UserError if something is there that may not be replaced, or if nothing can be written.
+    """
+    if not place.name:
+        raise UserError(f"{place} is no place for an index: name a folder, such as runs/index")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(place.parent):
+            _clear(place)
+        may_be_at(place, overwrite)
+        draft, lock = _new_draft(place)
+    except UserError:  # a ValueError, as is a name that no system takes
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write to {str(place.parent)!r:.100}: {one_line(error)}") from error
+    try:
+        yield draft
+        _move(draft, place, overwrite)
+    except OSError as error:
+        raise UserError(f"cannot write to {place}: {one_line(error)}") from error
+    finally:
+        os.close(lock)
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _new_draft(place: Path) -> tuple[Path, int]:
+    """A folder, and the descriptor of its lock. It gets its name once it is locked: nobody takes it for an abandoned one."""
+    unlocked = place.with_name(f".{place.name}.{os.getpid()}-{os.urandom(4).hex()}.new")
+    unlocked.mkdir()
+    lock = os.open(unlocked / LOCK, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return unlocked.rename(unlocked.with_suffix(".draft")), lock
+
+
+def finish(draft: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest of the files that are there, once these have reached the disk."""
+    files = {path.name: list(_sized(path)) for path in sorted(draft.iterdir()) if path.name != LOCK}
+    whole = asdict(Manifest(**manifest, files=files))
+    with (draft / MANIFEST).open("wb") as file:
+        file.write((json.dumps(whole, indent=1) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def may_be_at(place: Path, overwrite: bool) -> None:
+    """Raises UserError if an index may not be made there."""
+    if not os.path.lexists(place) or (place.is_dir() and not place.is_symlink() and not any(place.iterdir())):
+        return
+    if not (place / MANIFEST).is_file() or place.is_symlink():
+        raise UserError(f"{place} holds something else than an index: choose another --out")
+    if strange := sorted(path.name for path in place.iterdir() if not _MADE.fullmatch(path.name)):
+        raise UserError(f"{place} holds {strange[0]} beside an index: move it away, or choose another --out")
+    if not overwrite:
+        raise UserError(f"there is an index in {place}: replace it with --overwrite, or choose another --out")
+
+
+def _sized(path: Path) -> tuple[int, int]:
+    """The size of a file and the checksum of its content, which reaches the disk."""
+    size, checksum = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            size, checksum = size + len(block), zlib.crc32(block, checksum)
+        os.fsync(file.fileno())
+    return size, checksum
+
+
+def _move(draft: Path, place: Path, overwrite: bool) -> None:
+    """What is at the place goes aside before it is deleted, so that no half of it is ever there."""
+    _sync(draft)
+    old = draft.with_suffix(".old")
+    with _alone(place.parent):
+        may_be_at(place, overwrite)  # another build may have been faster
+        if place.exists():
+            place.rename(old)
+        draft.rename(place)
+        (place / LOCK).unlink()
+        _sync(place.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other build puts an index into this folder, or tidies there, meanwhile; where the file system has no such locks,
+    one of two builds that end in the same moment may fail."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _clear(place: Path) -> None:
+    """Delete what builds that were killed have left, and put back an index that one of them had moved aside."""
+    name = re.compile(rf"\.{re.escape(place.name)}\.\d+-[0-9a-f]{{8}}\.(draft|old)")
+    left = [(path, match[1]) for path in sorted(place.parent.iterdir()) if (match := name.fullmatch(path.name))]
+    for path in (path for path, kind in left if kind == "old"):
+        if os.path.lexists(place):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(place)
+    for path in (path for path, kind in left if kind == "draft"):
+        with suppress(OSError):
+            held = os.open(path / LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(held)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def check(folder: Path, manifest: Manifest) -> None:
+    """Raises UserError if a file of an index is missing or not what was written, or if its passages have changed since."""
+    small = sum(size for size, _ in manifest.files.values()) <= CHECKED
+    for name, (size, checksum) in manifest.files.items():
+        try:
+            found = (folder / name).stat().st_size
+            right = found == size and (not small or _checksum(folder / name) == checksum)
+        except OSError as error:
+            raise _damaged(folder, f"{name}: {one_line(error)}") from None
+        if not right:
+            what = f"{found:,} bytes, not {size:,}" if found != size else "another checksum"
+            raise _damaged(folder, f"{name} has {what}")
+    if manifest.source and not is_fresh(manifest.source):
+        path = manifest.source["path"]
+        raise UserError(f"{path} has changed since the index in {folder} was made of it: {again(folder)}")
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Within it, files of an index that do not fit each other are a UserError."""
+    try:
+        yield
+    except UserError:  # a ValueError, too
+        raise
+    except (OSError, ValueError, KeyError, IndexError, EOFError, TypeError) as error:
+        raise _damaged(folder, one_line(error)) from error
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+# -- what things are made from -----------------------------------------------------------------------------------------
+
+
+def described(path: Path) -> dict[str, Any]:
+    """A file, so that a change of it is noticed."""
+    known = path.stat()
+    return {
+        "path": str(path.resolve()), "size": known.st_size, "time": known.st_mtime_ns, "content": _digest(path)
+    }  # fmt: skip
+
+
+def is_fresh(source: Mapping[str, Any]) -> bool:
+    """Whether a file that was `described` is still the same. One that is gone has not changed: indices may be moved."""
+    path = Path(source["path"])
+    try:
+        known = path.stat()
+        if (known.st_size, known.st_mtime_ns) == (source["size"], source["time"]):
+            return True
+        return known.st_size == source["size"] and _digest(path) == source["content"]
+    except OSError:
+        return True
+
+
+def _digest(path: Path) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            content.update(block)
+    return content.hexdigest()
+
+
+def sampled(path: Path) -> str:
+    """A fingerprint of a file's size and of samples from all over its content: weights may be gigabytes."""
+    size = path.stat().st_size
+    content = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        for sample in range(SAMPLES):
+            file.seek(sample * max(SAMPLE_BYTES, size // SAMPLES))
+            content.update(file.read(SAMPLE_BYTES))
+    return content.hexdigest()

@@ -1,0 +1,172 @@
+"""The HTTP server in front of an index, or of anything that searches; `protocol` says what is spoken.
+
+    POST /retrieve    queries in, passages out
+    GET  /health      what is served, and how many queries wait
+
+Decided here: what holds nobody up. A request has to arrive, and its answer to be taken, within a time; bodies, queries and
+answers have limits. Whoever reaches the address may ask: it is this machine's own unless another is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from aiohttp import web
+
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
+from posttrain.services.retrieval.batcher import Batcher, Busy
+from posttrain.services.retrieval.passage_index import PassageIndex
+from posttrain.services.retrieval.search_protocol import MOST_BYTES, PATH, SearchRefused, read_request, written_answer
+
+HOST, PORT = "127.0.0.1", 8000
+ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
+TAKE_SECONDS = 30.0  # for an answer to be taken
+LINGER_SECONDS = 2.0  # for the rest of a request that was refused before all of it had come
+GOODBYE_SECONDS = 2.0  # for requests to be answered when the server ends
+
+
+class SearchHandlers:
+    """The handlers of an index."""
+
+    def __init__(self, index: PassageIndex, topk: int, most_bytes: int = MOST_BYTES) -> None:
+        """`topk`: passages for a query that does not say how many."""
+        self._index, self._topk, self._most_bytes = index, topk, most_bytes
+        self._batcher = Batcher(index.search)
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[_told], client_max_size=self._most_bytes)
+        app.router.add_post(f"/{PATH}", self.retrieve)
+        app.router.add_get("/health", self.health)
+        app.cleanup_ctx.append(self._searching)
+        return app
+
+    async def retrieve(self, request: web.Request) -> web.StreamResponse:
+        if "Content-Encoding" in request.headers:
+            raise SearchRefused(415, "the body is compressed; send it as it is")
+        try:
+            async with asyncio.timeout(ARRIVE_SECONDS):
+                body = await request.read()
+        except TimeoutError:
+            raise SearchRefused(408, f"the body did not arrive within {ARRIVE_SECONDS:g} s") from None
+        asked = read_request(body, self._topk)
+        try:
+            found = await self._batcher.search(asked.queries, asked.topk)
+        except Busy:
+            raise SearchRefused(503, f"{self._batcher.waiting:,} queries wait already; ask again later") from None
+        return await _answered(request, 200, written_answer(found, asked.scores))
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        manifest = self._index.manifest
+        told = {
+            "status": "ok", "kind": manifest.kind, "passages": manifest.count, "fingerprint": manifest.fingerprint,
+            "waiting": self._batcher.waiting,
+        }  # fmt: skip
+        return await _answered(request, 200, json.dumps(told).encode())
+
+    async def _searching(self, app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.get_running_loop().create_task(self._batcher.run())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@web.middleware
+async def _told(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """What goes wrong, as JSON."""
+    try:
+        return await handler(request)
+    except SearchRefused as refused:
+        status, said = refused.status, str(refused)
+    except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
+        status, said = error.status, _plain(error, request)
+    except UserError as error:  # a damaged file, an encoder that fails
+        print(f"posttrain: {error}", file=sys.stderr, flush=True)
+        status, said = 500, one_line(error)
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        status, said = 500, "the server made a mistake, which it has printed"
+    return await _answered(request, status, json.dumps({"detail": said}).encode())
+
+
+def _plain(error: web.HTTPException, request: web.Request) -> str:
+    known = {404: f"there is POST /{PATH} and GET /health", 405: f"there is POST /{PATH} and GET /health"}
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return f"the body has more than {request.client_max_size >> 20} MiB"
+    return known.get(error.status, error.reason)
+
+
+async def _answered(request: web.Request, status: int, body: bytes) -> web.StreamResponse:
+    """Send it. A client that does not take it is hung up on."""
+    response = web.StreamResponse(status=status, headers={"Retry-After": "1"} if status == 503 else {})
+    response.content_type = "application/json"
+    response.content_length = len(body)
+    try:
+        async with asyncio.timeout(TAKE_SECONDS):
+            await response.prepare(request)
+            await response.write(body)
+            await response.write_eof()
+    except (TimeoutError, ConnectionError):
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+@asynccontextmanager
+async def serving(application: web.Application, host: str = HOST, port: int = 0) -> AsyncIterator[int]:
+    """Serve it on a port (0: any free one), which is given. Raises UserError if it cannot be used."""
+    listening = _bound(host, port)
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        handler_cancellation=True,  # a client that goes away waits for nothing
+        keepalive_timeout=ARRIVE_SECONDS,  # from the opening of a connection, or from its last answer, to a whole head
+        lingering_time=LINGER_SECONDS,
+        shutdown_timeout=GOODBYE_SECONDS,
+        auto_decompress=False,  # a few kilobytes may become gigabytes, which would be read even after a refusal
+    )
+    try:
+        await runner.setup()
+        await web.SockSite(runner, listening, backlog=1024).start()
+        yield listening.getsockname()[1]
+    finally:
+        await runner.cleanup()
+        listening.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listening = socket.socket(family, kind)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host {host} is no address of this machine: {one_line(error)}") from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        way = "choose another --port, or 0 for any" if port else "look at --host"
+        raise UserError(f"{host}:{port} cannot be used: {error.strerror}; {way}") from None
+    return listening
+
+
+def serve(index: PassageIndex, host: str, port: int, topk: int, say: Callable[[str], Any] = print) -> None:
+    """Serve an index until the process is interrupted."""
+
+    async def run() -> None:
+        async with serving(SearchHandlers(index, topk).application(), host, port) as bound:
+            shown = f"[{host}]" if ":" in host else host
+            say(f"index       {index.description}\naddress     http://{shown}:{bound}/{PATH}")
+            await asyncio.Event().wait()
+
+    asyncio.run(run())

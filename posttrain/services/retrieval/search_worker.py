@@ -1,0 +1,60 @@
+"""The process that searches for all workers of a run. `posttrain.services.retriever` is at the other end.
+
+    run    -> process    a `SearchSetup`, pickled; then lists of [number, query, k]
+    process -> run       {"ready": identity} or {"failed": a line}; then {"number": n, "found": [[id, contents, score], ...]}
+                         or {"number": n, "failed": a line} for each question
+
+Queries are searched for one by one: what an encoder makes of a text may depend, in its last bits, on the texts beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.messages import one_line
+from posttrain.core.types import UserError
+from posttrain.envs.play.worker_protocol import Frames, framed
+
+
+@dataclass(frozen=True)
+class SearchSetup:
+    folder: str  # of the index
+
+
+def main(descriptor: int) -> None:
+    """Answer what is asked through this socket until it is closed."""
+    connection = socket.socket(fileno=descriptor)
+    frames = Frames(most=1 << 62)  # the run is trusted
+
+    def send(message: dict[str, Any]) -> None:
+        connection.sendall(framed(json.dumps(message).encode()))
+
+    index = None
+    while more := connection.recv(1 << 20):
+        for content in frames.add(more):
+            asked = pickle.loads(content)
+            if index is not None:
+                for number, query, k in asked:
+                    send({"number": number, **_found(index, query, k)})
+                continue
+            try:
+                from posttrain.services.retrieval.passage_index import open_index
+
+                index = open_index(asked.folder)
+            except UserError as error:
+                return send({"failed": str(error)})
+            except Exception as error:  # code of the user's that is imported with an encoder
+                return send({"failed": f"the index in {asked.folder} cannot be opened: {one_line(error)}"})
+            send({"ready": index.manifest.fingerprint})
+
+
+def _found(index: Any, query: str, k: int) -> dict[str, Any]:
+    try:
+        [hits] = index.search([query], k)
+    except UserError as error:
+        return {"failed": str(error)}
+    return {"found": [[hit.passage.id, hit.passage.contents, hit.score] for hit in hits]}

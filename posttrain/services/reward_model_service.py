@@ -1,0 +1,212 @@
+"""A reward model of this machine as a service: what is asked is text, what comes back a number.
+
+It reads text with its own tokenizer, as in its training: the ids of the policy would be other words to it. Texts are
+computed together, and yet the bits of a score do not depend on what else was asked: products go in blocks of one size, and
+each text looks at itself alone. Where there is no compiled code for that, texts are computed one by one.
+
+    T    tokens of all texts    S    texts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Layout
+from posttrain.core.protocols import Service
+from posttrain.core.types import Invalid, InvalidKind, Transcript, UserError
+from posttrain.models.adapters.adapter_config import described_in
+from posttrain.models.checkpoint_folder import SCORE, stored_names
+from posttrain.models.json_files import read_json
+from posttrain.models.native.attention import each_alone, filled
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.fused import compiles
+from posttrain.models.native.linear import ROUND, in_blocks
+from posttrain.models.reward_model import OFFSET, load_reward_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
+from posttrain.training.sources.preferences import last_alone
+from posttrain.training.sources.sft_source import demonstrate
+
+TOGETHER = 4096  # tokens that are computed at once
+FORMS = '{"prompt": ..., "response": ...}, {"messages": [...]} or text'
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What is scored."""
+
+    tokens: list[int]
+    at: list[int]  # places of the tokens whose hidden states are read
+
+
+class RewardModelService:
+    """See `posttrain.core.protocols.Service`.
+
+    Content: {"prompt", "response"}, or {"messages"} whose last is the assistant's, read as in training, with "cut" where
+    the response was cut off; or text, which is scored as it stands. Where the model has an offset, which centres its scores,
+    it is added.
+    """
+
+    def __init__(self, folder: str | Path, device: str | torch.device = "cpu") -> None:
+        """Raises UserError if there is no such folder, if it is of an unsupported family, or has no score head."""
+        self.folder = checkpoint_folder(folder)
+        read_json(described_in(self.folder) / "config.json")
+        if SCORE not in stored_names(self.folder):  # told before all of it is read
+            raise UserError(
+                f"--reward-model {folder} has no score head ({SCORE}): it is a language model, not a reward model; give a "
+                "run of posttrain reward-model, or a sequence-classification checkpoint of one label"
+            )
+        self.model = load_reward_model(self.folder, device).requires_grad_(False)
+        self.device = torch.device(device)
+        self.tokenizer = Tokenizer.load(self.folder)
+        self.eos_ids = self.model.eos_ids or tuple(id for id in [self.tokenizer.eos_id] if id is not None)
+        if not self.eos_ids:
+            raise UserError(
+                f"--reward-model {folder} names no end-of-sequence token: set eos_token_id in its config.json"
+            )
+        self._together = self.device.type == "cpu" and compiles() and isinstance(self.model.backbone, Decoder)
+        self._asked: deque[tuple[int, _Text]] = deque()
+        self._answers: list[tuple[int, Any]] = []
+        self._counts = {"scored": 0.0, "tokens": 0.0, "invalid": 0.0}
+
+    @property
+    def identity(self) -> str:
+        """Tells scores of other weights apart, as far as their head does."""
+        head = self.model.score.detach().cpu().numpy().tobytes()
+        return f"{hashlib.blake2b(head, digest_size=16).hexdigest()} {self.model.offset!r}"
+
+    @property
+    def description(self) -> str:
+        count = sum(p.numel() for p in self.model.parameters())
+        centred = f", {self.model.offset:+g} to every score ({OFFSET})" if self.model.offset else ""
+        return f"{self.folder}, {count:,} parameters, context {self.model.config.context}{centred}"
+
+    def submit(self, id: int, content: Any) -> None:
+        text = self._read(content)
+        if isinstance(text, Invalid):
+            self._counts["invalid"] += 1
+            self._answers.append((id, text))
+        else:
+            self._asked.append((id, text))
+
+    def poll(self) -> list[tuple[int, Any]]:
+        """Computes the next few of the texts that are there."""
+        some: list[tuple[int, _Text]] = []
+        size = 0
+        while self._asked and (not some or size + len(self._asked[0][1].tokens) <= TOGETHER):
+            some.append(self._asked.popleft())
+            size += len(some[-1][1].tokens)
+        if some:
+            scores = self._scores([text for _, text in some])
+            self._answers += [(id, self._read_score(score)) for (id, _), score in zip(some, scores, strict=True)]
+            self._counts["scored"] += len(some)
+            self._counts["tokens"] += size
+        answers, self._answers = self._answers, []
+        return answers
+
+    def example(self) -> float:
+        return 0.5
+
+    def counts(self) -> dict[str, float]:
+        return dict(self._counts)
+
+    def close(self) -> None:
+        self._asked.clear()
+
+    @torch.no_grad()
+    def _scores(self, texts: Sequence[_Text]) -> list[float]:
+        """The score of each text: [S]."""
+        groups = [texts] if self._together else [[text] for text in texts]
+        return [self._score(own) for group in groups for own in self._hidden(group)]
+
+    def _score(self, hidden: Tensor) -> float:
+        """Hidden states [n, D] where a text is read -> its score: the mean over them, and the offset.
+
+        Each text by itself: the numbers of another one change no bit of it.
+        """
+        scores = (self.model.transformed(hidden).float() * self.model.score).sum(-1).double()
+        return scores.mean().item() + self.model.offset
+
+    def _hidden(self, texts: Sequence[_Text]) -> Sequence[Tensor]:
+        """Hidden states [n, D] of each text, at the tokens where it is read."""
+        length = [len(text.tokens) for text in texts]
+        start = [sum(length[:place]) for place in range(len(length))]
+        layout = Layout(
+            torch.tensor([token for text in texts for token in text.tokens], device=self.device),
+            torch.cat([torch.arange(n) for n in length]).to(self.device),
+            tuple(start),
+            tuple(length),
+            (-1,) * len(length),
+        )
+        places = [first + at for first, text in zip(start, texts, strict=True) for at in text.at]
+        at = torch.tensor(places, device=self.device)
+        if self._together:
+            layout = filled(layout, ROUND)
+            asked = torch.cat((at, at[:1].expand(-len(at) % ROUND)))
+            with in_blocks(ROUND):
+                attend = each_alone(layout, len(texts))
+                hidden: Tensor = self.model.backbone(layout.tokens, layout.position, attend, asked)[: len(at)]
+        else:
+            hidden = self.model.backbone.hidden(layout, at)
+        return hidden.split([len(text.at) for text in texts])
+
+    def _read(self, content: Any) -> _Text | Invalid:
+        """The tokens of what is asked, and where they are read."""
+        of = content.keys() - {"cut"} if isinstance(content, dict) else set()
+        try:
+            if isinstance(content, str):
+                transcript = Transcript()
+                transcript.imitate(self.tokenizer.encode(content, start=True))
+            elif (of == {"prompt", "response"} and _texts(content)) or (of == {"messages"} and _chat(content)):
+                whole = demonstrate(content, self.tokenizer, self.eos_ids)
+                transcript = last_alone(whole, self.eos_ids if content.get("cut") else ())
+            else:
+                return _invalid(f"a reward model is asked with {FORMS}")
+        except UserError as error:
+            return _invalid(f"the reward model {self.folder} cannot read it: {error}")
+        at = transcript.scored.tolist()
+        tokens = transcript.tokens[: at[-1] + 1] if at else []
+        most = self.model.config.context
+        if not 0 < len(tokens) <= most:
+            return _invalid(f"{len(tokens)} tokens; the reward model {self.folder} reads 1 to {most}")
+        if max(tokens) >= self.model.config.vocab:
+            return _invalid(f"the tokenizer of the reward model {self.folder} has more tokens than its vocabulary")
+        return _Text(tokens, at if self.model.shape.pooling == "mean" else at[-1:])
+
+    def _read_score(self, score: float) -> float | Invalid:
+        if math.isfinite(score):
+            return score
+        self._counts["invalid"] += 1
+        return _invalid(f"the reward model {self.folder} gave {score}")
+
+
+def _invalid(reason: str) -> Invalid:
+    return Invalid(reason, InvalidKind.UNANSWERED)
+
+
+def _texts(content: dict[str, Any]) -> bool:
+    return all(isinstance(value, str) or (name == "cut" and isinstance(value, bool)) for name, value in content.items())
+
+
+def _chat(content: dict[str, Any]) -> bool:
+    messages = content["messages"]
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() and _texts(m) for m in messages)
+        and messages[-1]["role"] == "assistant"
+        and isinstance(content.get("cut", False), bool)
+    )
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Service] = RewardModelService

@@ -1,0 +1,1 @@
+"""Child processes, worker threads, HTTP clients, the user's code and folders."""

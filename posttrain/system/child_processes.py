@@ -1,0 +1,332 @@
+"""Child processes that end with their parent, and with them everything that they started. Plain interpreters.
+
+A child is two processes. The *keeper* does nothing but wait, and the one that does the work is its child. The keeper
+holds a life line, a socket to the parent: when the parent closes its end or dies, however it dies, or when the worker
+ends, the keeper kills all that descends from it and ends as the worker did. On Linux every orphan among these becomes
+its own child (PR_SET_CHILD_SUBREAPER), so double forks and sessions of their own hide nothing. Should the keeper itself
+be killed, the kernel kills the worker (PR_SET_PDEATHSIG), and the parent looks for a mark in the environment of all
+processes. Elsewhere only the worker's process group is killed.
+
+The children are not `multiprocessing`'s: those import the user's script again, which starts a second training where it
+has no `__main__` guard. POSIX only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from posttrain.core.messages import safe
+
+LAST_WORDS_SECONDS = 1.0  # for what children printed to be passed on, at our end
+END_SECONDS = 10.0  # for a keeper to kill what descends from it
+MARK = "POSTTRAIN_CHILD"  # the environment variable that all descendants of a child have, unless they drop it
+
+_BOOT = "import sys; sys.path[:] = sys.argv[4:]; from posttrain.system.child_processes import main; main()"
+_DONE = b"."  # from the keeper: nothing is left
+_SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl
+_LINUX = sys.platform == "linux"
+
+
+class Child:
+    """Our end of a child process, which calls a function with file descriptors.
+
+    `target`: "package.module:function". `descriptors`: those of ours that the function gets, under the same numbers. It
+    runs in a session of its own, out of reach of Ctrl-C.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        descriptors: Sequence[int],
+        *,
+        folder: str | None = None,
+        output: int | IO[Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`output`: where what it prints goes; None: to our standard error, on a terminal by way of `sys.stderr`."""
+        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._life, theirs = pair()
+        if output is None:
+            output = _our_error()
+        here = folder or os.getcwd()
+        numbers = ",".join(map(str, descriptors))
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, target, str(theirs.fileno()), numbers, *(p or here for p in sys.path)],
+                pass_fds=(theirs.fileno(), *descriptors),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=folder,
+                env={**os.environ, **(environment or {}), MARK: self._mark},
+                start_new_session=True,
+            )
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end; returns whether it came."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, seconds))
+        return self.ended
+
+    def exit(self) -> str:
+        """How it ended, in words."""
+        code = self.process.poll()
+        assert code is not None, "it is still there"
+        known = code < 0 and -code in signal.valid_signals()
+        return f"exit code {code}" + (f", {signal.Signals(-code).name}" if known else "")
+
+    def kill(self) -> None:
+        """End it and all its descendants, if it has not ended yet. May be called twice."""
+        with suppress(OSError):
+            self._life.shutdown(socket.SHUT_WR)  # a copy of our end in a process that we forked changes nothing
+        if not self.wait(END_SECONDS):
+            self.process.kill()
+            self.process.wait()
+        if not self._told_done():
+            _kill_marked(self._mark)
+        self._life.close()
+
+    def _told_done(self) -> bool:
+        with suppress(OSError):
+            return self._life.recv(1, socket.MSG_DONTWAIT) == _DONE
+        return False
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets, none of which has the number of a standard stream that is closed."""
+    import fcntl
+
+    ends = []
+    for end in socket.socketpair():
+        if end.fileno() > 2:
+            ends.append(end)
+            continue
+        ends.append(socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)))
+        end.close()
+    return ends[0], ends[1]
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _our_error() -> int:
+    """Where children print to if nothing else is said."""
+    if not _is_open(2):
+        return subprocess.DEVNULL
+    return _passed_on() if os.isatty(2) else 2
+
+
+@cache
+def _passed_on() -> int:
+    """A descriptor for children to print to while standard error is a terminal.
+
+    A thread writes what comes there to `sys.stderr`: by themselves they would write into what we draw on that terminal.
+    """
+    reading, writing = os.pipe()
+
+    def copy() -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        while more := os.read(reading, 1 << 16):
+            with suppress(OSError, ValueError):  # the terminal has gone
+                print(
+                    safe(decoder.decode(more).replace("\r\n", "\n").expandtabs()), end="", file=sys.stderr, flush=True
+                )
+
+    thread = threading.Thread(target=copy, name="what children print", daemon=True)
+    thread.start()
+
+    @atexit.register
+    def finish() -> None:
+        os.close(writing)
+        thread.join(LAST_WORDS_SECONDS)
+
+    return writing
+
+
+# -- the other side ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Arguments: the function to call, the file descriptor of the life line, those that the function gets, our path."""
+    from importlib import import_module
+
+    target, life, numbers = sys.argv[1:4]
+    sys.argv[1:] = []
+    descriptors = [int(number) for number in numbers.split(",")]
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    keep(int(life))
+    module, _, function = target.partition(":")
+    getattr(import_module(module), function)(*descriptors)
+
+
+def keep(life: int) -> None:
+    """Fork. Returns in the child alone; this process waits for its end, or that of the parent, and ends like it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _prctl(_SUBREAPER, 1)
+    keeper = os.getpid()
+    worker = os.fork()
+    if worker:
+        try:
+            _wait(life, worker)
+        finally:
+            os._exit(70)  # only an error of our own comes here
+    os.close(life)
+    os.setsid()  # a group of its own: it may kill that and spares the keeper
+    _prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != keeper:
+        os._exit(70)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C stays the parent's business
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _wait(life: int, worker: int) -> NoReturn:
+    """The keeper's whole life."""
+    waker, wakes = os.pipe()
+    for end in (waker, wakes):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    _close_all_but((2, life, waker, wakes))
+    changed = select.poll()
+    changed.register(life, select.POLLIN)
+    changed.register(waker, select.POLLIN)
+    status = _reap(worker)
+    while status is None:
+        if any(descriptor == life for descriptor, _ in changed.poll()):
+            break
+        with suppress(BlockingIOError):
+            os.read(waker, 4096)
+        status = _reap(worker)
+    status = _kill_descendants(worker, status)
+    with suppress(OSError):
+        os.write(life, _DONE)
+    _end_like(status)
+
+
+def _reap(worker: int) -> int | None:
+    """Take leave of all children that have ended; the worker's status, if it is among them."""
+    found = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == worker:
+                found = status
+    return found
+
+
+def _kill_descendants(worker: int, status: int | None) -> int:
+    """Kill until none is left. Returns the worker's status, if it was not known before."""
+    end = time.monotonic() + END_SECONDS
+    while True:
+        pids = _descendants(os.getpid()) if _LINUX else []
+        if not _LINUX and status is None:
+            pids = [-worker, worker]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped at first: none of them starts others meanwhile
+            _signal(pids, number)
+        ended = _reap(worker)
+        status = status if ended is None else ended
+        if (not pids and status is not None) or time.monotonic() > end:
+            return signal.SIGKILL if status is None else status
+        time.sleep(0.002)
+
+
+def _descendants(root: int) -> list[int]:
+    """Of a process, the living, on Linux."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with suppress(OSError, IndexError, ValueError):
+            state, parent = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()[:2]
+            children.setdefault(int(parent), []).append(int(entry) if state not in (b"Z", b"X") else -int(entry))
+    found: list[int] = []
+    line = [root]
+    while line:
+        for pid in children.get(abs(line.pop()), []):
+            line.append(pid)
+            if pid > 0:  # not dead, and merely not yet taken leave of
+                found.append(pid)
+    return found
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill all processes with this mark in their environment, on Linux."""
+    entry = f"{MARK}={mark}".encode()
+    for _ in range(100):
+        found = []
+        for name in os.listdir("/proc") if _LINUX else ():
+            if name.isdigit() and int(name) != os.getpid():
+                with suppress(OSError):
+                    if entry in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                        found.append(int(name))
+        if not found:
+            return
+        _signal(found, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _close_all_but(kept: Iterable[int]) -> None:
+    """The worker's sockets must close when the worker ends."""
+    first = 0
+    for descriptor in sorted(kept):
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, max(first, os.sysconf("SC_OPEN_MAX") if not _LINUX else _highest() + 1))
+
+
+def _highest() -> int:
+    return max(map(int, os.listdir("/proc/self/fd")))
+
+
+def _end_like(status: int) -> NoReturn:
+    """End with the worker's exit code, or by its signal."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LINUX:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,140 @@
+"""Finds code that the user wrote, "my.py:name" or "package.module:name", and says where it failed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from posttrain.core.messages import inline, message_of, near_or_all
+from posttrain.core.types import UserError
+
+PRIVATE = "_posttrain_user_"  # prefix of the names under which the user's files are imported: they shadow nothing
+
+
+def load_named(spec: str) -> Any:
+    """Whatever "my.py:name" or "package.module:name" names. Raises UserError, with the fix, if it cannot be found."""
+    target, name = split_name(spec)
+    module = import_target(target)
+    return named_in(module, name, target, [n for n in vars(module) if not n.startswith("_")])
+
+
+def named_in(module: ModuleType, name: str, target: str, known: list[str]) -> Any:
+    """What a module calls so. Raises UserError with what comes near among `known`."""
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise UserError(f"{target} has no {name!r}{near_or_all(name, known)}") from None
+    except (Exception, SystemExit) as error:  # a module may have a __getattr__ of its own
+        raise UserError(f"{target} does not give its {name!r}: {describe_error(error, None)}") from error
+
+
+def describe_error(error: BaseException, file: str | None) -> str:
+    """One line: type, message, and the innermost line in `file` (any file if it is not on the stack).
+
+    Example: "ValueError: bad thing (my.py:12)".
+    """
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        message, at = error.msg, f" ({Path(error.filename or '?').name}:{error.lineno})"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        inner = [frame for frame in frames if frame.filename == file] or frames
+        message, at = message_of(error), f" ({Path(inner[-1].filename).name}:{inner[-1].lineno})" if inner else ""
+    message = inline(message)
+    return type(error).__name__ + (f": {message}" if message else "") + at
+
+
+def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What decorators and bound arguments were put around; the function itself where decorators lead round in a circle."""
+    try:
+        while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+            function = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
+    except ValueError:
+        pass
+    return function
+
+
+def source_file(function: Callable[..., Any]) -> str | None:
+    """The file that a function was written in, as it stands in tracebacks."""
+    inner = unwrapped(getattr(function, "stands_for", function))
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return getattr(code, "co_filename", None)
+
+
+def split_name(spec: str) -> tuple[str, str]:
+    """ "my.py:reward" -> ("my.py", "reward"). Raises UserError for anything else."""
+    target, _, name = spec.rpartition(":")
+    if target and name:
+        return target, name
+    if spec.rstrip(":").endswith(".py"):
+        raise UserError(f"{spec} does not say which function: write {spec.rstrip(':')}:reward")
+    raise UserError(f"{spec!r} names nothing of your own: write my.py:{spec} or package.module:{spec}")
+
+
+def import_target(target: str) -> ModuleType:
+    return _import_file(Path(target)) if target.endswith(".py") or "/" in target else _import_module(target)
+
+
+def _import_module(target: str) -> ModuleType:
+    _put_on_path(Path.cwd())
+    try:
+        return importlib.import_module(target)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{target}.".startswith(f"{error.name}."):
+            raise UserError(f"there is no module {target!r} here or among the installed packages") from error
+        raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
+    except UserError as error:  # it says itself what to do
+        raise UserError(f"{target}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The module of a file, imported once for each content (its name is made of place and time of change)."""
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise UserError(f"there is no file {path}{near_or_all(path.name, near)}")
+    path = path.resolve()
+    stamp = hashlib.sha256(os.fsencode(path) + str(path.stat().st_mtime_ns).encode()).hexdigest()[:12]
+    name = f"{PRIVATE}{path.stem}_{stamp}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _put_on_path(path.parent)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        del sys.modules[name]
+        raise
+    except UserError as error:
+        del sys.modules[name]
+        raise UserError(f"{path.name}: {error}") from error
+    except BaseException as error:  # a script may well call exit(), or raise what is no Exception
+        del sys.modules[name]
+        raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
+    return module
+
+
+def _put_on_path(folder: Path) -> None:
+    """First, as when Python runs a script of that folder, so that its neighbours are found."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def importable(name: str) -> bool:
+    """Whether another process finds the module: being in `sys.modules` here proves nothing."""
+    top = name.partition(".")[0]
+    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)

@@ -1,0 +1,56 @@
+"""The processes that share a run: how this one joins them, and what becomes of it when another one fails.
+
+Each process does all that a run of one process does, with two exceptions: it plays its share of the groups, and computes its
+share of the micro-batches. What decides (filters, credit, order, health) is computed by each of them from the same numbers.
+The first one alone writes and speaks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+
+from posttrain.config import Training
+from posttrain.core.protocols import Alone, World
+from posttrain.core.types import UserError
+from posttrain.learners.process_group import joined
+
+
+@contextmanager
+def together(config: Training) -> Iterator[World]:
+    """The world of this process: alone, or one of those that torchrun or `--processes` has started.
+
+    Raises UserError where another process has failed, with what it said.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if config.processes > 1:
+            raise UserError(
+                "processes are started by the command posttrain; a program of your own is started by torchrun "
+                f"--nproc-per-node {config.processes}"
+            )
+        if config.patience != Training.patience:
+            raise UserError("--patience is of several processes: give --processes too, or leave it out")
+        if config.restarts:
+            raise UserError("--restarts is of several processes: give --processes too, or leave it out")
+        if config.shard:
+            raise UserError("--shard deals the weights out to several processes: give --processes too, or leave it out")
+        yield Alone()
+        return
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(
+            f"WORLD_SIZE is set in the environment and {', '.join(missing)} is not: start processes with torchrun or "
+            "--processes, or unset WORLD_SIZE"
+        )
+    with ExitStack() as left:
+        if os.environ["RANK"] != "0":
+            nowhere = left.enter_context(open(os.devnull, "w"))
+            left.enter_context(redirect_stdout(nowhere))
+            left.enter_context(redirect_stderr(nowhere))
+        world = joined(config.device, config.patience)
+        try:
+            yield world
+            world.gather(None)  # nobody leaves while another one may still fail
+        except BaseException as error:
+            world.fail(error)
+            raise

@@ -1,0 +1,208 @@
+"""Which learner a run has, and how the models that it holds come into its processes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.config import RL, Training
+from posttrain.core.protocols import Model, World
+from posttrain.core.types import UserError
+from posttrain.learners.data_parallel import DataParallelLearner
+from posttrain.learners.local_learner import Optimization
+from posttrain.learners.router_losses import RouterLosses
+from posttrain.models.adapters.adapter_config import is_adapter
+from posttrain.models.adapters.adapter_folder import base_named, fingerprint, read_adapter
+from posttrain.models.adapters.lora import (
+    ALL,
+    Adaptable,
+    LoRA,
+    adapters,
+    attach,
+    begin,
+    decoder_of,
+    named_targets,
+    shared_copy,
+    sharing,
+    targets_of,
+)
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.hf.backed import Backed
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.reward_model import RewardModel
+from posttrain.models.tokenizer.tokenizer_files import checkpoint_folder
+
+
+def held_model(config: Training, folder: Path, device: torch.device, world: World) -> Model:
+    """The model of a folder, for the learner: with `--shard`, this process's rows of it, and no more is ever read."""
+    if not config.shard:
+        model = load_model(folder, device=device)
+        if isinstance(model, Backed) and not config.train_vision:
+            model.freeze_vision()
+        return model
+    from posttrain.learners.fsdp import shard  # it brings half of torch.distributed
+
+    return load_model(folder, device=device, shard=partial(shard, size=world.size, device=device), shares=world.size)
+
+
+def policy(config: Training, folder: Path, device: torch.device, world: World) -> Model:
+    """The model of a folder as it is to be trained: whole, or its adapters, which are new with `--lora`.
+
+    Raises UserError where the options say something else than the adapter that is there.
+    """
+    if config.lora is None and not is_adapter(folder):
+        _refuse_without_lora(config)
+        model = held_model(config, folder, device, world)
+    else:
+        _refuse_shards(config)  # before anything is read
+        model = load_model(folder, device=device)
+        adapt(config, decoder_of(model), folder)
+    if config.train_vision and not (isinstance(model, Backed) and model.vision is not None):
+        raise UserError(f"--train-vision has no effect: the model in {folder} reads text alone; leave it out")
+    return model
+
+
+def adapt(config: Training, decoder: Adaptable, folder: Path) -> None:
+    """Freeze the weights of a decoder that was read from a folder, and let its adapters learn: those there, or new ones."""
+    if config.lora is None and decoder.lora is None:
+        return _refuse_without_lora(config)
+    _refuse_shards(config)
+    if decoder.lora is not None:
+        _refuse_other(config, decoder, folder)
+        return
+    assert config.lora is not None
+    targets = named_targets(config.lora_targets, targets_of(decoder))
+    alpha = 2.0 * config.lora if config.lora_alpha is None else config.lora_alpha
+    lora = LoRA(
+        config.lora,
+        alpha,
+        config.rslora,
+        base_named(folder),
+        fingerprint(checkpoint_folder(folder)),
+        config.quantize or "",
+        config.dora,
+    )
+    left = decoder.tower() if isinstance(decoder, Backed) and not config.train_vision else set()
+    attach(decoder, lora, lambda name: name.rpartition(".")[2] in targets and name not in left)
+    begin(decoder, config.seed)
+
+
+def reference(config: Training, model: Model, start: Path, world: World, moves: bool = False) -> Model:
+    """What the policy was when the run began, frozen. Beside adapters it is the same weights without them.
+
+    `moves`: the policy is to become it now and then.
+    """
+    if not isinstance(model, Decoder | Backed) or model.lora is None:
+        return held_model(config, start, model.head.device, world).requires_grad_(False)
+    other = _beside_adapters(config, model, start, moves)
+    if isinstance(other, Backed):
+        other.replays = False  # it routes by itself
+    return other
+
+
+def _beside_adapters(config: Training, model: Adaptable, start: Path, moves: bool) -> Adaptable:
+    if not is_adapter(start):
+        if not moves:
+            return sharing(model)
+        other = shared_copy(model)
+        begin(other, config.seed)
+        return other
+    other = sharing(model)
+    read_adapter(other, start)
+    return other.requires_grad_(False)
+
+
+def _refuse_without_lora(config: Training) -> None:
+    for name, value, default in _asked(config)[1:]:
+        if value != default:
+            raise UserError(f"{name} has no effect without --lora RANK: give it, or leave it out")
+
+
+def _asked(config: Training) -> list[tuple[str, Any, Any]]:
+    """(option, its value, its default) of what says how a model is adapted."""
+    return [
+        ("--lora", config.lora, None),
+        ("--lora-alpha", config.lora_alpha, None),
+        ("--lora-targets", config.lora_targets, (ALL,)),
+        ("--rslora", config.rslora, False),
+        ("--quantize", config.quantize, None),
+        ("--dora", config.dora, False),
+    ]
+
+
+def _refuse_shards(config: Training) -> None:
+    if config.shard:
+        raise UserError(
+            "--shard deals out weights that learn, and beside adapters they are frozen: leave it out, each process holds "
+            "them once"
+        )
+
+
+def _refuse_other(config: Training, decoder: Adaptable, folder: Path) -> None:
+    """Raise UserError where the options say something else than the adapter that is there, and goes on."""
+    lora = decoder.lora
+    assert lora is not None
+    names = {name.rpartition(".")[2] for adapter in adapters(decoder) for name in adapter.names}
+    known = targets_of(decoder)
+    there = (
+        lora.rank,
+        lora.alpha,
+        tuple(name for name in known if name in names),
+        lora.rslora,
+        lora.quantize,
+        lora.dora,
+    )
+    for (option, value, default), own in zip(_asked(config), there, strict=True):
+        asked = named_targets(value, known) if option == "--lora-targets" else value
+        if value != default and asked != own:
+            told = " ".join(own) if isinstance(own, tuple) else own if isinstance(own, str) else f"{own:g}"
+            has = f"with {option} {told}" if own else f"without {option}"
+            raise UserError(
+                f"{folder} is an adapter {has}, which goes on: leave the option out, or posttrain merge it "
+                "and begin a new one"
+            )
+
+
+def new_learner(
+    config: Training, model: Model, optimization: Optimization, world: World, **options: Any
+) -> DataParallelLearner:
+    """`options`: what else a learner takes."""
+    losses = RouterLosses(config.router_balance, config.router_z)
+    if losses and (not isinstance(model, Backed) or model.routers is None):
+        raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
+    if not config.shard:
+        return DataParallelLearner(
+            model, optimization, precision=config.precision, world=world, router_losses=losses, **options
+        )
+    if losses:
+        raise UserError("--router-balance and --router-z read all routers of the batch: leave out --shard, or these")
+    for held in (model, *options.get("others", {}).values()):
+        if not isinstance(held, Decoder | Backed | RewardModel):
+            raise UserError(
+                f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out"
+            )
+    from posttrain.learners.fsdp import FSDPLearner
+    from posttrain.learners.process_group import Processes
+
+    assert isinstance(world, Processes), "one process alone was refused"
+    return FSDPLearner(model, optimization, precision=config.precision, world=world, **options)
+
+
+def replay_experts(config: RL, model: Model) -> None:
+    """Prepare a policy for `--routing-replay`. Raises UserError where nobody records, or nothing could follow."""
+    if not config.routing_replay:
+        return
+    if not isinstance(model, Backed):
+        raise UserError("--routing-replay is of mixtures of experts, which this model is not: leave it out")
+    if config.shard:
+        raise UserError("--routing-replay is tried on a whole model: leave out --shard, or this")
+    if config.engine != "local":
+        raise UserError("--routing-replay needs an engine that records experts: leave out --engine vllm")
+    if config.tokens_per_step:
+        raise UserError("--routing-replay is of replies that one step samples: leave out --tokens-per-step")
+    from posttrain.models.hf.transformers_folder import replay_routing
+
+    replay_routing(model)

@@ -1,0 +1,117 @@
+"""Makes the teachers of a run: which there are, whether they can teach this student, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from posttrain.algorithms.policy import Algorithm
+from posttrain.config import Distill
+from posttrain.core.protocols import Model, World
+from posttrain.core.types import Task, UserError
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.checkpoint import resolve
+from posttrain.training.open_learner import held_model
+from posttrain.training.setup import parameters
+from posttrain.training.sources.teacher_targets import NAMED, TEACHER, Teachers
+
+if TYPE_CHECKING:
+    from posttrain.training.sources.remote_teacher import RemoteTeacher
+
+PROBED = 3  # tasks whose prompts an endpoint is asked about before the run
+
+
+@dataclass(frozen=True)
+class OpenTeachers:
+    """The teachers of a run, and those of them whose models the learner is to hold."""
+
+    teachers: Teachers
+    models: dict[str, Model] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)  # what runs, in words
+
+
+def load_teachers(
+    config: Distill,
+    row: Algorithm,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    tasks: Sequence[Task],
+    opened: ExitStack,
+    world: World,
+) -> OpenTeachers:
+    """The teachers, once it is known that they can teach this student and some of the tasks.
+
+    Raises UserError, in one line, for one of another tokenizer, an endpoint that is asked for whole distributions, and a
+    task whose teacher there is not.
+    """
+    assert row.teacher is not None
+    models: dict[str, Model] = {}
+    remote: dict[str, RemoteTeacher] = {}
+    lines = []
+    for name, option, where in named_teachers(config):
+        if where.startswith(("http://", "https://")):
+            from posttrain.training.sources.remote_teacher import RemoteTeacher  # and with it a library for HTTP
+
+            _refuse_exact(row, option, where)
+            remote[name] = opened.enter_context(closing(RemoteTeacher(where)))
+            lines.append(f"{option} {where} ({remote[name].model}), asked for log-probabilities")
+        else:
+            folder = resolve(where)
+            _check_tokens(tokenizer, Tokenizer.load(folder), f"{option} {where}")
+            alone = len(list(named_teachers(config))) == 1  # of several each process holds all
+            model = held_model(config, folder, device, world) if alone else load_model(folder, device=device)
+            models[name] = model.requires_grad_(False)
+            size = f"{parameters(models[name]):,} parameters, context {models[name].config.context}"
+            lines.append(f"{option} {where}: {size}; its logits are divided by {row.teacher.temperature:g}")
+    contexts = {name: model.config.context for name, model in models.items()}
+    teachers = Teachers(tokenizer, contexts, remote, choose=bool(config.teachers))
+    for task in tasks:
+        teachers.name(task)
+        teachers.prompt(task)
+    for task, endpoint in ((t, remote[n]) for t in tasks[:PROBED] if (n := teachers.name(t)) in remote):
+        text = task.get("prompt")
+        if isinstance(text, str):
+            endpoint.check([*tokenizer.encode(text, start=True), *tokenizer.encode(" 1")], tokenizer)
+    return OpenTeachers(teachers, models, lines)
+
+
+def named_teachers(config: Distill) -> Iterator[tuple[str, str, str]]:
+    """(name for the learner, the option, folder or endpoint) of each."""
+    default = [(TEACHER, "--teacher", config.teacher)] if config.teacher else []
+    others = ((NAMED.format(name), f"--teachers.{name}", where) for name, where in config.teachers.items())
+    return chain(default, others)
+
+
+def _refuse_exact(row: Algorithm, option: str, where: str) -> None:
+    assert row.teacher is not None
+    if not row.teacher.sampled:
+        raise UserError(
+            f"{row.name}: {option} {where} says log-probabilities of single tokens, and {row.teacher.divergence} needs "
+            "whole distributions: take --algorithm distill-k1, or a teacher in a folder"
+        )
+    if row.teacher.temperature != 1:
+        raise UserError(
+            f"{row.name}: {option} {where} says log-probabilities at temperature 1: give --teacher-temperature 1"
+        )
+
+
+def _check_tokens(student: Tokenizer, teacher: Tokenizer, told: str) -> None:
+    """Raise UserError unless every token has the same id on both sides."""
+    ours, theirs = student.vocabulary, teacher.vocabulary
+    if ours == theirs:
+        return
+    odd = min(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))[0]
+
+    def said(vocabulary: Mapping[str, int]) -> str:
+        return f"is {vocabulary[odd]}" if odd in vocabulary else "does not exist"
+
+    raise UserError(
+        f"{told} has another tokenizer ({len(theirs):,} tokens, the student has {len(ours):,}; {odd!r:.40} {said(theirs)} "
+        f"there and {said(ours)} here): a teacher must read the student's tokens, so take one of the same family"
+    )

@@ -1,0 +1,77 @@
+"""What a reward model has to beat: rules of length, and a classifier that sees words without their order.
+
+A comparison is (place of the better response, place of the worse, share) among the texts of an item.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.data.tasks import order
+
+WORD = re.compile(r"\w+|[^\w\s]")
+PASSES = 10  # over the comparisons
+MOST = 20_000  # comparisons that the perceptron learns from
+
+Texts = Sequence[str]
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ComparedTexts:
+    """The texts of an item, and which is better than which."""
+
+    texts: Texts
+    pairs: Sequence[Pair]
+
+
+def longer_wins(item: ComparedTexts) -> list[float]:
+    """Of each pair, 1 where the better text is the longer one in words, 0 where it is the shorter, 0.5 for a tie."""
+    lengths = [len(WORD.findall(text)) for text in item.texts]
+    return [_won(lengths[better] - lengths[worse]) for better, worse in item.pairs]
+
+
+@dataclass(frozen=True)
+class Perceptron:
+    """Weights of words, averaged over all examples, each as it was judged (Freund and Schapire 1999; Collins 2002)."""
+
+    weights: dict[str, float]
+
+    @staticmethod
+    def learned(items: Sequence[ComparedTexts], seed: int = 0) -> Perceptron:
+        """From the differences in word counts of compared texts."""
+        differences = [_difference(item, pair) for item in items for pair in item.pairs][:MOST]
+        weights: dict[str, float] = {}
+        weighed: dict[str, float] = {}  # sum of each update times the number of the example that it was made at
+        seen = 0
+        for epoch in range(PASSES):
+            for place in order(len(differences), epoch, seed):
+                seen += 1
+                words = differences[int(place)]
+                if sum(weights.get(word, 0.0) * count for word, count in words.items()) <= 0:
+                    for word, count in words.items():
+                        weights[word] = weights.get(word, 0.0) + count
+                        weighed[word] = weighed.get(word, 0.0) + seen * count
+        return Perceptron({word: value - weighed[word] / max(1, seen) for word, value in weights.items()})
+
+    def wins(self, item: ComparedTexts) -> list[float]:
+        """Of each pair, 1 where the better text scores higher, 0 where it scores lower, 0.5 for a tie."""
+        scores = [sum(self.weights.get(w, 0.0) for w in _words(text)) for text in item.texts]
+        return [_won(scores[better] - scores[worse]) for better, worse in item.pairs]
+
+
+def _words(text: str) -> list[str]:
+    return [word.lower() for word in WORD.findall(text)]
+
+
+def _difference(item: ComparedTexts, pair: Pair) -> dict[str, int]:
+    better, worse = (Counter(_words(item.texts[place])) for place in pair)
+    better.subtract(worse)
+    return {word: count for word, count in better.items() if count}
+
+
+def _won(difference: float) -> float:
+    return 0.5 if difference == 0 else float(difference > 0)

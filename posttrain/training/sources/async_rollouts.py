@@ -1,0 +1,176 @@
+"""Plays the steps of a run, each before it is learned from, or several steps before.
+
+Decided here: which weights sample what. The rollouts of step n are sampled by the weights after step n - 1 - k, where k is
+how far ahead is played: by count, never by the clock, so a run with k > 0 is as repeatable as one without. The first steps,
+for which there are no such weights, are sampled by those that the run begins with, or is continued with behind its end.
+With k > 0 playing goes on in a thread of its own beside the updates, with a copy of the weights; what was played and not
+learned from yet is training state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from posttrain.algorithms.filters import DynamicSampling
+from posttrain.core.batch import Stats
+from posttrain.core.protocols import Counting, Learner, Model, Paced
+from posttrain.core.types import Fate, UserError
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.models.native.linear import compute_apart
+from posttrain.system.worker_thread import WorkerThread
+from posttrain.training.sources.collector import Collected, Collector, Mark
+from posttrain.training.sources.rollout_state import restored, stored
+
+T = TypeVar("T")
+END_SECONDS = 10.0  # for the thread to notice that nobody waits for what it plays
+
+
+@dataclass(frozen=True)
+class PlayedStep:
+    """A step that has been played."""
+
+    number: int
+    after: Mark  # how far the collector was then
+    collected: Collected
+    stats: Stats
+    seconds: Mapping[str, float]  # "load", "play", and of that those in which all waited for environments or services
+    counts: Mapping[str, float]  # of services and engines; as seconds, not known of what was played before a resumption
+    work: Mapping[str, float]  # what the engine counted in it: see `engines.pace`
+
+
+class StepQueue:
+    """Steps that are played, or being played, and not learned from yet. All it remembers is in `state`."""
+
+    def __init__(self, collector: Collector, groups: DynamicSampling | None, ahead: int, last: int) -> None:
+        """`groups`: which are replaced; `ahead`: steps; `last`: the number of the run's last step."""
+        self.groups, self.ahead, self.last = groups, ahead, last
+        self._learned = Mark()  # how far the collector was behind the last step that was learned from
+        self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
+        self._thread = WorkerThread("playing", compute_apart) if ahead else None
+        if self._thread is not None:
+            player = replace(collector.player, unwanted=self._thread.left, world=collector.player.world.apart())
+            collector = replace(collector, player=player)
+        self.collector = collector
+
+    def take(self, number: int, learner: Learner) -> PlayedStep:
+        """The rollouts of a step. Those that the weights as they are may sample are begun before it is waited for."""
+        begun = [number + place for place in range(len(self._steps))]
+        copied: Model | None = None
+        for coming in range(number + len(begun), min(number + self.ahead, max(self.last, number)) + 1):
+            copied = copied or (own_copy(learner.weights()) if self.ahead else learner.weights())
+            self._begin(coming, copied, learner.version)
+        played = self._steps.popleft().result()
+        if played.number != number:
+            raise UserError(
+                f"the rollouts that the checkpoint holds for step {number} are of step {played.number}: delete it to use "
+                "the one before it"
+            )
+        self._learned = played.after
+        return played
+
+    def aside(self, play: Callable[[Any], T]) -> T:
+        """What `play(player)` gives, once everything that was begun before has been played."""
+        player = self.collector.player
+        return play(player) if self._thread is None else self._thread.call(lambda: play(player)).result()
+
+    def state(self) -> dict[str, Any]:
+        return {**self._learned.state(), **({"ahead": list(self._steps)} if self._steps else {})}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`. Raises ValueError, LookupError or TypeError if it is of no such stock."""
+        self._learned = self.collector.restore(state)
+        for row in state.get("ahead", ()):
+            if row is None:  # it failed, and ended the run: it is played anew, with the weights that there are
+                break
+            played = self._restored(row)
+            if self._steps and played.number != self._steps[-1].result().number + 1:
+                raise ValueError(f"rollouts of step {played.number} behind those of another step than the one before")
+            self._steps.append(_Step(_made(played)))
+
+    def close(self) -> None:
+        """What is being played is given up."""
+        if self._thread is not None:
+            self._thread.close(END_SECONDS)
+
+    def _begin(self, number: int, weights: Model, version: int) -> None:
+        def play() -> PlayedStep:
+            return self._played(number, weights, version)
+
+        self._steps.append(_Step(self._thread.call(play) if self._thread is not None else _made(play())))
+
+    def _played(self, number: int, weights: Model, version: int) -> PlayedStep:
+        player, stats = self.collector.player, Stats()
+        before, began = self._work(), time.perf_counter()
+        player.engine.load(weights, version)
+        loaded, seconds = time.perf_counter(), self._waited()
+        player.services.begin(number)
+        collected = self.collector.collect(number, self.groups, stats)
+        seconds = {name: now - seconds[name] for name, now in self._waited().items()}
+        seconds |= {"load": loaded - began, "play": time.perf_counter() - loaded}
+        work = {name: now - before.get(name, 0.0) for name, now in self._work().items()}
+        return PlayedStep(number, self.collector.mark, collected, stats, seconds, self._counts(), work)
+
+    def _work(self) -> dict[str, float]:
+        """What the engine has counted so far."""
+        engine = self.collector.player.engine
+        return dict(engine.pace()) if isinstance(engine, Paced) else {}
+
+    def _counts(self) -> dict[str, float]:
+        """Of services, and of engines where there are several."""
+        engine, services = self.collector.player.engine, self.collector.player.services
+        engines = engine.counts() if isinstance(engine, Counting) else {}
+        told = {f"services/{name}": value for name, value in services.counts().items()}
+        return {**told, **{f"engines/{name}": value for name, value in engines.items()}}
+
+    def _waited(self) -> dict[str, float]:
+        """Seconds so far in which nothing was sampled, because of environments or of services."""
+        player = self.collector.player
+        asked = {"services": player.services.waited} if player.services else {}
+        return {"waiting": player.pool.waited, **asked}
+
+    def _restored(self, row: Mapping[str, Any]) -> PlayedStep:
+        places = {str(group): int(place) for group, place in row["places"].items()}
+        tasks = {group: self.collector.task_of(group, place) for group, place in places.items()}
+        rollouts = [restored(rollout, tasks[rollout["group"]]) for rollout in row["rollouts"]]
+        stats = Stats({name: (float(total), float(count)) for name, (total, count) in row["stats"].items()})
+        left = {id(rollouts[place]): (Fate(fate), str(why)) for place, fate, why in row["left"]}
+        collected = Collected(rollouts, [rollouts[place] for place in row["kept"]], left, places)
+        return PlayedStep(int(row["number"]), self.collector.restore(row["after"]), collected, stats, {}, {}, {})
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that is being played, or has been. In a state it stands for its rollouts."""
+
+    result_of: Future[PlayedStep]
+
+    def result(self) -> PlayedStep:
+        return self.result_of.result()
+
+    def plain(self) -> dict[str, Any] | None:
+        """As JSON holds it; None if it failed: then the run has ended with its error."""
+        try:
+            played = self.result()
+        except (Exception, CancelledError):
+            return None
+        places = {id(rollout): place for place, rollout in enumerate(played.collected.played)}
+        return {
+            "number": played.number,
+            "after": played.after.plain(),
+            "places": played.collected.places,
+            "rollouts": [stored(rollout) for rollout in played.collected.played],
+            "kept": [places[id(rollout)] for rollout in played.collected.kept],
+            "left": [[places[key], str(fate), why] for key, (fate, why) in played.collected.left.items()],
+            "stats": played.stats,
+        }
+
+
+def _made(played: PlayedStep) -> Future[PlayedStep]:
+    future: Future[PlayedStep] = Future()
+    future.set_result(played)
+    return future

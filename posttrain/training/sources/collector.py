@@ -1,0 +1,229 @@
+"""Decides what a step plays, and which of its rollouts are kept: tasks in their order, groups replaced where a row asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.algorithms.credit import equal_rewards
+from posttrain.algorithms.filters import DynamicSampling
+from posttrain.core.batch import Scores, Stats
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Completion, Fate, Rollout, StopReason, Task, UserError
+from posttrain.data.tasks import draw
+from posttrain.envs.play.branch_plan import BranchPlan
+from posttrain.envs.play.player import Episode, Player
+from posttrain.training.sources.length_filter import Placed, Prompts, TooLong
+from posttrain.training.sources.rollout_state import restored, stored
+from posttrain.training.sources.scoreboard import Left, describe, refuse_broken, scoreboard, usable
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a step is."""
+
+    prompts: int  # tasks per step
+    group: int  # rollouts per task
+    tokens_per_microbatch: int
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The rollouts of a step."""
+
+    played: list[Rollout]
+    kept: list[Rollout]  # those to learn from
+    left: Left  # what became of the others
+    places: dict[str, int]  # where the task of each group stands
+
+
+@dataclass(frozen=True)
+class Open:
+    """A group of which some reply is not whole yet."""
+
+    group: str
+    place: int  # of its task
+    members: tuple[Rollout | Episode, ...]
+
+    def plain(self) -> dict[str, Any]:
+        return {"group": self.group, "place": self.place, "members": [_member(member) for member in self.members]}
+
+
+def _member(member: Rollout | Episode) -> dict[str, Any]:
+    if isinstance(member, Rollout):
+        return {"rollout": stored(member)}
+    begun = member.begun
+    assert begun is not None, "it was played"
+    runs = begun.runs or ((len(begun.tokens), begun.version),)
+    return {"seed": member.seed, "tokens": list(begun.tokens), "logp": list(begun.logp), "runs": list(map(list, runs))}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a collector is."""
+
+    cursor: int = 0  # tasks drawn so far
+    open: tuple[Open, ...] = ()
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self.cursor, **({"open": list(self.open)} if self.open else {})}
+
+    def plain(self) -> dict[str, Any]:
+        return {**self.state(), **({"open": [group.plain() for group in self.open]} if self.open else {})}
+
+
+@dataclass
+class Collector:
+    """Plays the steps' episodes. All it remembers is how many tasks it has drawn, and groups that are not whole yet."""
+
+    tasks: Placed
+    player: Player
+    size: Size
+    seed: int
+    success: float | None  # rewards from it on are successes
+    too_long: TooLong | None = None  # takes note of prompts that do not fit; left out: the player alone sees to them
+    parts: bool = False  # whether the named parts of rewards are compared, so that they too are signal
+    rewarded: bool = True  # whether anything scores the replies
+    plan: BranchPlan | None = None  # how the rollouts of a group branch
+    tokens: int = 0  # of each reply that a step samples at most; the rest comes in later ones. 0: all of it
+    cursor: int = field(default=0, init=False)  # tasks drawn so far
+    _open: dict[str, Open] = field(default_factory=dict, init=False)  # by group
+    _places: dict[str, int] = field(default_factory=dict, init=False)  # of the tasks of groups that were drawn
+
+    def __post_init__(self) -> None:
+        if self.size.prompts > len(self.tasks):
+            raise UserError(
+                f"--prompts {self.size.prompts} asks for more tasks per step than there are: {len(self.tasks)}"
+            )
+
+    def collect(self, number: int, groups: DynamicSampling | None, stats: Stats) -> Collected:
+        """The rollouts of step `number`. With `groups`, those without signal are replaced, within its budget."""
+        budget = self.size.prompts * (groups.rounds if groups else 1)
+        if self.too_long is not None:
+            self.too_long.take()  # what was met elsewhere
+        played: list[Rollout] = []
+        kept: list[Rollout] = []
+        left: Left = {}
+        while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
+            episodes, self.cursor = self.episodes(number, self.cursor, missing)
+            budget -= missing
+            rollouts = self._whole(episodes) if self.tokens else self.player.play(episodes, self.plan)
+            played += rollouts
+            fit, lost = usable(rollouts, stats)
+            left |= lost
+            if fit and self.rewarded:
+                scores = scoreboard(fit, success=self.success, parts=self.parts)
+                stats.add("groups/no_signal", equal_rewards(scores).sum().item(), len(fit))
+                if groups is not None:
+                    fit, lost = _informative(fit, scores, groups, spent=not budget)
+                    left |= lost
+            kept += fit
+            if groups is None:
+                break
+        if self.too_long is not None:
+            stats.add("too_long", self.too_long.take())
+        refuse_broken(played)
+        stats.merge(describe(played, self.success, self.rewarded))
+        if groups is not None:
+            stats.add("groups/played", len({r.group for r in played}))
+            stats.add("groups/kept", len({r.group for r in kept}))
+        if self.tokens:
+            stats.add("unfinished", sum(isinstance(m, Episode) for group in self._open.values() for m in group.members))
+        places = {group: self._places[group] for group in dict.fromkeys(r.group for r in played)}
+        self._places = {group: found.place for group, found in self._open.items()}
+        return Collected(played, kept, left, places)
+
+    def _whole(self, begun: list[Episode]) -> list[Rollout]:
+        """Begin these episodes and go on with those that are not whole; the rollouts of the groups that then are."""
+        members: dict[str, list[Rollout | Episode]] = {
+            group: list(found.members) for group, found in self._open.items()
+        }
+        for episode in begun:
+            members.setdefault(episode.group, []).append(episode)
+        asked = [(group, at) for group, own in members.items() for at, m in enumerate(own) if isinstance(m, Episode)]
+        episodes = [member for own in members.values() for member in own if isinstance(member, Episode)]
+        for (group, at), found in zip(asked, self.player.play_on(episodes, self.tokens), strict=True):
+            members[group][at] = found
+        self._open, whole = {}, []
+        for group, own in members.items():
+            rollouts = [member for member in own if isinstance(member, Rollout)]
+            if len(rollouts) == len(own):
+                whole += rollouts
+            else:
+                self._open[group] = Open(group, self._places[group], tuple(own))
+        return whole
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(self.cursor, tuple(self._open.values()))
+
+    def restore(self, state: Mapping[str, Any]) -> Mark:
+        """Go on from a mark, given as JSON holds it. Raises ValueError, LookupError or TypeError if it is none."""
+        cursor = state["cursor"]
+        if type(cursor) is not int or cursor < 0:
+            raise ValueError(f"{cursor!r} tasks played")
+        found = [self._opened(row) for row in state.get("open", ())]
+        self.cursor, self._open = cursor, {group.group: group for group in found}
+        self._places = {group.group: group.place for group in found}
+        return self.mark
+
+    def task_of(self, group: str, place: int) -> Task:
+        """The task of a group. Raises ValueError if it is another one."""
+        task = self.tasks[place]
+        if not group.startswith(f"{task['id']}#"):
+            raise ValueError(f"the group {group!r} is of another task than {task['id']!r}")
+        return task
+
+    def _opened(self, row: Mapping[str, Any]) -> Open:
+        group, place = str(row["group"]), int(row["place"])
+        task = self.task_of(group, place)
+
+        def member(told: Mapping[str, Any]) -> Rollout | Episode:
+            if "rollout" in told:
+                return restored(told["rollout"], task)
+            runs = tuple((int(count), int(version)) for count, version in told["runs"])
+            begun = Completion(0, told["tokens"], told["logp"], "", StopReason.LENGTH, runs[0][1], None, runs)
+            return Episode(task, group, int(told["seed"]), begun=begun)
+
+        members = tuple(map(member, row["members"]))
+        if len(members) != self.size.group:
+            raise ValueError(f"{len(members)} members of a group of {self.size.group}")
+        return Open(group, place, members)
+
+    def _fits(self, place: int) -> bool:
+        """Whether a prompt does, where that can be told before it is played."""
+        if self.too_long is None or not self.player.pool.single_turn:
+            return True
+        return Prompts(self.tasks, self.player.tokenizer, self.too_long).fits(place)
+
+    def episodes(self, number: int, first: int, count: int) -> tuple[list[Episode], int]:
+        """What step `number` plays: `count` tasks, each once per member of its group; and the cursor after them.
+
+        They are those from `first` on in the epochs' permutations. For one whose prompt does not fit the next is taken.
+        """
+        episodes = []
+        drawn, cursor = draw(len(self.tasks), first, count, self.seed, self._fits)
+        for visit, place in drawn:
+            task = self.tasks[place]
+            group = f"{task['id']}#{visit}"  # a task may come twice in a step where two epochs meet
+            self._places[group] = place
+            for member in range(self.size.group):
+                episodes.append(Episode(task, group, seed_of(self.seed, "rollout", number, group, member)))
+        return episodes, cursor
+
+
+def _informative(
+    rollouts: list[Rollout], scores: Scores, groups: DynamicSampling, spent: bool
+) -> tuple[list[Rollout], Left]:
+    """The rollouts of groups that dynamic sampling keeps, and what became of the others. `spent`: its budget."""
+    kept, left = [], dict[int, tuple[Fate, str]]()
+    columns = groups(scores).tolist(), equal_rewards(scores).tolist(), scores.reward.tolist()
+    for rollout, keep, equal, reward in zip(rollouts, *columns, strict=True):
+        if keep:
+            kept.append(rollout)
+            continue
+        why = f"all rewards of its group are {reward:g}" if equal else groups.outside
+        why += "; the budget was spent, so no other group was played" if spent else "; another group took its place"
+        left[id(rollout)] = Fate.REPLACED, why
+    return kept, left

@@ -1,0 +1,135 @@
+"""From rollouts to what a loss needs of each of their tokens: scoreboard, advantages, the models' view of them.
+
+S    rollouts of an optimizer batch    n_i    scored tokens of rollout i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.credit import per_token
+from posttrain.algorithms.policy import Algorithm
+from posttrain.core.batch import Scores, Stats
+from posttrain.core.component import Need
+from posttrain.core.protocols import Learner
+from posttrain.core.types import Rollout
+from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.packing import pack
+from posttrain.training.sources.scoreboard import scoreboard
+from posttrain.training.sources.teacher_targets import Teachers
+
+EVALUATED = {Need.VALUE: "value", Need.ENTROPY: "entropy", Need.KL: "kl"}
+"""What is asked of the learner at rollout time -> the field of `Outputs` that has it."""
+
+
+@dataclass(frozen=True)
+class Credited:
+    """Rollouts with what a loss needs of each."""
+
+    rollouts: Sequence[Rollout]
+    scores: Scores
+    per_token: Mapping[str, list[Tensor]]  # field of `Batch` -> [n_i] of each rollout
+    views: Mapping[str, list[Tensor]]  # "old" and "reference", as far as they were asked for: log-probabilities
+    shaping: Tensor | None = None  # float64 [S], what was added to each reward
+    selected: Sequence[Tensor] = ()  # bool [n_i], which tokens have kept their advantage; (): all
+
+    def of(self, rows: Tensor) -> Credited:
+        """Some of them: rows int64 [S']."""
+        chosen = rows.tolist()
+
+        def some(columns: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+            return {name: [values[i] for i in chosen] for name, values in columns.items()}
+
+        return Credited(
+            [self.rollouts[i] for i in chosen],
+            self.scores.of(rows),
+            some(self.per_token),
+            some(self.views),
+            None if self.shaping is None else self.shaping[rows],
+            [self.selected[i] for i in chosen] if self.selected else (),
+        )
+
+
+def credit(
+    row: Algorithm,
+    rollouts: Sequence[Rollout],
+    learner: Learner,
+    tokens_per_microbatch: int,
+    coefficients: Mapping[str, float],
+    success: float | None,
+    stats: Stats,
+    teachers: Teachers | None = None,
+) -> Credited:
+    """Scoreboard and advantages of these rollouts, by what the row's parts need."""
+    if not rollouts:
+        return Credited([], scoreboard([]), {"advantage": []}, {})
+    needs = row.needs
+    want = frozenset(field for need, field in EVALUATED.items() if need in needs)
+    own = view(learner, rollouts, tokens_per_microbatch, want=want) if want or Need.OLD in needs else {}
+    views = {"old": own["logp"]} if own else {}
+    if Need.REFERENCE in needs:
+        views["reference"] = view(learner, rollouts, tokens_per_microbatch, of="reference")["logp"]
+    penalty, value = _penalty(row, own, views, coefficients), own.get("value", [])
+    scores = scoreboard(rollouts, penalty, value, success, Need.PARTS in needs)
+    added: Tensor | None = None
+    if row.shaping:
+        added = torch.stack([shape(scores) for shape in row.shaping]).sum(0)
+        stats.add("reward/shaping", added.sum().item(), len(added))
+        scores = replace(scores, reward=scores.reward + added)
+    if Need.GRADIENT_NORM in needs:
+        alone = [pack([r.transcripts], [i], learner.device) for i, r in enumerate(rollouts)]
+        scores = replace(scores, squared_gradient_norm=learner.squared_gradients(alone))
+    fields = {"advantage": per_token(row.advantage(scores), scores)}
+    if row.branching is not None:
+        fields["advantage"] = row.branching.shared(fields["advantage"], scores)
+    if row.looks_back:
+        fields["old_logp"] = views["old"]
+    if "reference" in views:
+        fields["ref_logp"] = views["reference"]
+    if Need.TEACHER in needs:
+        assert teachers is not None, "somebody must teach"
+        fields["teacher_logp"] = teachers.logp(learner, rollouts, tokens_per_microbatch)
+    if row.critic is not None:
+        fields |= _returns(row, scores, stats)
+    chosen: list[Tensor] = []
+    if row.select is not None:
+        chosen = row.select(own["entropy"])
+        fields["advantage"] = [a * keep for a, keep in zip(fields["advantage"], chosen, strict=True)]
+    every = torch.cat(fields["advantage"])
+    stats.add("advantage/abs", every.abs().sum().item(), len(every))
+    stats.add("advantage/std", every.std(correction=0).item())
+    return Credited(rollouts, scores, fields, views, added, chosen)
+
+
+def _penalty(
+    row: Algorithm,
+    own: Mapping[str, list[Tensor]],
+    views: Mapping[str, list[Tensor]],
+    coefficients: Mapping[str, float],
+) -> list[Tensor]:
+    """What a KL in the reward takes off each token's, [n_i] for each rollout; [] where there is none."""
+    kl = row.kl
+    if kl is None or kl.where != "reward":
+        return []
+    exact = kl.estimator == "exact"
+    found = own["kl"] if exact else [kl(a, b) for a, b in zip(views["old"], views["reference"], strict=True)]
+    return [coefficients["kl"] * x.cpu() for x in found]
+
+
+def _returns(row: Algorithm, scores: Scores, stats: Stats) -> dict[str, list[Tensor]]:
+    """The critic's values of rollout time and the returns it is to learn, where it learns returns."""
+    assert row.critic is not None
+    aim = row.critic.targets(row.advantage, scores)
+    if aim is None:
+        return {}
+    target, value = torch.cat(aim), torch.cat([v.double().cpu() for v in scores.value])
+    spread = target.var(correction=0).item()
+    if spread > 1e-12:  # equal returns leave nothing to explain
+        stats.add("explained_variance", 1 - (target - value).var(correction=0).item() / spread)
+    stats.add("value", value.sum().item(), len(value))
+    stats.add("return", target.sum().item(), len(target))
+    return {"value": list(scores.value), "returns": [x.float() for x in aim]}

@@ -1,0 +1,134 @@
+"""Episodes to imitate: rows with the replies of one are played through its environment, rollouts are taken as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from posttrain.core.types import Invalid, Sampling, SpanKind, Task, Transcript, UserError
+from posttrain.data.tasks_from_rows import is_script, script
+from posttrain.engines.scripted import ScriptedEngine
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.service_client import Services
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.older_rollouts import of_line
+from posttrain.runs.record.rollout_rows import said_by, transcripts_of
+
+MOST_FAILED = 3  # episodes in a row: so many look like all of them
+ENDLESS = 1 << 30  # tokens: whether a demonstration fits is seen to where it is learned from
+
+Enact = Callable[[Task], list[tuple[list[Transcript], float]]]
+"""Plays a task with its own `replies`: what is to be imitated of each side, context by context, and what the side earned."""
+
+
+def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], services: Services | None = None) -> Enact:
+    """Through this environment. It raises UserError where replies and environment do not fit together.
+
+    `services`: who answers what the environment asks.
+    """
+    services = services or Services()
+
+    def enact(task: Task) -> list[tuple[list[Transcript], float]]:
+        engine = ScriptedEngine(tokenizer, eos_ids, script(task))
+        own = {key: value for key, value in task.items() if key != "replies"}
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS, services=services)
+        try:
+            rollouts = player.play([Episode(own, str(task.get("id")), 0)])
+        except UserError:  # in the middle of it; the next row may be played nevertheless
+            pool.clear()
+            raise
+        earned = [rollout.reward for rollout in rollouts if not isinstance(rollout.reward, Invalid)]
+        for rollout in rollouts:
+            if isinstance(rollout.reward, Invalid):
+                raise UserError(f"the environment cannot be played with its replies: {rollout.reward.reason}")
+        if engine.left:
+            total = len(task["replies"])
+            raise UserError(f"the environment ends after {total - engine.left} of its {total} replies")
+        return [(imitated(rollout.transcripts), reward) for rollout, reward in zip(rollouts, earned, strict=True)]
+
+    return enact
+
+
+def enacted_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> Iterator[str]:
+    """All that such episodes show and say, a context at a time: what a tokenizer that is to read them is trained on.
+
+    `tokenizer`: by which they are played, one that knows every byte. Tasks without replies, and those that cannot be played,
+    give nothing: what is wrong with them is told where they are learned from. After `MOST_FAILED` of these in a row no more
+    are played: each may have taken all the time that an environment has.
+    """
+    failed = 0
+    for task in filter(is_script, tasks):
+        try:
+            played = enact(task)
+        except UserError:
+            failed += 1
+            if failed == MOST_FAILED:
+                return
+            continue
+        failed = 0
+        for transcripts, _ in played:
+            for transcript in transcripts:
+                yield tokenizer.decode([token for token in transcript.tokens if token != tokenizer.eos_id])
+
+
+def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:
+    """The same tokens, those learned from as a demonstration's."""
+    found = []
+    for transcript in transcripts:
+        other = Transcript()
+        for span in transcript.spans:
+            tokens = transcript.tokens[span.start : span.start + span.length]
+            if span.learned:
+                other.imitate(tokens)
+            else:
+                said = span.kind in (SpanKind.SAMPLED, SpanKind.IMITATED)
+                other.observe(tokens, SpanKind.OBSERVATION if said else span.kind)
+        other.media = list(transcript.media)
+        if other.n_scored:
+            found.append(other)
+    if not found:
+        raise UserError("nothing to learn: none of its replies is learned from")
+    return found
+
+
+def stored(task: Task, tokenizer: Tokenizer) -> tuple[list[Transcript], float | None]:
+    """What a rollout of a run's record says, and its reward, None where that is invalid.
+
+    Raises UserError if it is damaged, or was made with another tokenizer.
+    """
+    try:
+        row = task if "spans" in task else of_line(task)
+        transcripts = transcripts_of(row)
+        for turn in row["turns"]:
+            if turn["role"] == "sampled" and turn["length"]:
+                transcript, start = transcripts[turn["transcript"]], turn["first"]
+                text = tokenizer.decode(transcript.tokens[start : start + turn["length"]])
+                if not text.startswith(said_by(turn, row["prompt"], row["text"])):
+                    raise UserError("the rollout was made with another tokenizer: its tokens are other words here")
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"the rollout is damaged ({type(error).__name__}: {error})") from None
+    reward = task.get("reward")
+    return imitated(transcripts), float(reward) if isinstance(reward, int | float) else None
+
+
+def cut(transcripts: Sequence[Transcript], length: int | None) -> list[Transcript]:
+    """Without what lies beyond `length` tokens of each. Raises UserError if nothing is left to learn."""
+    if length is None:
+        return list(transcripts)
+    found = []
+    for transcript in transcripts:
+        other = Transcript()
+        for span in transcript.spans:
+            tokens = transcript.tokens[span.start : min(length, span.start + span.length)]
+            if span.learned:
+                other.imitate(tokens)
+            else:
+                other.observe(tokens, span.kind)
+        other.media = [m for m in transcript.media if m.start + m.length <= length]
+        if other.n_scored:
+            found.append(other)
+    if not found:
+        raise UserError("nothing to learn within the context")
+    return found

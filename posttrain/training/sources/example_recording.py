@@ -1,0 +1,179 @@
+"""Which given rows of a step are recorded, and the numbers of their tokens: demonstrations, and the responses of items.
+
+Nobody plays them, so the record has a sample of them, as many as `TokenRecording` takes groups of a step that plays.
+
+n_i    scored tokens of a row: of all its transcripts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.batch import TrainingStep
+from posttrain.core.protocols import Learner
+from posttrain.core.token_probe import SCORE, TokenSink
+from posttrain.core.types import Item, Outcome, PlayedTurn, Rollout, Task, Transcript
+from posttrain.data.tasks import ENDLESS
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.example_stream import ExampleStream, X, steps_per_epoch
+from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.packing import Read, readings
+from posttrain.training.sources.token_recording import TokenRecording, on_cpu
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+EVERY = 10
+"""A sample is taken of the steps 1, 11, 21 ...: passes over rows have many short ones."""
+
+
+@dataclass
+class _Row:
+    """A row that is recorded: a rollout of all its transcripts, or one for each response."""
+
+    outcomes: list[Outcome]
+
+    def give(self, name: str, values: NDArray[Any]) -> None:
+        """[n_i]: to each rollout its tokens'."""
+        first = 0
+        for outcome in self.outcomes:
+            last = first + outcome.rollout.n_scored
+            outcome.numbers[name] = values[first:last]
+            first = last
+        assert first == len(values)
+
+    def judge(self, values: NDArray[Any], read: Read) -> None:
+        """[readings]: the score of a response, before any offset, stands as its reward; those of steps at their ends.
+
+        Of two that were compared, the better one has by how much it is ahead.
+        """
+        rollouts = [outcome.rollout for outcome in self.outcomes]
+        ends = accumulate((readings(rollout.transcripts[0], read) for rollout in rollouts), initial=0)
+        own = [values[first:last].astype(float) for first, last in pairwise(ends)]
+        assert sum(map(len, own)) == len(values)
+        if read == "last" and max(map(len, own)) > 1:
+            for rollout, steps in zip(rollouts, own, strict=True):
+                lengths = (span.length for span in rollout.transcripts[0].spans if span.learned)
+                rollout.steps = list(zip(accumulate(lengths), steps.tolist(), strict=True))
+            return
+        scores = [float(each.mean()) for each in own]
+        for rollout, score in zip(rollouts, scores, strict=True):
+            rollout.reward = score
+        match (self.outcomes[0].label or {}).get("comparisons"):
+            case [[better, worse, *_]]:
+                rollouts[better].rewards = {"margin": scores[better] - scores[worse]}
+
+
+@dataclass
+class ExampleRecording:
+    """Chooses rows of each step, and gathers what its update leaves of them."""
+
+    recording: TokenRecording
+    learner: Learner
+    tokens_per_microbatch: int
+    read: Read = "next"  # else responses are scored, and there are no log-probabilities
+    _rows: dict[int, _Row] = field(default_factory=dict)  # by their places in the step
+    _sink: TokenSink = field(default_factory=TokenSink)
+    _places: dict[int, int] = field(default_factory=dict)  # place in [S] -> in the step
+
+    def choose(self, made: ExampleStream[X], rows: int, number: int, found: Sequence[tuple[int, X]]) -> list[Outcome]:
+        """What is recorded of the rows of a step, whose places are given with them."""
+        self._rows = {}
+        if self.recording.level != "full" and number % EVERY != 1:
+            return []
+        level = TokenRecording("full" if self.recording.level == "full" else "sample", seed=self.recording.seed)
+        drawn = level.chosen(number, (str(place) for place, _ in found))
+        epoch = (number - 1) // steps_per_epoch(made, rows)
+        self._rows = {
+            i: _Row(_outcomes(task_of(made, place), epoch, one, made.tokenizer))
+            for i, (place, one) in enumerate(found)
+            if str(place) in drawn
+        }
+        return [outcome for row in self._rows.values() for outcome in row.outcomes]
+
+    def sink(self, order: Sequence[int]) -> TokenSink | None:
+        """Where the update leaves the numbers of these rows: `order[i]` is the place of the i-th in the step."""
+        if self.recording.level == "tokens" and self.read == "next":
+            return None
+        self._places = {i: place for i, place in enumerate(order) if place in self._rows}
+        self._sink = TokenSink(frozenset(self._places))
+        return self._sink
+
+    def note(self, name: str, values: Mapping[int, Tensor]) -> None:
+        """A column that is known before the update: [n_i] of rows by their places in the step."""
+        mine = [place for place in values if place in self._rows] if self.recording.level != "tokens" else []
+        for place, own in zip(mine, on_cpu([values[place] for place in mine]), strict=True):
+            self._rows[place].give(name, own)
+
+    def settle(self, step: TrainingStep) -> None:
+        """Complete the outcomes of a step that has been learned from."""
+        for i, columns in self._sink.settle().items():
+            row = self._rows[self._places[i]]
+            for name, values in columns.items():
+                if name == SCORE:
+                    row.judge(values, self.read)
+                else:
+                    row.give(name, values)
+        if self.recording.after and self._rows and self._places:
+            rows = list(self._rows.values())
+            rollouts = [Rollout({}, "", _transcripts(row), 0.0) for row in rows]
+            after = view(self.learner, rollouts, self.tokens_per_microbatch)["logp"]
+            for row, values in zip(rows, on_cpu(after), strict=True):
+                row.give("after", values)
+        skipped = self._sink.skipped
+        self._rows, self._places, self._sink = {}, {}, TokenSink()
+        if skipped:
+            for outcome in step.outcomes:
+                outcome.numbers.pop("weight", None)  # nothing was moved with it
+
+
+def task_of(made: ExampleStream[Any], place: int) -> Task:
+    """Rows without end are not read a second time: such a task has its place alone."""
+    return made.tasks[place] if len(made) < ENDLESS else {"id": str(place)}
+
+
+def _transcripts(row: _Row) -> list[Transcript]:
+    return [transcript for outcome in row.outcomes for transcript in outcome.rollout.transcripts]
+
+
+def _outcomes(task: Task, epoch: int, made: Any, tokenizer: Tokenizer) -> list[Outcome]:
+    """Of a demonstration: one of all its transcripts. Of an item: one of each response, with what was said of it."""
+    group = f"{task['id']}#{epoch}"
+    if not isinstance(made, Item):
+        return [Outcome(_rollout(task, group, list(made), tokenizer))]
+    said = [[c.better, c.worse, c.share, c.margin] for c in made.comparisons]
+    return [
+        Outcome(
+            _rollout(task, group, [transcript], tokenizer),
+            member=k,
+            label={
+                "comparisons": [own for own in said if k in own[:2]],
+                "labels": list(made.labels[k]) if made.labels else [],
+            },
+        )
+        for k, transcript in enumerate(made.responses)
+    ]
+
+
+def _rollout(task: Task, group: str, transcripts: list[Transcript], tokenizer: Tokenizer) -> Rollout:
+    """As readers know one. Nothing has scored it yet."""
+    turns = [
+        PlayedTurn(
+            span.kind,
+            tokenizer.decode(transcript.tokens[span.start : span.start + span.length]),
+            number,
+            span.start,
+            span.length,
+        )
+        for number, transcript in enumerate(transcripts)
+        for span in transcript.spans
+    ]
+    learned = [span.learned for transcript in transcripts for span in transcript.spans]
+    text = "".join(turn.text for turn, own in zip(turns, learned, strict=True) if own)
+    prompt = "" if learned[0] else turns[0].text
+    return Rollout(task, group, transcripts, math.nan, turns=turns, text=text, prompt=prompt)

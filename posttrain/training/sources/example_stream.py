@@ -1,0 +1,138 @@
+"""What is learned from rows that need no playing: made of tasks when it is asked for, and which of it a step has."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Generic, TypeVar
+
+from posttrain.core.batch import Stats, TrainingStep
+from posttrain.core.types import Task, Transcript, UserError
+from posttrain.data.tasks import ENDLESS, draw, order
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.length_filter import Placed, TooLong
+
+X = TypeVar("X")
+REMEMBERED = 1 << 21  # tokens: some 60 MB
+
+
+class ExampleStream(Sequence["X | None"], Generic[X]):
+    """Tasks as what is learned from, each made when it is asked for; None for one that is too long and skipped.
+
+    Those that came first are remembered, `REMEMBERED` tokens of them: what is small is tokenised once.
+    """
+
+    noun: ClassVar[str]  # what one of them is called, in messages
+
+    def __init__(
+        self, tasks: Placed, tokenizer: Tokenizer, eos_ids: Sequence[int], vocab: int, too_long: TooLong
+    ) -> None:
+        """`vocab`: entries of the model's vocabulary."""
+        self.tasks, self.tokenizer, self.eos_ids, self.vocab, self.too_long = tasks, tokenizer, eos_ids, vocab, too_long
+        self._remembered: dict[int, X] = {}
+        self._room = REMEMBERED
+        self.unwanted = 0  # that were asked for
+        if too_long.policy == "refuse" and len(tasks) < ENDLESS:  # better now than in the middle of a run
+            for place in range(len(tasks)):
+                self[place]
+
+    @abstractmethod
+    def make(self, task: Task, length: int | None) -> X | None:
+        """It, its transcripts cut to their first `length` tokens; None for what is not wanted.
+
+        Raises UserError if nothing is left to learn.
+        """
+
+    @abstractmethod
+    def transcripts(self, made: X) -> Sequence[Transcript]: ...
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, place: int) -> X | None:  # type: ignore[override]  # no slices
+        if place in self._remembered:
+            return self._remembered[place]
+        task, context = self.tasks[place], self.too_long.context
+        try:
+            made = self.make(task, None)
+        except UserError as error:
+            raise UserError(f"{self.tasks.where(place)}: {error}") from error
+        if made is None:
+            self.unwanted += 1
+            return None
+        transcripts = self.transcripts(made)
+        most = max(max(t.tokens) for t in transcripts)
+        if most >= self.vocab:
+            raise UserError(f"the tokenizer gives token {most}, but the model's vocabulary has {self.vocab}: no match")
+        longest = max(map(len, transcripts))
+        if longest > context:
+            return self._cut(place, task, longest)
+        size = sum(map(len, transcripts))
+        if size <= self._room:
+            self._remembered[place] = made
+            self._room -= size
+        return made
+
+    def check(self) -> None:
+        """Raise UserError where nothing fits, before a run's folder is made."""
+        try:
+            draw(len(self), 0, 1, 0, lambda place: self[place] is not None)
+        except UserError:
+            if self.unwanted:
+                raise UserError(
+                    f"none of {self.unwanted:,} episodes has the reward that --min-reward asks for"
+                ) from None
+            raise
+        self.unwanted = 0
+
+    def _cut(self, place: int, task: Task, length: int) -> X | None:
+        made = None
+        if self.too_long.policy == "truncate":
+            with suppress(UserError):  # the prompt alone is too long
+                made = self.make(task, self.too_long.context)
+        self.too_long.meet(self.tasks.where(place), f"the {self.noun} has {length} tokens", made is not None)
+        return made
+
+
+class Memoryless:
+    """The half of a `Source` that a step's number decides alone: nothing is learned from what was learned."""
+
+    def learned(self, step: TrainingStep, stats: Stats) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def steps_per_epoch(made: ExampleStream[X], rows: int) -> int:
+    return -(-len(made) // rows)
+
+
+def visited(made: ExampleStream[X], rows: int, seed: int, number: int) -> list[tuple[int, X]]:
+    """(place, what is made of it) of the rows of a step: `rows`, in a new order each epoch, the last step of it short.
+
+    They follow from the number alone. Those that do not fit are missing; a step of which none fits has the next that does.
+    """
+    epoch, part = divmod(number - 1, steps_per_epoch(made, rows))
+    first, count = part * rows, len(made)
+    places = map(int, order(count, epoch, seed)[first : first + rows])
+    found = [(place, one) for place in places if (one := made[place]) is not None]
+    if not found:
+        after = epoch * count + min(first + rows, count)
+        [(_, place)], _ = draw(count, after, 1, seed, lambda place: made[place] is not None)
+        found = [(place, one) for one in [made[place]] if one is not None]
+    return found
+
+
+def progress(made: ExampleStream[X], rows: int, number: int, stats: Stats) -> None:
+    """Note how far the run has come, and how many rows of the step did not fit."""
+    epoch, part = divmod(number - 1, steps_per_epoch(made, rows))
+    stats.add("epoch", epoch + (part + 1) / steps_per_epoch(made, rows))
+    stats.add("too_long", made.too_long.take())
+    if made.unwanted:
+        stats.add("unwanted", made.unwanted)
+        made.unwanted = 0

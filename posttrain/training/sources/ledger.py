@@ -1,0 +1,256 @@
+"""Keeps account of a step's rollouts: what became of each and why, and the numbers of its tokens that are recorded.
+
+The fates of a step add up to what it played. Flags beside them:
+
+moved by KL, entropy, critic, teacher, imitation, action values    no token of it has an advantage, and this moved it
+bounds the step                  likewise, and a trust region measures its KL there
+critic warm-up                   the policy stood still, and the critic alone learned from it
+update skipped                   an update that was given it moved nothing: its gradient was not finite
+
+n_i    scored tokens of rollout i    S    rollouts of an optimizer batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from posttrain.algorithms.credit import equal_rewards
+from posttrain.algorithms.filters import OverlongFilter
+from posttrain.algorithms.policy import Algorithm
+from posttrain.core.protocols import Learner
+from posttrain.core.token_probe import TokenSink
+from posttrain.core.types import Fate, Outcome, Rollout
+from posttrain.training.sources.credit_assignment import Credited
+from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.scoreboard import Left
+from posttrain.training.sources.token_recording import TokenRecording, on_cpu
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SKIPPED, WARMING = "update skipped", "critic warm-up"
+OF_CREDIT = {
+    "old_logp": "before",
+    "ref_logp": "reference",
+    "teacher_logp": "teacher",
+    "value": "value",
+    "returns": "returns",
+}
+"""Field of a `Batch` -> the record's column."""
+
+
+@dataclass
+class _Account:
+    """What is known of one rollout."""
+
+    rollout: Rollout
+    fate: Fate = Fate.UNSELECTED
+    why: str = "no update drew it"
+    advantage: float | None = None
+    moved: bool = False  # whether any of its tokens has an advantage
+    shaping: float = 0.0
+    penalty: float = 0.0
+    replayed: bool = False
+    flags: dict[str, None] = field(default_factory=dict)  # in the order in which they came
+    updates: list[int] = field(default_factory=list)  # that were given it: 1 the first
+    skipped: int = 0  # of these
+    numbers: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    def outcome(self, updates: int) -> Outcome:
+        fate, why = (Fate.TRAINED, self._learned(updates)) if self.updates else (self.fate, self.why)
+        told = fate, why, tuple(self.flags), self.shaping, self.penalty, self.replayed
+        numbers = dict(self.numbers)
+        if self.updates == [1] and "learner" in numbers:  # with the weights that the step began with: it says the same
+            numbers.pop("before", None)
+        return Outcome(self.rollout, self.advantage, *told, numbers=numbers)
+
+    def _learned(self, updates: int) -> str:
+        said = [str(number) for number in self.updates]
+        told = f"in update{'s' if len(said) > 1 else ''} {', '.join(said)} of {updates}" if updates > 1 else ""
+        if not self.skipped:
+            return told
+        many = (
+            f"{self.skipped} of them were" if self.skipped > 1 else "which was" if len(said) == 1 else "one of them was"
+        )
+        return f"{told}, {many} skipped" if told else "its update was skipped"
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """An update, and the accounts of the rollouts that its batches know by these places."""
+
+    sink: TokenSink
+    accounts: Mapping[int, _Account]
+
+
+def _advantages(credited: Credited) -> tuple[list[float], list[bool]]:
+    """Of each rollout the mean over its tokens, and whether any token has one. All at once: there may be thousands."""
+    columns = credited.per_token["advantage"]
+    sizes = credited.scores.length.long().numpy()
+    first = np.concatenate([[0], sizes.cumsum()[:-1]])
+    every = torch.cat(columns).double().cpu().numpy()
+    return (np.add.reduceat(every, first) / sizes).tolist(), np.logical_or.reduceat(every != 0, first).tolist()
+
+
+class Ledger:
+    """Of one step."""
+
+    def __init__(
+        self, row: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: TokenRecording
+    ) -> None:
+        """`left`: what became of rollouts before anything was credited."""
+        self.row, self.number, self.recording = row, number, recording
+        self._accounts = {id(rollout): _Account(rollout) for rollout in played}  # in their order
+        for key, (fate, why) in left.items():
+            self._accounts[key].fate, self._accounts[key].why = fate, why
+        self._chosen: frozenset[str] = frozenset()
+        self._updates: list[_Fed] = []
+        self._credited: Credited | None = None
+
+    def leave(self, rollouts: Iterable[Rollout], fate: Fate, why: str) -> None:
+        for rollout in rollouts:
+            account = self._accounts[id(rollout)]
+            account.fate, account.why = fate, why
+
+    def leave_filtered(self, rollouts: Iterable[Rollout], by: OverlongFilter) -> None:
+        for rollout in rollouts:
+            self.leave([rollout], Fate.FILTERED, by.why(rollout.n_sampled, str(rollout.stop)))
+
+    # -- before the updates --------------------------------------------------------------------------------------------
+
+    def credit(self, credited: Credited) -> None:
+        """Note what the rollouts that are left have earned."""
+        if not credited.rollouts:
+            return
+        self._credited = credited
+        scores = credited.scores
+        equal, reward = equal_rewards(scores).tolist(), scores.reward.tolist()
+        sizes = scores.group.bincount()[scores.group].tolist()
+        added = None if credited.shaping is None else credited.shaping.tolist()
+        means, moved = _advantages(credited)
+        for i, rollout in enumerate(credited.rollouts):
+            account = self._accounts[id(rollout)]
+            account.advantage, account.moved = means[i], moved[i]
+            account.shaping = 0.0 if added is None else added[i]
+            account.penalty = scores.penalty[i].double().sum().item() if scores.penalty else 0.0
+            if moved[i]:
+                continue
+            if equal[i] and sizes[i] > 1:
+                account.fate, account.why = Fate.EQUAL, f"all rewards of its group are {reward[i]:g}"
+            elif credited.selected and not credited.selected[i].any():
+                account.why = "none of its tokens is among those with the highest entropy"
+            else:
+                account.why = "its advantage is 0"
+
+    def choose(self, parts: Sequence[Credited]) -> None:
+        """Draw the groups whose numbers are recorded, once it is known what each update learns from."""
+        again = [self._enter(part) for part in parts]
+        drawn = [self._accounts[id(rollout)] for part in parts for rollout in part.rollouts]
+        # of those that are moved, where only some are taken: of the others there is little to see
+        full = self.recording.level == "full"
+        groups = {a.rollout.group for a in drawn if full or a.moved or self.row.moves_every_token}
+        if full and self._credited is not None:
+            groups |= {rollout.group for rollout in self._credited.rollouts}
+        self._chosen = self.recording.chosen(self.number, groups)
+        if self._credited is not None:
+            self._note(self._credited, range(len(self._credited.rollouts)))
+        for part, rows in zip(parts, again, strict=True):
+            self._note(part, rows)
+
+    def _enter(self, part: Credited) -> list[int]:
+        """Open accounts for rollouts of earlier steps that this update drew; their places in it.
+
+        Their tasks are not kept with them, and a run that was continued has to record the same.
+        """
+        again = [i for i, rollout in enumerate(part.rollouts) if id(rollout) not in self._accounts]
+        means, moved = _advantages(part) if again else ([], [])
+        for i in again:
+            rollout = part.rollouts[i]
+            known = replace(rollout, task={"id": rollout.group.rpartition("#")[0]}, seconds=0.0)
+            self._accounts[id(rollout)] = _Account(known, advantage=means[i], moved=moved[i], replayed=True)
+        return again
+
+    def _note(self, credited: Credited, rows: Iterable[int]) -> None:
+        """What is known of these rollouts' tokens before the updates."""
+        chosen = [i for i in rows if credited.rollouts[i].group in self._chosen]
+        columns = {OF_CREDIT[name]: values for name, values in credited.per_token.items() if name in OF_CREDIT}
+        views = {"before": credited.views.get("old"), "reference": credited.views.get("reference")}
+        columns |= {name: values for name, values in views.items() if values is not None}
+        columns["token_advantage"] = credited.per_token["advantage"]
+        for name, values in columns.items():
+            for i, own in zip(chosen, on_cpu([values[i] for i in chosen]), strict=True):
+                if name != "token_advantage" or (own != own[:1]).any():
+                    self._account(credited.rollouts[i]).numbers[name] = own
+        for i in chosen if credited.selected else ():
+            self._account(credited.rollouts[i]).numbers["kept"] = credited.selected[i].numpy()
+
+    def _account(self, rollout: Rollout) -> _Account:
+        return self._accounts[id(rollout)]
+
+    # -- the updates ---------------------------------------------------------------------------------------------------
+
+    def feed(self, part: Credited, fed: Sequence[int], coefficients: Mapping[str, float]) -> TokenSink:
+        """Note which rollouts the next update is given, by their places in `part`; where it leaves what it computes."""
+        accounts = {i: self._account(part.rollouts[i]) for i in fed}
+        number, warming = len(self._updates) + 1, coefficients.get("policy", 1.0) == 0
+        for i, account in accounts.items():
+            account.updates.append(number)
+            if not account.moved or warming:
+                account.flags |= dict.fromkeys([WARMING] if warming else self._flags(part, i, coefficients))
+        sink = TokenSink(frozenset(i for i in fed if part.rollouts[i].group in self._chosen))
+        self._updates.append(_Fed(sink, accounts))
+        return sink
+
+    def _flags(self, part: Credited, i: int, coefficients: Mapping[str, float]) -> list[str]:
+        """What moves a rollout, where it is not its advantage."""
+        row, success = self.row, part.scores.success
+        critic = ["moved by critic"] if row.critic is not None else []
+        penalised = row.kl is not None and row.kl.where == "loss" and coefficients.get("kl", row.kl.beta)
+        bonus = row.entropy is not None and coefficients.get("entropy", row.entropy.coefficient)
+        imitated = row.imitation is not None and success is not None and bool(success[i])
+        said = {
+            "moved by KL": penalised,
+            "moved by entropy": bonus,
+            "moved by teacher": row.teacher,
+            "moved by imitation": imitated,
+            "moved by action values": row.surrogate.wants,
+            "bounds the step": row.trust_region,
+        }
+        return [*(name for name, there in said.items() if there), *critic]
+
+    # -- behind them ---------------------------------------------------------------------------------------------------
+
+    def settle(self, learner: Learner, tokens_per_microbatch: int) -> None:
+        """Take over what the updates have left, once all are done."""
+        for update in self._updates:
+            found = update.sink.settle()
+            for place, account in update.accounts.items():
+                if update.sink.skipped:
+                    account.skipped += 1
+                    account.flags[SKIPPED] = None
+                columns = found.get(place, {})
+                for name, values in columns.items():
+                    if name != "weight":
+                        account.numbers[name] = values
+                    elif not update.sink.skipped:  # nothing was moved with it
+                        account.numbers[name] = account.numbers.get(name, np.zeros_like(values)) + values
+        if self.recording.after:
+            self._look_again(learner, tokens_per_microbatch)
+
+    def _look_again(self, learner: Learner, tokens_per_microbatch: int) -> None:
+        """One forward pass under the weights that the step ends with."""
+        chosen = [a for a in self._accounts.values() if a.rollout.group in self._chosen and a.advantage is not None]
+        if chosen:
+            seen = view(learner, [a.rollout for a in chosen], tokens_per_microbatch)["logp"]
+            for account, values in zip(chosen, on_cpu(seen), strict=True):
+                account.numbers["after"] = values
+
+    def outcomes(self) -> list[Outcome]:
+        """Of all that were played, in their order, and of those that were replayed and fed, behind them."""
+        accounts = self._accounts.values()
+        return [a.outcome(len(self._updates)) for a in accounts if not a.replayed or a.updates]

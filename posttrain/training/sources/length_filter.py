@@ -1,0 +1,81 @@
+"""Decides what becomes of rows that do not fit into the model's context: see `--too-long`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from posttrain.core.conversation import Conversation, TextEncoder
+from posttrain.core.pictures import PictureError
+from posttrain.core.types import Task, UserError
+from posttrain.data.tasks import ENDLESS
+from posttrain.envs.load import opening
+
+Policy = Literal["skip", "truncate", "refuse"]
+NAMED = 3  # rows; further ones are only counted
+
+
+class Placed(Protocol):
+    """Tasks that know where their rows stand."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: int, /) -> Task: ...
+    def where(self, place: int, /) -> str: ...  # "train.jsonl:17"
+
+
+@dataclass
+class TooLong:
+    """The rows that did not fit: refuses them, or counts them and names the first ones by their place."""
+
+    policy: Policy
+    context: int  # tokens
+    say: Callable[[str], None]
+    count: int = 0  # since it was last asked for
+    _named: set[str] = field(default_factory=set)
+
+    def meet(self, where: str, what: str, cut: bool) -> None:
+        """`what` is too long, in words. Raises UserError if such rows are refused."""
+        told = f"{where}: {what}; the model's context holds {self.context}"
+        if self.policy == "refuse":
+            raise UserError(f"{told}: shorten it, or have it left out or cut with --too-long skip or truncate")
+        self.count += 1
+        if where not in self._named and len(self._named) < NAMED:
+            self._named.add(where)
+            last = "; more will not be named" if len(self._named) == NAMED else ""
+            self.say(f"{told}: it is {'cut' if cut else 'left out'} (--too-long){last}")
+
+    def take(self) -> int:
+        """How many there were since the last call."""
+        count, self.count = self.count, 0
+        return count
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Which of some tasks have a prompt that leaves room for a reply, or is cut until it does."""
+
+    tasks: Placed
+    tokenizer: TextEncoder
+    too_long: TooLong
+
+    def fits(self, place: int) -> bool:
+        try:
+            length = len(Conversation(self.tokenizer).show(opening(self.tasks[place]), None))
+        except PictureError as error:
+            raise UserError(f"{self.tasks.where(place)}: {error}") from None
+        if length < self.too_long.context:
+            return True
+        cut = self.too_long.policy == "truncate"
+        self.too_long.meet(self.tasks.where(place), f"the prompt has {length} tokens", cut)
+        return cut
+
+    def check(self) -> None:
+        """With `refuse`: measure all of them now, since in the middle of a run it would be too late."""
+        if self.too_long.policy == "refuse" and len(self.tasks) < ENDLESS:
+            for place in range(len(self.tasks)):
+                self.fits(place)
+
+    def fitting(self) -> list[Task]:
+        """Those that fit, in their order."""
+        return [self.tasks[place] for place in range(len(self.tasks)) if self.fits(place)]

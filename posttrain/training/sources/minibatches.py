@@ -1,0 +1,147 @@
+"""Decides what each optimizer update of a step learns from, and what every token weighs in it.
+
+S    rollouts of an optimizer batch    n_i    scored tokens of rollout i
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from posttrain.algorithms.policy import Algorithm
+from posttrain.core.batch import Batch
+from posttrain.core.component import Need
+from posttrain.core.protocols import Learner
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Transcript
+from posttrain.data.tasks import order
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.credit_assignment import Credited
+from posttrain.training.sources.ledger import Ledger
+from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.packing import collate, split_microbatches
+from posttrain.training.sources.replay_buffer import ReplayBuffer
+from posttrain.training.sources.scoreboard import scoreboard
+from posttrain.training.sources.teacher_targets import Teachers
+
+
+@dataclass(frozen=True)
+class Minibatches:
+    """Makes the updates of steps. Remembers nothing but what a row replays."""
+
+    row: Algorithm
+    learner: Learner
+    size: Size
+    seed: int
+    success: float | None
+    texts: Sequence[Sequence[Transcript] | None]  # what a row with a pretraining term imitates beside its rollouts
+    buffer: ReplayBuffer | None
+    teachers: Teachers | None = None
+
+    def updates(
+        self, number: int, credited: Credited, coefficients: Mapping[str, float], ledger: Ledger
+    ) -> list[Callable[[], list[Batch]]]:
+        """One thunk per optimizer update of step `number`. The ledger is told what each update is given."""
+        chosen = self._shuffled(number, credited) if self.buffer is None else self._replayed(number, credited)
+        ledger.choose(chosen)
+        told = dict(coefficients), ledger
+        return [partial(self._build, number, place, part, *told) for place, part in enumerate(chosen)]
+
+    def _build(
+        self, number: int, place: int, part: Credited, coefficients: Mapping[str, float], ledger: Ledger
+    ) -> list[Batch]:
+        # The first update is on policy: the old log-probabilities are the current ones.
+        batches = self._weighted(part, coefficients, ledger, fresh=place == 0)
+        # While a critic warms up the policy stands still, its text included.
+        return [*batches, *self._texts(number, place)] if coefficients.get("policy", 1.0) else batches
+
+    def _shuffled(self, number: int, credited: Credited) -> list[Credited]:
+        """What each update learns from: every rollout once per epoch. Groups stay whole, so their prompts are shared."""
+        by_group: dict[int, list[int]] = defaultdict(list)
+        for index, group in enumerate(credited.scores.group.tolist()):
+            by_group[group].append(index)
+        members, chosen = list(by_group.values()), []
+        for epoch in range(self.row.epochs if members else 0):
+            groups = order(len(members), epoch, seed_of(self.seed, "minibatch", number))
+            parts = min(self.row.minibatches, len(groups))
+            for part in range(parts):
+                rows = [i for g in sorted(groups[part::parts]) for i in members[g]]
+                chosen.append(credited.of(torch.tensor(rows)))
+        return chosen
+
+    def _replayed(self, number: int, credited: Credited) -> list[Credited]:
+        """What each update learns from: drawn from the buffer, as many rollouts as a minibatch of the step has."""
+        assert self.buffer is not None
+        self.buffer.extend(credited.rollouts, credited.per_token["advantage"])
+        row, remembered = self.row, len(self.buffer.rollouts)
+        size = min(remembered, -(-self.size.prompts * self.size.group // row.minibatches))
+        chosen = []
+        for update in range(row.epochs * row.minibatches if remembered else 0):
+            rows = order(remembered, update, seed_of(self.seed, "replay", number))[:size]
+            rollouts = [self.buffer.rollouts[i] for i in sorted(rows)]
+            fields = {"advantage": [self.buffer.advantages[i] for i in sorted(rows)]}
+            if Need.REFERENCE in row.needs:
+                budget = self.size.tokens_per_microbatch
+                fields["ref_logp"] = view(self.learner, rollouts, budget, of="reference")["logp"]
+            chosen.append(Credited(rollouts, scoreboard(rollouts, success=self.success), fields, {}))
+        return chosen
+
+    def _weighted(self, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, fresh: bool) -> list[Batch]:
+        """The micro-batches of one update, their weights from the scoreboard of exactly these rollouts.
+
+        Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token: then they are not
+        even fed. They still count in every denominator.
+        """
+        row = self.row
+        fields = {name: values for name, values in part.per_token.items() if not (fresh and name == "old_logp")}
+        imitate = None
+        if row.imitation is not None:
+            good = part.scores.success
+            assert good is not None
+            imitate = row.imitation.coefficient * good / (part.scores.length * good).sum().clamp_min(1.0)
+        everyone = range(len(part.rollouts))
+        fed = [i for i in everyone if row.moves_every_token or bool(part.per_token["advantage"][i].any())]
+        transcripts = [part.rollouts[i].transcripts for i in fed]
+        sink = ledger.feed(part, fed, coefficients)
+        weight = row.aggregate(part.scores)
+        taught = {}
+        if self.teachers is not None and row.teacher is not None and not row.teacher.sampled:
+            taught = dict(zip(fed, self.teachers.taught([part.rollouts[i] for i in fed]), strict=True))
+        return [
+            collate(
+                [transcripts[i] for i in index],
+                [fed[i] for i in index],
+                weight=weight,
+                fields=fields,
+                imitate=imitate,
+                coefficients=coefficients,
+                taught=[taught[fed[i]] for i in index] if taught else (),
+                device=self.learner.device,
+                sink=sink,
+            )
+            for index in split_microbatches(transcripts, self.size.tokens_per_microbatch)
+        ]
+
+    def _texts(self, number: int, place: int) -> list[Batch]:
+        """Micro-batches of the pretraining texts of one update, each token weighing coefficient / tokens."""
+        pretraining = self.row.pretraining
+        if pretraining is None:
+            return []
+        updates = self.row.epochs * self.row.minibatches
+        first = ((number - 1) * updates + place) * pretraining.rows
+        places = [divmod(p, len(self.texts)) for p in range(first, first + pretraining.rows)]
+        permutation = {epoch: order(len(self.texts), epoch, self.seed) for epoch in {e for e, _ in places}}
+        drawn = (self.texts[int(permutation[epoch][i])] for epoch, i in places)
+        chosen = [text for text in drawn if text is not None]
+        if not chosen:
+            return []
+        share = pretraining.coefficient / sum(t.n_scored for text in chosen for t in text)
+        none, imitate = torch.zeros(len(chosen)), torch.full((len(chosen),), share)
+        return [
+            collate([chosen[i] for i in index], index, weight=none, imitate=imitate, device=self.learner.device)
+            for index in split_microbatches(chosen, self.size.tokens_per_microbatch)
+        ]

@@ -1,0 +1,58 @@
+"""What the models say of whole rollouts: packed into micro-batches, evaluated, and given back rollout by rollout.
+
+n_i    scored tokens of rollout i    N    scored tokens of a micro-batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Packed
+from posttrain.core.protocols import Learner
+from posttrain.core.types import Rollout, Transcript
+from posttrain.training.sources.packing import Taught, pack, split_microbatches
+
+
+def view(
+    learner: Learner,
+    rollouts: Sequence[Rollout],
+    tokens_per_microbatch: int,
+    of: str = "policy",
+    want: frozenset[str] = frozenset(),
+    taught: Sequence[Taught] = (),
+) -> dict[str, list[Tensor]]:
+    """Field of `Outputs`, "logp" and those of `want` -> [n_i] for each rollout. `taught`: how teachers read them."""
+    packed = packs([r.transcripts for r in rollouts], tokens_per_microbatch, learner.device, taught)
+    outputs = learner.evaluate(packed, of, want)
+
+    def field(name: str) -> list[Tensor]:
+        pairs = [(p.rollout, getattr(o, name)) for p, o in zip(packed, outputs, strict=True)]
+        return by_rollout(pairs, len(rollouts))
+
+    return {name: field(name) for name in ("logp", *want)}
+
+
+def packs(
+    rollouts: Sequence[Sequence[Transcript]],
+    tokens_per_microbatch: int,
+    device: torch.device,
+    taught: Sequence[Taught] = (),
+) -> list[Packed]:
+    """The rollouts as micro-batches."""
+    return [
+        pack([rollouts[i] for i in index], index, device, [taught[i] for i in index] if taught else ())
+        for index in split_microbatches(rollouts, tokens_per_microbatch)
+    ]
+
+
+def by_rollout(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> list[Tensor]:
+    """Per-token values of micro-batches [(rollout [N], value [N])] -> one tensor [n_i] per rollout."""
+    out: list[Tensor] = [torch.zeros(0)] * count
+    for rollout, value in parts:
+        rows, sizes = rollout.unique_consecutive(return_counts=True)
+        for row, piece in zip(rows.tolist(), value.split(sizes.tolist()), strict=True):
+            out[row] = piece
+    return out

@@ -1,0 +1,437 @@
+"""Decides how transcripts become micro-batches: which go together, and how their tokens lie.
+
+Tokens are laid end to end without padding. What several transcripts begin with, a prompt or a branch that they share, is
+laid once, and what follows it names it as its prefix. What no scored token depends on (the last token, trailing tool
+text) is not laid at all.
+
+    T    tokens of a micro-batch    N    scored tokens    S    rollouts of the optimizer batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from posttrain.core.batch import Batch, Layout, Packed, Preferences, Reading
+from posttrain.core.types import SpanKind, Transcript
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    from posttrain.core.token_probe import TokenSink
+
+    Integers = NDArray[np.int64]
+
+
+def prompt_length(transcript: Transcript) -> int:
+    """How many tokens come before the first sampled (or imitated) one."""
+    return next(s.start for s in transcript.spans if s.kind in (SpanKind.SAMPLED, SpanKind.IMITATED))
+
+
+Read = Literal["next", "last", "each"]
+"""At which tokens hidden states are read. next: before each scored token, which they predict. last: at the last token of
+each scored span, such as the end of a reply or of a step of it. each: at every scored token itself."""
+
+
+def needed_length(transcript: Transcript, read: Read = "next") -> int:
+    """How many tokens must be fed: all before the last scored one, which predict it, or with it where it is read itself."""
+    last = next(s for s in reversed(transcript.spans) if s.learned and s.length)
+    return last.start + last.length - (read == "next")
+
+
+def readings(transcript: Transcript, read: Read) -> int:
+    """How many hidden states of it are read."""
+    return sum(1 for span in transcript.spans if span.learned) if read == "last" else transcript.n_scored
+
+
+def learned(rollout: Sequence[Transcript]) -> list[Transcript]:
+    """Its transcripts that have a scored token. The others, contexts that are only played, have no gradient."""
+    return [t for t in rollout if any(s.learned for s in t.spans)]
+
+
+def split_microbatches(
+    rollouts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int, read: Read = "next"
+) -> list[list[int]]:
+    """Indices of the rollouts of each micro-batch. Rollouts stay whole and in order; what they share counts once.
+
+    A micro-batch holds at most `tokens_per_microbatch` tokens beside the prompts of its first rollout, or a single
+    rollout that is longer than that: so a long prompt does not drive the rollouts that share it apart. A rollout without
+    a scored token is in none.
+    """
+    rollouts = [learned(rollout) for rollout in rollouts]
+    paths = iter(_paths([t for rollout in rollouts for t in rollout], read))
+    batches: list[list[int]] = []
+    used, laid = 0, set[int]()
+    for index, rollout in enumerate(rollouts):
+        own = [next(paths) for _ in rollout]
+        if not own:
+            continue
+        pieces = {piece.key: piece.length for path in own for piece in path}
+        cost = sum(length for key, length in pieces.items() if key not in laid)
+        if not batches or used + cost > tokens_per_microbatch:
+            batches.append([])
+            prompts = {path[0].key for path in own}
+            used, laid = 0, set()
+            cost = sum(length for key, length in pieces.items() if key not in prompts)
+        batches[-1].append(index)
+        used += cost
+        laid |= pieces.keys()
+    return batches
+
+
+class Taught(NamedTuple):
+    """A rollout as its teacher reads it."""
+
+    by: str  # the teacher's name
+    transcripts: Sequence[Transcript]  # with the scored tokens of the rollout's own, or these themselves
+
+
+def pack(
+    rollouts: Sequence[Sequence[Transcript]],
+    index: Sequence[int],
+    device: torch.device | str = "cpu",
+    taught: Sequence[Taught] = (),
+    read: Read = "next",
+) -> Packed:
+    """The transcripts of these rollouts as a model reads them, `index[i]` being the place of rollout i in [S].
+
+    Scored tokens keep the order of rollouts, and within one the order of its tokens. With `read` "last", those are the
+    last ones of scored spans alone. `taught`: how a teacher reads each of them; where all have one teacher that reads what
+    the policy does, nothing is laid a second time.
+    """
+    packed = _packed(rollouts, index, device, read)
+    return replace(packed, readings=tuple(_readings(packed, rollouts, index, taught, device))) if taught else packed
+
+
+def _readings(
+    packed: Packed,
+    rollouts: Sequence[Sequence[Transcript]],
+    index: Sequence[int],
+    taught: Sequence[Taught],
+    device: torch.device | str,
+) -> Iterator[Reading]:
+    """One for each teacher."""
+    import torch
+
+    for name in dict.fromkeys(t.by for t in taught):
+        own = [i for i, t in enumerate(taught) if t.by == name]
+        same = all(a is b for i in own for a, b in zip(rollouts[i], taught[i].transcripts, strict=True))
+        everyone = len(own) == len(taught)
+        read = packed
+        if not (same and everyone):
+            read = _packed([taught[i].transcripts for i in own], [index[i] for i in own], device)
+        theirs = torch.tensor([index[i] for i in own], device=device)
+        rows = None if everyone else torch.isin(packed.rollout, theirs).nonzero().flatten()
+        place = packed.target if rows is None else packed.target[rows]
+        assert torch.equal(place, read.target), "a teacher scores the tokens that were sampled"
+        yield Reading(name, read, rows)
+
+
+def _packed(
+    rollouts: Sequence[Sequence[Transcript]], index: Sequence[int], device: torch.device | str, read: Read = "next"
+) -> Packed:
+    import torch
+
+    rollouts = [learned(rollout) for rollout in rollouts]
+    transcripts = [t for rollout in rollouts for t in rollout]
+    owner = [place for place, rollout in zip(index, rollouts, strict=True) for _ in rollout]
+    tree = _Tree.of(transcripts, read)
+    at: list[int] = []  # lists: most transcripts are short, and an array for each takes longer than what is in it
+    target: list[int] = []
+    counts: list[int] = []
+    for transcript, path in zip(transcripts, tree.paths, strict=True):
+        before = len(at)
+        for span in transcript.spans:
+            if span.learned:
+                assert span.start, "a scored token needs a token before it, which predicts it"
+                end = span.start + span.length
+                first = end - 1 if read == "last" else span.start
+                at += _laid(path, first - 1, end - 1) if read == "next" else _laid(path, first, end)
+                target += transcript.tokens[first:end]
+        counts.append(len(at) - before)
+
+    def tensor(values: Sequence[int] | NDArray[Any]) -> torch.Tensor:
+        array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
+        return torch.from_numpy(array).to(device)
+
+    laid = tree.segments
+    return Packed(
+        layout=Layout(
+            tokens=tensor([token for s in laid for token in s.tokens]),
+            position=tensor(_positions(laid)),
+            start=tuple(s.start for s in laid),
+            length=tuple(s.length for s in laid),
+            prefix=tuple(s.prefix for s in laid),
+            media=tuple(m for s in laid for m in s.media),
+            experts=tensor(_experts(laid))
+            if any(s.experts is not None for t in transcripts for s in t.spans)
+            else None,
+        ),
+        at=tensor(at),
+        target=tensor(target),
+        rollout=tensor(np.repeat(np.asarray(owner, dtype=np.int64), counts)),
+        transcript=tensor(np.repeat(np.arange(len(counts), dtype=np.int64), counts)),
+    )
+
+
+def collate(
+    rollouts: Sequence[Sequence[Transcript]],
+    index: Sequence[int],
+    *,
+    weight: torch.Tensor,
+    fields: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    imitate: torch.Tensor | None = None,
+    preferences: Preferences | None = None,
+    coefficients: Mapping[str, float] | None = None,
+    taught: Sequence[Taught] = (),
+    device: torch.device | str = "cpu",
+    read: Read = "next",
+    sink: TokenSink | None = None,
+) -> Batch:
+    """One whole micro-batch of some rollouts, `index[i]` being the place of rollout i in the optimizer batch [S].
+
+    weight, imitate   [S], the share in the loss, and in its likelihood term, of each token of a rollout.
+    fields            of `Batch`: one value for each scored token, [n_i] for each rollout of the optimizer batch.
+    taught            how a teacher reads each of these rollouts: see `pack`.
+    sink              where what is computed of single tokens goes.
+    """
+    import torch
+
+    packed = pack(rollouts, index, device, taught, read)
+    logp = [t.sampler_logp for rollout in rollouts for t in learned(rollout)]
+    sampled = all(x is not None for x in logp)
+    of_tokens: dict[str, Any] = {
+        name: torch.cat([values[i] for i in index]).to(device) for name, values in (fields or {}).items()
+    }
+    if imitate is not None:
+        of_tokens["imitate"] = imitate.to(device)[packed.rollout]
+    return Batch(
+        layout=packed.layout,
+        at=packed.at,
+        target=packed.target,
+        rollout=packed.rollout,
+        transcript=packed.transcript,
+        readings=packed.readings,
+        weight=weight.to(device)[packed.rollout],
+        sampler_logp=torch.from_numpy(np.concatenate([x for x in logp if x is not None])).to(device)
+        if sampled
+        else None,
+        preferences=preferences,
+        coefficients=dict(coefficients or {}),
+        tap=sink.tap(index, [sum(readings(t, read) for t in rollout) for rollout in rollouts]) if sink else None,
+        **of_tokens,
+    )
+
+
+# -- the tree of what transcripts share --------------------------------------------------------------------------------
+
+
+class _Piece(NamedTuple):
+    """A run of tokens of a transcript that others may have too."""
+
+    key: int  # equal where all that stands before it, its tokens and the media among them are
+    first: int  # place in the transcript
+    length: int
+
+
+class _Keys:
+    """Numbers the runs of tokens of some transcripts."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def of(self, transcript: Transcript, first: int, last: int, before: int = -1) -> int:
+        """Of the run from `first` to `last` behind the one with the number `before` (-1: none)."""
+        return self._known.setdefault(self._contents(transcript, first, last, before), len(self._known))
+
+    def find(self, transcript: Transcript, first: int, last: int, before: int) -> int | None:
+        """The same; None for a run that is new."""
+        return self._known.get(self._contents(transcript, first, last, before))
+
+    @staticmethod
+    def _contents(transcript: Transcript, first: int, last: int, before: int) -> tuple[Any, ...]:
+        contents = before, tuple(transcript.tokens[first:last])
+        if not transcript.media:
+            return contents
+        return *contents, *((m.start - first, m.digest) for m in transcript.media if first <= m.start < last)
+
+
+def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
+    """The pieces of each transcript, up to its last token that is needed.
+
+    Transcripts are cut behind their prompt, and where any that begins with the same prompt has branched off.
+    """
+    keys = _Keys()
+    prompts = [prompt_length(t) for t in transcripts]
+    roots = [keys.of(t, 0, n) for t, n in zip(transcripts, prompts, strict=True)]
+    cuts: dict[int, set[int]] = {}  # root -> where transcripts that begin with it branch off
+    for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
+        if behind := [fork for fork in transcript.forks if fork > prompt]:
+            cuts.setdefault(root, set()).update(behind)
+    paths = []
+    for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
+        end = needed_length(transcript, read)
+        path = [_Piece(root, 0, prompt)]
+        for first, last in pairwise((prompt, *sorted(cut for cut in cuts.get(root, ()) if cut < end), end)):
+            if last > first:
+                path.append(_Piece(keys.of(transcript, first, last, path[-1].key), first, last - first))
+        paths.append(path)
+    for family in _families(roots, cuts):
+        _lengthen([(transcripts[i], paths[i]) for i in family], keys)
+    return paths
+
+
+def _families(roots: Sequence[int], cuts: Container[int]) -> Iterable[list[int]]:
+    """Which transcripts begin alike, where some of these branch off."""
+    families: dict[int, list[int]] = {}
+    for number, root in enumerate(roots):
+        if root in cuts:
+            families.setdefault(root, []).append(number)
+    return families.values()
+
+
+def _lengthen(family: Sequence[tuple[Transcript, list[_Piece]]], keys: _Keys) -> None:
+    """Let a transcript that ends within a piece of another go through the whole of it, so that it is laid once."""
+    longest = sorted({(piece.first, piece.length) for _, path in family for piece in path}, reverse=True)
+    for transcript, path in family:
+        last = path[-1]
+        before = path[-2].key if len(path) > 1 else -1
+        for first, length in longest:
+            if first == last.first and last.length < length <= len(transcript) - first:
+                key = keys.find(transcript, first, first + length, before)
+                if key is not None:
+                    path[-1] = _Piece(key, first, length)
+                    break
+
+
+def _laid(path: Sequence[_Segment], first: int, last: int) -> list[int]:
+    """Where the tokens from `first` to `last` of a transcript are laid that goes through these segments."""
+    places: list[int] = []
+    begin = 0
+    for segment in path:
+        end = begin + segment.length
+        places += range(segment.start + max(first - begin, 0), segment.start + min(last, end) - begin)
+        begin = end
+    return places
+
+
+@dataclass
+class _Segment:
+    """Where a piece, or several that nobody parts, is laid."""
+
+    transcript: Transcript  # one that has it
+    first: int  # place there
+    length: int
+    prefix: int  # number of the segment before it; -1: none
+    start: int = -1  # place in the micro-batch
+    users: int = 0  # transcripts that go through it
+    children: list[int] = field(default_factory=list)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.first, self.first + self.length)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.transcript.tokens[self.slice]
+
+    @property
+    def position(self) -> Integers:
+        own = self.transcript.positions
+        if own is None:
+            return np.arange(self.first, self.first + self.length, dtype=np.int64)
+        return own[:, self.slice]
+
+    @property
+    def media(self) -> list[Any]:
+        found = [m for m in self.transcript.media if self.first <= m.start < self.first + self.length]
+        return [replace(m, start=m.start - self.first + self.start) for m in found]
+
+    @property
+    def experts(self) -> NDArray[np.int16] | None:
+        """[length, layers, k], -1 where no engine told."""
+        told = [s for s in self.transcript.spans if s.experts is not None]
+        if not told:
+            return None
+        shape = told[0].experts.shape[1:]  # type: ignore[union-attr]
+        whole = np.full((len(self.transcript), *shape), -1, dtype=np.int16)
+        for span in told:
+            assert span.experts is not None
+            whole[span.start : span.start + span.length] = span.experts
+        return whole[self.slice]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """The segments of a micro-batch, and those that each transcript goes through."""
+
+    segments: list[_Segment]
+    paths: list[list[_Segment]]
+
+    @staticmethod
+    def of(transcripts: Sequence[Transcript], read: Read) -> _Tree:
+        nodes: dict[int, int] = {}
+        found: list[_Segment] = []
+        walks: list[list[int]] = []
+        for transcript, path in zip(transcripts, _paths(transcripts, read), strict=True):
+            walk: list[int] = []
+            for piece in path:
+                parent = walk[-1] if walk else -1
+                if piece.key not in nodes:
+                    nodes[piece.key] = len(found)
+                    found.append(_Segment(transcript, piece.first, piece.length, parent))
+                    if parent >= 0:
+                        found[parent].children.append(nodes[piece.key])
+                walk.append(nodes[piece.key])
+            for number in walk:
+                found[number].users += 1
+            walks.append(walk)
+        return _Tree._joined(found, walks)
+
+    @staticmethod
+    def _joined(found: list[_Segment], walks: list[list[int]]) -> _Tree:
+        """With every segment that only continues another, and whom nobody else does, laid as one with it."""
+        place: dict[int, int] = {}
+        segments: list[_Segment] = []
+        start = 0
+        for number, segment in enumerate(found):
+            if number in place:
+                continue
+            last = number
+            while len(found[last].children) == 1 and found[found[last].children[0]].users == found[last].users:
+                last = found[last].children[0]
+                segment.length += found[last].length
+                place[last] = len(segments)
+            place[number] = len(segments)
+            segment.start = start
+            segment.prefix = place[segment.prefix] if segment.prefix >= 0 else -1
+            segment.transcript = found[last].transcript
+            segments.append(segment)
+            start += segment.length
+        paths = []
+        for walk in walks:
+            numbers = dict.fromkeys(place[number] for number in walk)
+            paths.append([segments[number] for number in numbers])
+        return _Tree(segments, paths)
+
+
+def _positions(segments: Sequence[_Segment]) -> Sequence[int] | Integers:
+    """[T]; [3, T] where any transcript has three rows: text alone stands at one place in all of them."""
+    if all(s.transcript.positions is None for s in segments):
+        return [place for s in segments for place in range(s.first, s.first + s.length)]
+    return np.concatenate([np.broadcast_to(s.position, (3, s.length)) for s in segments], axis=-1)
+
+
+def _experts(segments: Sequence[_Segment]) -> NDArray[np.int16]:
+    """[T, layers, k]"""
+    known = [s.experts for s in segments]
+    shape = next(x.shape[1:] for x in known if x is not None)
+    whole = [
+        np.full((s.length, *shape), -1, np.int16) if x is None else x for s, x in zip(segments, known, strict=True)
+    ]
+    return np.concatenate(whole)

@@ -1,0 +1,334 @@
+"""The source of comparisons: rows become items, items micro-batches, and what is compared is weighed over the whole batch.
+
+N    scored tokens of a micro-batch    R    responses in it    S    items of the optimizer batch
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.comparison_weights import Denominator
+from posttrain.algorithms.links import PreferenceLink
+from posttrain.algorithms.preference import Preference
+from posttrain.algorithms.responses import Responses
+from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
+from posttrain.core.component import Need
+from posttrain.core.protocols import Learner, Source
+from posttrain.core.types import Comparison, Item, SpanKind, Task, Transcript, UserError
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.example_recording import ExampleRecording
+from posttrain.training.sources.example_stream import ExampleStream, progress, steps_per_epoch, visited
+from posttrain.training.sources.length_filter import Placed, TooLong
+from posttrain.training.sources.packing import Read, collate, readings, split_microbatches
+from posttrain.training.sources.reference_cache import Reference, mismatched
+from posttrain.training.sources.sft_source import demonstrate
+
+
+class PreferenceExamples(ExampleStream[Item]):
+    """Tasks of `data.items` as items."""
+
+    noun = "longest of prompt and response"
+
+    def __init__(
+        self,
+        tasks: Placed,
+        tokenizer: Tokenizer,
+        eos_ids: Sequence[int],
+        vocab: int,
+        too_long: TooLong,
+        mind: Callable[[Task], None] = lambda task: None,
+    ) -> None:
+        """`mind` raises UserError for a task that does not say what is to be learned."""
+        self.mind = mind
+        super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
+
+    def make(self, task: Task, length: int | None) -> Item:
+        self.mind(task)
+        pairs = zip(task["responses"], task["cut"], strict=True)
+        responses = [self._response(task, said, cut, length) for said, cut in pairs]
+        comparisons = [Comparison(int(b), int(w), share, margin) for b, w, share, margin in task["comparisons"]]
+        return Item(responses, comparisons, [tuple(labels) for labels in task["labels"]])
+
+    def transcripts(self, made: Item) -> Sequence[Transcript]:
+        return made.responses
+
+    def _response(self, task: Task, said: str | list[str], cut: bool, length: int | None) -> Transcript:
+        """Prompt and response, tokenised apart; where it is given in steps, each is a scored span of its own."""
+        if isinstance(said, list):
+            return self._steps(task, said, length)
+        asked: Task
+        if "messages" in task:
+            asked = {"messages": [*task["messages"], {"role": "assistant", "content": said}]}
+        else:
+            asked = {"prompt": task["prompt"], "response": said}
+        whole = demonstrate(asked, self.tokenizer, self.eos_ids, length=length)
+        return last_alone(whole, self.eos_ids if cut else ())
+
+    def _steps(self, task: Task, steps: Sequence[str], length: int | None) -> Transcript:
+        """Every step ends with a new line, the last one too.
+
+        Solutions are cut behind their first mistake: an end of its own would tell which step that is.
+        """
+        if length is not None:
+            raise UserError("a solution that is cut has lost its steps")
+        shown = task.get("prompt")
+        if shown is None:
+            shown = self.tokenizer.render(task["messages"], generation=True)
+        transcript = Transcript()
+        transcript.observe(self.tokenizer.encode(shown, start=True))
+        for step in steps:
+            transcript.imitate(self.tokenizer.encode(step + "\n"))
+        return transcript
+
+
+def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcript:
+    """The same conversation, of which only what was said last is scored, and that up to a final token of `without`."""
+    last = max(place for place, span in enumerate(transcript.spans) if span.learned)
+    before = [replace(span, kind=SpanKind.PROMPT, learned=False) for span in transcript.spans[:last]]
+    span = transcript.spans[last]
+    if span.length > 1 and transcript.tokens[span.start + span.length - 1] in without:
+        span = replace(span, length=span.length - 1)
+        transcript.tokens = transcript.tokens[: span.start + span.length]
+        transcript.spans = [*before, span]
+    else:
+        transcript.spans = [*before, *transcript.spans[last:]]
+    return transcript
+
+
+@dataclass(frozen=True)
+class ComparisonTargets:
+    """What is said of the responses of some items, as a link reads it."""
+
+    link: PreferenceLink
+    read: Read
+    items: Sequence[Item]
+    weights: list[list[float]]  # of each item: of its comparisons, or of its labels, in their order
+    labels: list[list[tuple[int, float]]]  # of each item: (place of the score in it, label)
+
+    def of(self, index: Sequence[int], device: torch.device) -> Preferences:
+        """Of a micro-batch of these items."""
+        of_labels, read = self.link.reads_labels, self.read
+        better: list[int] = []
+        worse: list[int] = []
+        margin: list[float] = []
+        weight: list[float] = []
+        labelled: list[int] = []
+        label: list[float] = []
+        label_weight: list[float] = []
+        before = 0
+        for i in index:
+            item = self.items[i]
+            better += [before + c.better for c in item.comparisons]
+            worse += [before + c.worse for c in item.comparisons]
+            margin += [c.margin for c in item.comparisons]
+            weight += [0.0] * len(item.comparisons) if of_labels else self.weights[i]
+            labelled += [before + place for place, _ in self.labels[i]]
+            label += [value for _, value in self.labels[i]]
+            label_weight += self.weights[i] if of_labels else [0.0] * len(self.labels[i])
+            before += sum(scores(t, read) for t in item.responses)
+
+        def whole(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        def real(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=device)
+
+        return Preferences(
+            whole(better), whole(worse), real(margin), real(weight), whole(labelled), real(label), real(label_weight)
+        )
+
+    @staticmethod
+    def by(
+        link: PreferenceLink, denominator: Denominator, items: Sequence[Item], read: Read = "next"
+    ) -> ComparisonTargets:
+        """Weighed over all these items, which are those of an optimizer batch."""
+        labels = [_labels(item, read) for item in items]
+        if link.reads_labels:
+            return ComparisonTargets(link, read, items, denominator([[1.0] * len(own) for own in labels]), labels)
+        units = [link.units(item.comparisons) for item in items]
+        shares, sizes = [], []
+        for item, numbers in zip(items, units, strict=True):
+            sums: dict[int, list[float]] = {}
+            for number, comparison in zip(numbers, item.comparisons, strict=True):
+                sums.setdefault(number, []).append(comparison.share)
+            shares.append([sum(own) / len(own) for own in sums.values()])
+            sizes.append({number: (place, len(own)) for place, (number, own) in enumerate(sums.items())})
+        weights = denominator(shares)
+        spread = [
+            [weights[i][size[number][0]] / size[number][1] for number in units[i]] for i, size in enumerate(sizes)
+        ]
+        return ComparisonTargets(link, read, items, spread, labels)
+
+
+def scores(transcript: Transcript, read: Read) -> int:
+    """How many scores a response has."""
+    return readings(transcript, read) if read == "last" else 1
+
+
+def _labels(item: Item, read: Read) -> list[tuple[int, float]]:
+    """(place of a score, label): as the row says, or good for responses that won more than they lost, bad for the others."""
+    if item.labels:
+        found, before = [], 0
+        for transcript, own in zip(item.responses, item.labels, strict=True):
+            found += [(before + place, value) for place, value in enumerate(own)]
+            before += scores(transcript, read)
+        return found
+    won = [0.0] * len(item.responses)
+    for comparison in item.comparisons:
+        won[comparison.better] += comparison.share
+        won[comparison.worse] -= comparison.share
+    return [(place, float(net > 0)) for place, net in enumerate(won) if net]
+
+
+@dataclass
+class Comparisons:
+    """See `posttrain.core.protocols.Source`: `rows` items a step, one optimizer update each.
+
+    `reference`: log-probabilities of all items under it, if the row compares with them. Remembered is the running mean of
+    implicit rewards, where a link subtracts it.
+    """
+
+    items: PreferenceExamples
+    row: Preference
+    learner: Learner
+    rows: int
+    tokens_per_microbatch: int
+    seed: int
+    reference: Reference | None = None
+    rewards: tuple[float, float] = (0.0, 0.0)  # their sum and number so far
+    showing: ExampleRecording | None = None  # None: none of the rows is recorded
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = self.learner.device
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.items, self.rows)
+
+    def produce(self, number: int) -> TrainingStep:
+        self.items.too_long.take()
+        found = visited(self.items, self.rows, self.seed, number)
+        stats = Stats()
+        progress(self.items, self.rows, number, stats)
+        places, items = [place for place, _ in found], [item for _, item in found]
+        shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
+        tokens = sum(item.n_scored for item in items)
+        return TrainingStep(number, [lambda: self._update(places, items)], stats, tokens, outcomes=shown)
+
+    def batches(
+        self,
+        places: Sequence[int],
+        items: Sequence[Item],
+        coefficients: Mapping[str, float],
+        showing: ExampleRecording | None = None,
+    ) -> list[Batch]:
+        """Micro-batches of these items, their comparisons weighed over all of them; `places` among the rows.
+
+        `showing`: who records some of them.
+        """
+        if showing is not None and self.reference is not None:
+            showing.note("reference", {i: self.reference.of(place) for i, place in enumerate(places)})
+        by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
+        items, places = [items[i] for i in by_size], [places[i] for i in by_size]
+        told, responses = (
+            ComparisonTargets.by(self.row.link, self.row.denominator, items),
+            [item.responses for item in items],
+        )
+        fields = {} if self.reference is None else {"ref_logp": [self.reference.of(place) for place in places]}
+        if self.row.imitation is not None:
+            fields["imitate"] = self._imitated(told)
+        sink = showing.sink(by_size) if showing is not None else None
+        return [
+            collate(
+                [responses[i] for i in index],
+                index,
+                weight=torch.zeros(len(items)),
+                fields=fields,
+                preferences=told.of(index, self.device),
+                coefficients=coefficients,
+                device=self.device,
+                sink=sink,
+            )
+            for index in split_microbatches(responses, self.tokens_per_microbatch)
+        ]
+
+    def _update(self, places: Sequence[int], items: Sequence[Item]) -> list[Batch]:
+        coefficients = {}
+        if Need.DRIFT in self.row.needs:
+            coefficients["drift"] = self._drift(places)
+        if Need.SHIFT in self.row.needs:
+            total, count = self.rewards
+            coefficients["shift"] = total / count if count else 0.0
+        return self.batches(places, items, coefficients, self.showing)
+
+    def _drift(self, places: Sequence[int]) -> float:
+        """Mean score of mismatched prompts and responses over the optimizer batch; at least 0."""
+        others = [mismatched(self.items, place) for place in places]
+        count = sum(map(len, others))
+        fields = {}
+        if self.reference is not None:
+            fields["ref_logp"] = [self.reference.of_mismatched(place) for place in places]
+        total = []
+        for index in split_microbatches(others, self.tokens_per_microbatch):
+            weight = torch.zeros(len(others))
+            batch = collate([others[i] for i in index], index, weight=weight, fields=fields, device=self.device)
+            (outputs,) = self.learner.evaluate([batch])
+            responses = Responses.of(batch)
+            everyone = torch.arange(len(responses.length), device=self.device)
+            total += self.row.score(outputs, batch, responses, everyone, None).tolist()
+        return max(0.0, math.fsum(total) / count) if count else 0.0
+
+    def _imitated(self, told: ComparisonTargets) -> list[Tensor]:
+        """Of each item, [n]: the share of each of its tokens in the likelihood term."""
+        assert self.row.imitation is not None
+        good = [
+            [
+                _won(item, place) if item.comparisons else dict(told.labels[i]).get(place, 0.0) > 0.5
+                for place in range(len(item.responses))
+            ]
+            for i, item in enumerate(told.items)
+        ]
+        lengths = [
+            t.n_scored for i, item in enumerate(told.items) for t, g in zip(item.responses, good[i], strict=True) if g
+        ]
+        shares = iter(self.row.imitation.shares(lengths)) if lengths else iter(())
+        return [
+            torch.cat(
+                [
+                    torch.full((t.n_scored,), next(shares) if g else 0.0, dtype=torch.float64)
+                    for t, g in zip(item.responses, good[i], strict=True)
+                ]
+            )
+            for i, item in enumerate(told.items)
+        ]
+
+    def learned(self, step: TrainingStep, stats: Stats) -> None:
+        if self.showing is not None:
+            self.showing.settle(step)
+        if Need.SHIFT in self.row.needs:
+            for side in ("chosen", "rejected"):
+                total, count = stats.get(f"implicit_reward/{side}", (0.0, 0.0))
+                self.rewards = (self.rewards[0] + total, self.rewards[1] + count)
+
+    def state(self) -> dict[str, Any]:
+        return {"rewards": list(self.rewards)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        total, count = state["rewards"]
+        self.rewards = (float(total), float(count))
+
+
+def _won(item: Item, place: int) -> bool:
+    """Whether a response is better than another one, and worse than none."""
+    return any(c.better == place for c in item.comparisons) and not any(c.worse == place for c in item.comparisons)
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Source] = Comparisons

@@ -1,0 +1,145 @@
+"""What the reference says of the responses of rows, computed once and kept on disk.
+
+The name of what is kept is a fingerprint of tokens, weights and arithmetic, so that another data set, tokenizer or model
+never meets it; several runs over the same rows share it. After it is made, no second model is in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Outputs, Packed
+from posttrain.core.types import Item, Transcript
+from posttrain.data.arrow_store import Arrays, digest, keep_arrays
+from posttrain.training.sources.example_stream import ExampleStream
+from posttrain.training.sources.packing import pack, prompt_length, split_microbatches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Evaluate = Callable[[Sequence[Packed]], list[Outputs]]
+
+AT_ONCE = 256  # items whose transcripts are made and sorted together
+
+
+class Reference:
+    """Log-probabilities of the responses of items, and of other items' responses to their prompts.
+
+    n    scored tokens of an item
+    """
+
+    def __init__(self, places: Sequence[int], arrays: Arrays) -> None:
+        self._row = {int(place): row for row, place in enumerate(places)}
+        self._arrays = arrays
+
+    def of(self, place: int) -> Tensor:
+        """float32 [n], of the responses of an item, one after the other."""
+        return self._piece("own", place)
+
+    def of_mismatched(self, place: int) -> Tensor:
+        """float32, of its mismatched transcripts, one after the other."""
+        return self._piece("mismatched", place)
+
+    def _piece(self, name: str, place: int) -> Tensor:
+        row, ends = self._row[place], self._arrays[f"{name}_ends"]
+        first = int(ends[row - 1]) if row else 0
+        return torch.from_numpy(self._arrays[name][first : int(ends[row])])
+
+
+def refer(
+    items: ExampleStream[Item],
+    places: Sequence[int],
+    weights: str,
+    evaluate: Evaluate,
+    tokens_per_microbatch: int,
+    device: torch.device,
+    drift: bool,
+) -> Reference:
+    """What a model says of the items at these places, kept from before or found now.
+
+    `weights`: a fingerprint of it and its arithmetic; `evaluate`: its outputs; `drift`: of mismatched ones too.
+    """
+
+    def find() -> Arrays:
+        found = {"own": _all(items, places, _own, evaluate, tokens_per_microbatch, device)}
+        if drift:
+            found["mismatched"] = _all(items, places, mismatched, evaluate, tokens_per_microbatch, device)
+        plain: Arrays = {}
+        for name, pieces in found.items():
+            plain[name] = np.concatenate(pieces)
+            plain[f"{name}_ends"] = np.cumsum([len(piece) for piece in pieces])
+        return plain
+
+    tokens = [_of_tokens(items, places, of) for of in (_own, *([mismatched] if drift else []))]
+    name = digest("reference", *tokens, weights, drift)
+    return Reference(places, keep_arrays(name, find))
+
+
+def mismatched(items: ExampleStream[Item], place: int) -> list[Transcript]:
+    """For each response of an item, its prompt with a response of the next item that has another one; [] if none has."""
+    item = items[place]
+    assert item is not None
+    own = item.responses[0]
+    prompt = own.tokens[: prompt_length(own)]
+    for step in range(1, len(items)):
+        other = items[(place + step) % len(items)]
+        if other is None or other.responses[0].tokens[: prompt_length(other.responses[0])] == prompt:
+            continue
+        return [_joined(prompt, other.responses[k % len(other.responses)], items) for k in range(len(item.responses))]
+    return []
+
+
+def _joined(prompt: list[int], response: Transcript, items: ExampleStream[Item]) -> Transcript:
+    found = Transcript()
+    found.observe(prompt)
+    found.imitate(response.tokens[prompt_length(response) :][: max(1, items.too_long.context - len(prompt))])
+    return found
+
+
+def _own(items: ExampleStream[Item], place: int) -> Sequence[Transcript]:
+    item = items[place]
+    assert item is not None
+    return item.responses
+
+
+def _all(
+    items: ExampleStream[Item],
+    places: Sequence[int],
+    of: Callable[[ExampleStream[Item], int], Sequence[Transcript]],
+    evaluate: Evaluate,
+    tokens_per_microbatch: int,
+    device: torch.device,
+) -> list[Any]:
+    """Log-probabilities of the transcripts of each place, one after the other."""
+    found: list[Any] = []
+    for first in range(0, len(places), AT_ONCE):
+        some = [of(items, place) for place in places[first : first + AT_ONCE]]
+        of_each: list[Any] = [np.zeros(0, dtype=np.float32)] * len(some)
+        by_size = sorted((i for i in range(len(some)) if some[i]), key=lambda i: max(map(len, some[i])))
+        ordered = [some[i] for i in by_size]
+        for index in split_microbatches(ordered, tokens_per_microbatch):
+            packed = pack([ordered[k] for k in index], range(len(index)), device)
+            (outputs,) = evaluate([packed])
+            counts = torch.bincount(packed.rollout, minlength=len(index)).tolist()
+            for k, piece in zip(index, outputs.logp.float().cpu().split(counts), strict=True):
+                of_each[by_size[k]] = piece.numpy()
+        found += of_each
+    return found
+
+
+def _of_tokens(
+    items: ExampleStream[Item], places: Sequence[int], of: Callable[[ExampleStream[Item], int], Sequence[Transcript]]
+) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for place in places:
+        for transcript in of(items, place):
+            found.update(
+                np.array([len(transcript), prompt_length(transcript), *transcript.tokens], dtype=np.int64).data
+            )
+    return found.hexdigest()

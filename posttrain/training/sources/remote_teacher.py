@@ -1,0 +1,150 @@
+"""A teacher behind an OpenAI-compatible endpoint: token ids go in, their log-probabilities come out.
+
+It asks /completions to echo the prompt with its log-probabilities, which vLLM and its like answer for prompts of token ids.
+The last token of a request is sampled by the endpoint and thrown away, as some refuse to sample none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.core.messages import clip
+from posttrain.core.types import Transcript, UserError
+from posttrain.system.endpoint import Endpoint, EndpointFailure, key_in
+from posttrain.training.sources.packing import needed_length
+from posttrain.training.sources.teacher_targets import RemoteTeacherClient
+
+KEY = "OPENAI_API_KEY"
+AT_ONCE = 16  # requests in the air
+SECONDS = 300.0  # for an answer
+RETRIES = 6  # of a request: half a minute of waiting in all, where the endpoint asks for no other
+
+
+class Decodes(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class RemoteTeacher:
+    """See `posttrain.training.sources.teacher_targets.RemoteTeacherClient`. "http://host:8000/v1", or "...#MODEL" where it serves several.
+
+    The key in OPENAI_API_KEY is sent along, if there is one. What an endpoint says need not be the same to the last bit
+    when it is asked again, so a resumed run is exact only as far as the endpoint is.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Raises UserError if nobody answers there, or not as such an endpoint does."""
+        self.address, _, model = address.partition("#")
+        self._endpoint = Endpoint(self.address, key_in(KEY), AT_ONCE, None, SECONDS, RETRIES)
+        try:
+            self.model = model or self._only_model()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+    def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
+        """See `RemoteTeacherClient`. Raises UserError if the endpoint fails for good, or answers something else."""
+        return self._endpoint.wait_for_all([self._of_transcript(transcript) for transcript in transcripts])
+
+    def check(self, tokens: Sequence[int], tokenizer: Decodes) -> None:
+        """Raise UserError unless the endpoint says log-probabilities of prompts, and reads these ids as the student does."""
+        choice = self._endpoint.wait(self._completed(tokens))
+        self._read(choice, tokens)
+        said = (choice.get("logprobs") or {}).get("tokens")
+        if isinstance(said, list) and len(said) >= len(tokens) and all(isinstance(t, str) for t in said):
+            shown_as_ids = "token_id:"  # what vLLM may be told to do
+            theirs = [t for t in said[: len(tokens)] if not t.startswith(shown_as_ids)]
+            ours = tokenizer.decode(list(tokens))
+            if len(theirs) == len(tokens) and "".join(theirs).strip() != ours.strip() and "\ufffd" not in ours:
+                raise UserError(
+                    f"the teacher at {self.address} has another tokenizer: it reads {clip(repr(''.join(theirs)), 60)} where "
+                    f"the student wrote {clip(repr(ours), 60)}; take a teacher of the student's family"
+                )
+
+    async def _of_transcript(self, transcript: Transcript) -> Tensor:
+        places = transcript.scored
+        if not len(places):
+            return torch.zeros(0)
+        tokens = transcript.tokens[: needed_length(transcript) + 1]
+        values = self._read(await self._completed(tokens), tokens)
+        return torch.tensor([values[place] for place in places], dtype=torch.float32)
+
+    async def _completed(self, tokens: Sequence[int]) -> dict[str, Any]:
+        asked = {
+            "model": self.model,
+            "prompt": [int(token) for token in tokens],
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "echo": True,
+            "logprobs": 1,
+        }
+        found = await self._endpoint.call("completions", json.dumps(asked).encode(), _first_choice)
+        return found if isinstance(found, dict) else self._refuse(found)
+
+    def _read(self, choice: dict[str, Any], tokens: Sequence[int]) -> list[float]:
+        """The log-probability of each token of a prompt, the first one's being unknown."""
+        listed = choice.get("prompt_logprobs")
+        if listed:  # vLLM's own form: by token id
+            found = [(at or {}).get(str(token), {}).get("logprob") for at, token in zip(listed, tokens, strict=False)]
+        else:
+            found = list((choice.get("logprobs") or {}).get("token_logprobs") or [])[: len(tokens)]
+        bad = [x for x in found[1:] if not isinstance(x, int | float) or not math.isfinite(x)]
+        if len(found) < len(tokens) or bad:
+            raise self._strange(
+                f"{len(found)} log-probabilities for {len(tokens)} tokens of a prompt (echo, logprobs)"
+                if not bad
+                else f"a log-probability {bad[0]!r}"
+            )
+        return [math.nan, *map(float, found[1:])]
+
+    def _only_model(self) -> str:
+        names = self._endpoint.try_once(self._endpoint.call("models", None, _names, retries=1))
+        if not isinstance(names, list):
+            self._refuse(names)
+        if len(names) != 1:
+            raise UserError(
+                f"the teacher at {self.address} serves {', '.join(map(str, names)) or 'no model'}: name one of them, as in "
+                f"--teacher {self.address}#MODEL"
+            )
+        return names[0]
+
+    def _refuse(self, failed: EndpointFailure) -> NoReturn:
+        if failed.rubbish:
+            raise self._strange(failed.reason)
+        way = failed.way(f"look at the environment variable {KEY}", "its address and model")
+        raise UserError(f"the teacher at {self.address} does not answer: {failed.reason}; {way}")
+
+    def _strange(self, what: str) -> UserError:
+        return UserError(
+            f"the teacher at {self.address} sent {what}; it must be an OpenAI-compatible endpoint whose /completions echoes "
+            "the log-probabilities of a prompt of token ids, as vLLM's does, and its address ends in /v1 as a rule"
+        )
+
+
+def _first_choice(message: Any) -> dict[str, Any] | EndpointFailure:
+    try:
+        return dict(message["choices"][0])
+    except (LookupError, TypeError, ValueError):
+        return EndpointFailure(f"an answer without choices: {clip(str(message))}", rubbish=True)
+
+
+def _names(message: Any) -> list[str] | EndpointFailure:
+    """The models that an endpoint serves."""
+    try:
+        return [str(model["id"]) for model in message["data"]]
+    except (LookupError, TypeError):
+        return EndpointFailure(f"no list of models: {clip(str(message))}", rubbish=True)
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., RemoteTeacherClient] = RemoteTeacher

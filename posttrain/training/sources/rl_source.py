@@ -1,0 +1,186 @@
+"""The source of reinforcement learning: play -> score -> filter -> credit -> pack -> weight.
+
+What a step plays stands in `collecting`, what its tokens earn in `crediting`, what each update learns from in
+`minibatches`; here they are put in order, with what is remembered from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from posttrain.algorithms.penalty import KL
+from posttrain.algorithms.policy import Algorithm
+from posttrain.core.batch import Stats, TrainingStep
+from posttrain.core.component import Need
+from posttrain.core.protocols import Learner, Source
+from posttrain.core.types import Fate, Rollout, Transcript
+from posttrain.envs.play.player import Player
+from posttrain.training.sources.async_rollouts import StepQueue
+from posttrain.training.sources.collector import Collector, Size
+from posttrain.training.sources.credit_assignment import Credited, credit
+from posttrain.training.sources.ledger import Ledger
+from posttrain.training.sources.length_filter import Placed, TooLong
+from posttrain.training.sources.minibatches import Minibatches
+from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.replay_buffer import ReplayBuffer
+from posttrain.training.sources.teacher_targets import UNREADABLE, Teachers
+from posttrain.training.sources.token_recording import SAMPLE, TokenRecording
+
+
+class RLSource:
+    """See `posttrain.core.protocols.Source`.
+
+    Seeds follow from the step's number. What is remembered: the place in the endless order of tasks, coefficients that
+    change, and rollouts, where a row replays or steps are played ahead.
+    """
+
+    def __init__(
+        self,
+        *,
+        tasks: Placed,
+        player: Player,
+        learner: Learner,
+        algorithm: Algorithm,
+        size: Size,
+        seed: int,
+        success: float | None = None,
+        texts: Sequence[Sequence[Transcript] | None] = (),
+        too_long: TooLong | None = None,
+        teachers: Teachers | None = None,
+        rewarded: bool = True,
+        ahead: int = 0,
+        last: int = 0,
+        tokens_per_step: int = 0,
+        recording: TokenRecording = SAMPLE,
+    ) -> None:
+        """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
+
+        `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies. `ahead`: how many
+        steps before it is learned from a step is played; the engine then has weights of its own; `last`: the number of
+        the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: all of them). `recording`: of
+        which rollouts the numbers of single tokens are kept.
+        """
+        assert (teachers is not None) == (algorithm.teacher is not None), "a row with a teacher has one to ask"
+        assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
+        self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
+        self.recording = recording
+        parts = Need.PARTS in algorithm.needs
+        plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
+        collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan, tokens_per_step)
+        self.stock = StepQueue(collector, algorithm.sampling, ahead, last)
+        self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
+        self.teachers = teachers
+        self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer, teachers)
+        kl, entropy = algorithm.kl, algorithm.entropy
+        self.coefficients = {
+            **({"kl": kl.beta} if kl else {}),
+            **({"entropy": entropy.coefficient} if entropy else {}),
+        }
+        self._watched: Credited | None = None
+        self._ledger: Ledger | None = None
+
+    def produce(self, number: int) -> TrainingStep:
+        row = self.algorithm
+        played, began = self.stock.take(number, self.learner), time.perf_counter()
+        collected, stats = played.collected, Stats(played.stats)
+        tokens, kept = self.size.tokens_per_microbatch, collected.kept
+        if self.stock.ahead or self.stock.collector.tokens:
+            self._measure_staleness(collected.played, stats)
+        ledger = self._ledger = Ledger(row, number, collected.played, collected.left, self.recording)
+        if self.teachers is not None:
+            whole, kept = kept, self.teachers.readable(kept, stats)
+            read = set(map(id, kept))
+            ledger.leave((r for r in whole if id(r) not in read), Fate.FILTERED, UNREADABLE)
+        credited = credit(row, kept, self.learner, tokens, self.coefficients, self.success, stats, self.teachers)
+        self._watched = credited if kept else None
+        ledger.credit(credited)
+        for chosen in row.filters if kept else ():
+            stay = chosen(credited.scores)
+            ledger.leave_filtered(credited.of((~stay).nonzero().flatten()).rollouts, chosen)
+            credited = credited.of(stay.nonzero().flatten())
+        if row.critic is not None and row.critic.warmup:
+            self.coefficients["policy"] = float(number > row.critic.warmup)
+        for name, value in self.coefficients.items():
+            stats.add(f"coefficient/{name}", value)
+        updates = self.minibatches.updates(number, credited, self.coefficients, ledger)
+        sampled = sum(r.n_own for r in collected.played)
+        seconds = {**played.seconds, "credit": time.perf_counter() - began}
+        return TrainingStep(
+            number, updates, stats, sampled, collected.played, seconds=seconds, counts=played.counts, work=played.work
+        )
+
+    def _measure_staleness(self, rollouts: Sequence[Rollout], stats: Stats) -> None:
+        """How many updates lie between the weights that sampled each token and those that are about to learn from it."""
+        spans = [s for r in rollouts for t in r.transcripts for s in t.spans if s.version is not None]
+        ages = [(self.learner.version - s.version, s.length) for s in spans if s.version is not None]
+        if ages:
+            stats.add("staleness", sum(age * length for age, length in ages), sum(length for _, length in ages))
+            stats.add("staleness/max", max(age for age, _ in ages))
+
+    def learned(self, step: TrainingStep, stats: Stats) -> None:
+        """Let what changes from step to step do so, coefficients and the reference; and close the step's account."""
+        if stats.get("sampler/ratio", (0.0, 0.0))[1]:
+            # Effective sample size, as a share: (sum c)^2 / (N sum c^2), c the learner's probability over the engine's.
+            (total, count), (squares, _) = stats["sampler/ratio"], stats.pop("sampler/ratio/square")
+            stats.add("sampler/ess", total**2 / (count * squares))
+        if self.coefficients.get("policy", 1.0):  # while a critic warms up alone, nothing of the policy's changes
+            self._steer(step, stats)
+        if self.algorithm.refresh and step.number % self.algorithm.refresh == 0:
+            self.learner.refresh_reference()
+        self._watched = None
+        if self._ledger is not None:
+            self._ledger.settle(self.learner, self.size.tokens_per_microbatch)
+            step.outcomes[:] = self._ledger.outcomes()
+            self._ledger = None
+
+    def _steer(self, step: TrainingStep, stats: Stats) -> None:
+        """Move the coefficients of KL and entropy by what was measured in this step."""
+        kl, entropy = self.algorithm.kl, self.algorithm.entropy
+        if kl is not None and kl.control is not None and self._watched is not None:
+            rollouts, views = self._watched.rollouts, self._watched.views
+            old = views["old"]
+            if kl.against == "old":  # how far the updates went from what the ratio divides by
+                if self.algorithm.old == "sampler":
+                    told = (torch.from_numpy(_sampler_logp(r)) for r in rollouts)
+                    old = [logp.to(own) for logp, own in zip(told, views["old"], strict=True)]
+                other = view(self.learner, rollouts, self.size.tokens_per_microbatch)["logp"]
+            else:
+                other = views["reference"]
+            measured = KL("k3")(torch.cat(old), torch.cat(other)).mean().item()
+            stats.add("kl/measured", measured)
+            self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(rollouts))
+        if entropy is not None and stats.get("entropy", (0.0, 0.0))[1]:  # perhaps no group has become whole
+            total, count = stats["entropy"]
+            self.coefficients["entropy"] = entropy.next(self.coefficients["entropy"], total / count)
+
+    def state(self) -> dict[str, Any]:
+        replay = {} if self.buffer is None else {"replay": self.buffer.state()}
+        return {**self.stock.state(), "coefficients": dict(self.coefficients), **replay}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`. Raises ValueError, KeyError or TypeError if it is of no such source."""
+        coefficients = dict(state["coefficients"])
+        if coefficients.keys() - {"policy"} != self.coefficients.keys() - {"policy"}:
+            raise ValueError(f"coefficients of {', '.join(coefficients) or 'nothing'}")
+        if not all(math.isfinite(value) for value in coefficients.values()):
+            raise ValueError("coefficients that are not finite")
+        self.coefficients = coefficients
+        self.stock.restore(state)
+        if self.buffer is not None:
+            self.buffer.restore(state["replay"])
+
+
+def _sampler_logp(rollout: Rollout) -> Any:
+    """float32 [n_i]"""
+    found = [t.sampler_logp for t in rollout.transcripts]
+    return np.concatenate([logp for logp in found if logp is not None])
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., Source] = RLSource

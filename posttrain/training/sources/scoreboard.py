@@ -1,0 +1,172 @@
+"""From rollouts to the scoreboard: what is worth knowing of them, which can teach something, and what they scored.
+
+S    rollouts of an optimizer batch
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Scores, Stats
+from posttrain.core.types import Fate, Invalid, InvalidKind, Rollout, UserError, succeeds
+from posttrain.training.sources.diversity import GROUPS, MEMBERS, diversity
+
+EXAMPLE = '{"correct": 1.0, "format": 0.5}'
+MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is broken, not some of the replies
+
+
+def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool = True) -> Stats:
+    """What is worth knowing of all rollouts of a step, the unusable ones too.
+
+    `success`: rewards from it on are accurate; None: no reward says whether a reply is right, so nothing is. `rewarded`:
+    whether anything scores replies at all; if not, nothing is said of rewards.
+    """
+    stats = Stats()
+    # Of sides that play each other one wins what the other loses: their common share says nothing.
+    sides = len({r.side for r in rollouts}) > 1
+    kinds = Counter(r.reward.kind for r in rollouts if isinstance(r.reward, Invalid))
+    for kind in {InvalidKind.TIMEOUT, *kinds}:  # the first always: a policy may learn to be slow to check
+        stats.add(f"invalid/{kind}", kinds[kind], len(rollouts))
+    for rollout in rollouts:
+        invalid = isinstance(rollout.reward, Invalid)
+        stats.add("invalid", invalid)
+        stats.add("truncated", rollout.stop.truncated)
+        stats.add("length", rollout.n_sampled)
+        # E[-log p] is the entropy: this estimates it, without bias, from the log-probabilities that sampling gave anyway.
+        # Tokens that a branch shares were sampled once, and count where they were.
+        taken = dict(enumerate(rollout.branch.taken if rollout.branch else ()))
+        own = [sum(t.logp[taken.get(place, 0) :]) for place, t in enumerate(rollout.transcripts)]
+        stats.add("entropy", -sum(own), rollout.n_own)
+        if rewarded and not isinstance(rollout.reward, Invalid):
+            stats.add("reward", rollout.reward)
+            if rollout.side:
+                stats.add(f"reward/{rollout.side}", rollout.reward)
+            if success is not None:
+                name = f"accuracy/{rollout.side}" if sides else "accuracy"
+                stats.add(name, succeeds(rollout.reward, success))
+            for name, value in rollout.rewards.items():
+                stats.add(f"reward/{name}", value)
+    if any(r.pieces for r in rollouts):
+        branches = [r for r in rollouts if r.branch]
+        stats.add("branches", len(branches), len({r.group for r in rollouts}))
+        stats.add("branches/shared", sum(r.n_sampled - r.n_own for r in branches), sum(r.n_sampled for r in rollouts))
+    stats.merge(diversity(_replies(rollouts)))
+    return stats
+
+
+def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
+    """The scored tokens of the groups that `diversity` looks at."""
+    groups: dict[tuple[str, str], list[list[int]]] = {}
+    for rollout in rollouts:
+        if rollout.compared not in groups and len(groups) == GROUPS:
+            break  # groups are neighbours
+        members = groups.setdefault(rollout.compared, [])
+        if len(members) < MEMBERS:
+            members.append([t.tokens[i] for t in rollout.transcripts for i in t.scored.tolist()])
+    return [members for members in groups.values() if len(members) > 1]
+
+
+def refuse_broken(rollouts: Sequence[Rollout]) -> None:
+    """Raises UserError if most rewards of a step are invalid: of all that it played, replaced groups included.
+
+    Likewise if most of its branches are, because their environments went another way.
+    """
+    branches = [r.reward for r in rollouts if r.branch]
+    parted = [r.reason for r in branches if isinstance(r, Invalid) and r.kind is InvalidKind.DIVERGED]
+    if len(parted) > MAX_INVALID * len(branches):
+        raise UserError(f"{len(parted)} of {len(branches)} branches of this step are invalid; the first: {parted[0]}")
+    bad = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
+    if len(bad) > MAX_INVALID * len(rollouts):
+        raise UserError(f"{len(bad)} of {len(rollouts)} rewards of this step are invalid; the first: {bad[0]}")
+
+
+Left = dict[int, tuple[Fate, str]]
+"""Rollouts that a step does not learn from, by their identity: what became of each, and why."""
+
+
+def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], Left]:
+    """The rollouts that can teach something: valid, with a scored token, and in a group with enough of the kind.
+
+    A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one. Sides are
+    judged apart: one that only one game of several came to has nothing to be compared with. And what became of the others.
+    """
+    groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.compared].append(rollout)
+    games: dict[str, int] = {}  # of each group
+    for (group, _), members in groups.items():
+        games[group] = max(games.get(group, 0), len(members))
+    kept: list[Rollout] = []
+    left: Left = {}
+    for (group, _), members in groups.items():
+        valid = []
+        for rollout in members:
+            if isinstance(rollout.reward, Invalid):
+                left[id(rollout)] = Fate.INVALID, rollout.reward.reason
+            elif not rollout.n_scored:
+                left[id(rollout)] = Fate.INVALID, "it has no token that could be learned from"
+            else:
+                valid.append(rollout)
+        if len(valid) >= max(min(2, games[group]), len(members) / 2):
+            kept.extend(valid)
+        else:
+            why = f"{len(valid)} of the {len(members)} rollouts of its group can be learned from"
+            left |= {id(rollout): (Fate.SMALL, why) for rollout in valid}
+    stats.add("dropped", len(rollouts) - len(kept), len(rollouts))
+    return kept, left
+
+
+def scoreboard(
+    rollouts: Sequence[Rollout],
+    penalty: Sequence[Tensor] = (),
+    value: Sequence[Tensor] = (),
+    success: float | None = None,
+    parts: bool = False,
+) -> Scores:
+    """The scoreboard of these rollouts, whose rewards are valid, on the CPU. Rewards from `success` on are successes.
+
+    `parts`: with the named parts of the rewards. Raises UserError where these are not the same in all rollouts.
+    """
+    number: dict[tuple[str, str], int] = {}
+    valid = [r.reward for r in rollouts if not isinstance(r.reward, Invalid)]
+    assert len(valid) == len(rollouts), "an invalid reward has no score"
+    reward = torch.tensor(valid, dtype=torch.float64)
+    return Scores(
+        reward=reward,
+        group=torch.tensor([number.setdefault(r.compared, len(number)) for r in rollouts], dtype=torch.int64),
+        length=torch.tensor([r.n_scored for r in rollouts], dtype=torch.float32),
+        steps=tuple(tuple(r.steps) for r in rollouts),
+        pieces=tuple(tuple(r.pieces) for r in rollouts),
+        penalty=tuple(penalty),
+        value=tuple(value),
+        sampled=torch.tensor([r.n_sampled for r in rollouts], dtype=torch.float32),
+        truncated=torch.tensor([r.stop.truncated for r in rollouts], dtype=torch.bool),
+        success=None if success is None else succeeds(reward, success),
+        parts=named_parts(rollouts) if parts else {},
+    )
+
+
+def named_parts(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """Name -> float64 [S], in alphabetical order: each named part of these rollouts' rewards.
+
+    Raises UserError where a reward has no parts, where two have different ones, and for step rewards, which have no name.
+    """
+    if not rollouts:
+        return {}
+    names = sorted(rollouts[0].rewards)
+    for rollout in rollouts:
+        told = f"task {rollout.task.get('id')!r}"
+        if not rollout.rewards:
+            raise UserError(f"the reward of {told} has no named parts to compare: return a dict, such as {EXAMPLE}")
+        if sorted(rollout.rewards) != names:
+            raise UserError(
+                f"the reward of {told} has the parts {', '.join(sorted(rollout.rewards))}, that of task "
+                f"{rollouts[0].task.get('id')!r} {', '.join(names)}: return the same ones, 0.0 for what does not apply"
+            )
+        if rollout.steps:
+            raise UserError(f"{told} gives step rewards, which are no named parts: return them as parts of the verdict")
+    return {name: torch.tensor([r.rewards[name] for r in rollouts], dtype=torch.float64) for name in names}

@@ -1,0 +1,129 @@
+"""Who teaches which rollout, what a teacher reads of it, and what it says of the sampled tokens.
+
+n_i    scored tokens of rollout i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Stats
+from posttrain.core.conversation import Conversation, TextEncoder
+from posttrain.core.protocols import Learner
+from posttrain.core.types import Rollout, Task, Transcript, Turn, UserError
+from posttrain.training.sources.model_outputs import by_rollout, packs, view
+from posttrain.training.sources.packing import Taught, needed_length
+
+UNREADABLE = "longer than its teacher's context"
+TEACHER, NAMED = "teacher", "teacher:{}"
+"""What the learner calls the teacher of all tasks, and one that tasks choose by its name."""
+
+
+class RemoteTeacherClient(Protocol):
+    """A teacher that is not held here, and says log-probabilities alone."""
+
+    def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
+        """float32, one for each scored token of each transcript."""
+        ...
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """The teachers of a run. A task may choose one ("teacher") and have it read another prompt ("teacher_prompt")."""
+
+    tokenizer: TextEncoder
+    contexts: Mapping[str, int]  # tokens that each teacher held by the learner reads at most, by its name there
+    remote: Mapping[str, RemoteTeacherClient] = field(default_factory=dict)  # the others
+    choose: bool = False  # whether tasks choose
+
+    def name(self, task: Task) -> str:
+        """Whom the learner, or `remote`, knows as this task's teacher. Raises UserError if there is none."""
+        chosen = task.get("teacher") if self.choose else None
+        known = [*self.contexts, *self.remote]
+        name = TEACHER if chosen is None else NAMED.format(chosen)
+        if name not in known:
+            named = ", ".join(n.partition(":")[2] for n in known if n != TEACHER)
+            said = (
+                f"chooses the teacher {chosen!r}"
+                if chosen is not None
+                else 'has no "teacher", and there is no --teacher'
+            )
+            raise UserError(f"task {task.get('id')!r} {said}: --teachers names {named}")
+        return name
+
+    def prompt(self, task: Task) -> list[int] | None:
+        """The tokens that its teacher reads instead of a task's prompt; None: the prompt itself.
+
+        Raises UserError where "teacher_prompt" is neither text nor a list of messages.
+        """
+        told: Any = task.get("teacher_prompt")
+        if told is None:
+            return None
+        if isinstance(told, str):
+            turn = Turn(text=told)
+        elif isinstance(told, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in told):
+            turn = Turn(messages=told)
+        else:
+            raise UserError(f'task {task.get("id")!r}: "teacher_prompt" must be text or a list of messages')
+        return Conversation(self.tokenizer).show(turn, None)
+
+    def taught(self, rollouts: Sequence[Rollout]) -> list[Taught]:
+        """How each is read by its teacher."""
+        return [self._taught(rollout) for rollout in rollouts]
+
+    def _taught(self, rollout: Rollout) -> Taught:
+        first, *others = rollout.transcripts
+        prompt = self.prompt(rollout.task)
+        read = first if prompt is None else first.behind(prompt)
+        return Taught(self.name(rollout.task), [read, *others])
+
+    def readable(self, rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
+        """Those that their teachers can read: the others are longer than a teacher's context, and only counted."""
+        kept = []
+        for rollout, taught in zip(rollouts, self.taught(rollouts), strict=True):
+            context = self.contexts.get(taught.by)
+            scored = (t for t in taught.transcripts if t.n_scored)
+            if context is None or all(needed_length(t) <= context for t in scored):
+                kept.append(rollout)
+        stats.add("teacher/too_long", len(rollouts) - len(kept), len(rollouts))
+        return kept
+
+    def logp(self, learner: Learner, rollouts: Sequence[Rollout], tokens_per_microbatch: int) -> list[Tensor]:
+        """Log-probabilities of the scored tokens under each rollout's teacher, [n_i] each."""
+        taught = self.taught(rollouts)
+        found: list[Tensor] = [torch.zeros(0)] * len(rollouts)
+        for name in dict.fromkeys(t.by for t in taught):
+            own = [i for i, t in enumerate(taught) if t.by == name]
+            read = [taught[i].transcripts for i in own]
+            if name in self.remote:
+                said = iter(self.remote[name].logp([t for transcripts in read for t in transcripts]))
+                values = [torch.cat([next(said) for _ in transcripts]).to(learner.device) for transcripts in read]
+            else:
+                packed = packs(read, tokens_per_microbatch, learner.device)
+                outputs = learner.evaluate(packed, of=name)
+                pairs = [(p.rollout, o.logp) for p, o in zip(packed, outputs, strict=True)]
+                values = by_rollout(pairs, len(own))
+            for place, value in zip(own, values, strict=True):
+                found[place] = value
+        return found
+
+    def measure(self, learner: Learner, rollouts: Sequence[Rollout], tokens: int, stats: Stats) -> None:
+        """Add "eval/divergence": KL(policy || teacher) of these tokens, whatever the row minimises.
+
+        It is exact where all teachers are held here, and log p - log q of the sampled tokens where one is not.
+        """
+        some = [r for r in self.readable(rollouts, Stats()) if r.n_scored]
+        if not some:
+            return
+        if self.remote:
+            own, theirs = view(learner, some, tokens)["logp"], self.logp(learner, some, tokens)
+            apart = torch.cat(own) - torch.cat(theirs)
+        else:
+            want = frozenset({"reverse_kl"})
+            apart = torch.cat(view(learner, some, tokens, want=want, taught=self.taught(some))["reverse_kl"])
+        stats.add("eval/divergence", apart.double().sum().item(), len(apart))

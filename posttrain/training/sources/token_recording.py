@@ -1,0 +1,66 @@
+"""Of which rollouts the numbers of single tokens are recorded, and how such columns are taken apart.
+
+n_i    scored tokens of rollout i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.core.seeds import seed_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+GROUPS = 8
+"""Of a step, with the level "sample"."""
+
+
+@dataclass(frozen=True)
+class TokenRecording:
+    """What is asked for."""
+
+    level: Literal["full", "sample", "tokens"] = "sample"
+    after: bool = False  # whether also under the weights that the step ends with
+    seed: int = 0
+
+    def chosen(self, number: int, groups: Iterable[str]) -> frozenset[str]:
+        """Those of step `number` whose numbers are recorded: drawn by the seed, whatever their order."""
+        if self.level == "tokens":
+            return frozenset()
+        named = set(groups)
+        if self.level == "full":
+            return frozenset(named)
+        return frozenset(sorted(named, key=lambda group: (seed_of(self.seed, "record", number, group), group))[:GROUPS])
+
+    def told(self, wants: frozenset[str], reference: bool) -> list[str]:
+        """What it takes beyond what a row computes anyway, in words. `wants`: outputs that its loss reads; `reference`:
+        whether it has one."""
+        found = []
+        if self.level == "full":
+            found += [] if "entropy" in wants else ["the entropy of every token, which the loss does not read"]
+            found += [] if reference else ["no reference (the row has none, so that column stays empty)"]
+        if self.after:
+            found.append(
+                "a forward pass a step for --record-after" + (f" ({GROUPS} groups)" * (self.level == "sample"))
+            )
+        return [f"recorded besides: {'; '.join(found)}"] if found else []
+
+
+SAMPLE = TokenRecording()
+
+
+def on_cpu(columns: Sequence[Tensor]) -> list[NDArray[np.float32]]:
+    """[n_i] each: copied at once, not one by one."""
+    if not columns:
+        return []
+    whole: Any = torch.cat([values.detach() for values in columns]).float().cpu().numpy()
+    ends = accumulate((values.numel() for values in columns), initial=0)
+    return [whole[first:last] for first, last in pairwise(ends)]

@@ -1,0 +1,173 @@
+"""How far two people, or any two labellers, agree on the same items.
+
+Decided here: every two different responses that both compared count once. A comparison is one of three things: the first
+is better, the second is better, a tie; first and second are the order of the responses in the first file. Kappa is Cohen's
+(1960), (p_o - p_e) / (1 - p_e), once with ties as a verdict of their own and once over the comparisons that neither called
+a tie. Intervals are of the bootstrap over prompts: comparisons of a prompt are not independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.core.types import UserError
+from posttrain.data.labels import to_labelled
+from posttrain.data.preference_examples import comparisons_of
+from posttrain.data.rows import load_rows
+from posttrain.training.intervals import clustered_interval
+
+Counts = NDArray[np.float64]  # [prompts, 3, 3]: by verdict of the first (better, worse, tie) and of the second
+
+
+@dataclass(frozen=True)
+class AgreementEstimate:
+    """A mean with its 95% interval; not a number where there is nothing to divide by."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return "not defined: one verdict alone was given"
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of two labellers."""
+
+    prompts: int
+    comparisons: int
+    ties: tuple[int, int]  # of each
+    raw: AgreementEstimate  # share of equal verdicts, a tie being one
+    kappa: AgreementEstimate
+    decided: int  # comparisons that neither called a tie
+    raw_decided: AgreementEstimate
+    kappa_decided: AgreementEstimate
+
+    def lines(self) -> list[str]:
+        return [
+            f"{self.comparisons} comparisons of {self.prompts} prompts that both labelled; ties: "
+            f"{self.ties[0]} and {self.ties[1]}",
+            f"a tie is a verdict       agreement {self.raw}   Cohen's kappa {self.kappa}",
+            f"without ties ({self.decided:>5})     agreement {self.raw_decided}   Cohen's kappa {self.kappa_decided}",
+            "95% intervals by bootstrap over prompts",
+        ]
+
+
+def read_labels(file: str) -> list[Mapping[str, Any]]:
+    """The rows of a file of labels. Raises UserError, with the row's place, where nothing is said of responses."""
+    rows = load_rows(file)
+    found: list[Mapping[str, Any]] = []
+    for place in range(len(rows)):
+        try:
+            found.append(to_labelled(rows[place]) or {})
+        except UserError as error:
+            raise UserError(f"{rows.where(place)}: {error}") from error
+    return found
+
+
+def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]]) -> Agreement:
+    """Of two files of rows with ranks, scores or comparisons. Raises UserError where they share nothing."""
+    others = {_known_by(row): row for row in second if not row.get("skipped")}
+    tables = []
+    for row in first:
+        other = others.get(_known_by(row))
+        if other is None or row.get("skipped"):
+            continue
+        table = np.zeros((3, 3))
+        theirs = verdicts(other)
+        for pair, verdict in verdicts(row).items():
+            if pair in theirs:
+                table[verdict, theirs[pair]] += 1
+            elif pair[::-1] in theirs:
+                table[verdict, (1, 0, 2)[theirs[pair[::-1]]]] += 1
+        if table.any():
+            tables.append(table)
+    if not tables:
+        raise UserError("the two files share no comparison: they must be labels of the same items")
+    return measured(np.stack(tables))
+
+
+def measured(counts: Counts) -> Agreement:
+    """The figures of these counts."""
+    whole, decided = counts.sum(0), counts[:, :2, :2]
+
+    def figure(of: Callable[[Counts], float], tables: Counts) -> AgreementEstimate:
+        def resampled(totals: Counts) -> Counts:
+            return np.array([of(total.reshape(tables.shape[1:])) for total in totals])
+
+        low, high = clustered_interval(tables.reshape(len(tables), -1), resampled)
+        return AgreementEstimate(of(tables.sum(0)), low, high)
+
+    return Agreement(
+        prompts=len(counts),
+        comparisons=int(whole.sum()),
+        ties=(int(whole[2].sum()), int(whole[:, 2].sum())),
+        raw=figure(observed, counts),
+        kappa=figure(kappa, counts),
+        decided=int(decided.sum()),
+        raw_decided=figure(observed, decided),
+        kappa_decided=figure(kappa, decided),
+    )
+
+
+def observed(table: NDArray[np.float64]) -> float:
+    """The share of equal verdicts."""
+    total = table.sum()
+    return float(np.trace(table) / total) if total else math.nan
+
+
+def kappa(table: NDArray[np.float64]) -> float:
+    """Cohen's kappa of a table of counts."""
+    total = table.sum()
+    if not total:
+        return math.nan
+    chance = float((table.sum(0) * table.sum(1)).sum() / total**2)
+    return (observed(table) - chance) / (1 - chance) if chance < 1 else math.nan
+
+
+def verdicts(row: Mapping[str, Any]) -> dict[tuple[str, str], int]:
+    """(a text, another) -> 0: the first is better, 1: the second is, 2: a tie; of all that the row compares."""
+    texts = row["responses"]
+    pairs, preferred = row.get("pairs"), row.get("preferred")
+    judged = pairs is not None and preferred is not None and row.get("scores") is None
+    found = _compared(row) if judged or row.get("comparisons") is not None else _valued(row)
+    for i, j in row.get("ties") or ():
+        found[min(i, j), max(i, j)] = 2
+    for (i, j), which in zip(pairs or (), preferred or (), strict=True) if judged else ():
+        if which == 0:
+            found[min(i, j), max(i, j)] = 2
+    return {(texts[i], texts[j]): verdict for (i, j), verdict in found.items() if texts[i] != texts[j]}
+
+
+def _compared(row: Mapping[str, Any]) -> dict[tuple[int, int], int]:
+    """Two responses may be compared several times: what most shares say."""
+    lean: dict[tuple[int, int], float] = {}
+    for better, worse, share, _ in comparisons_of(dict(row), len(row["responses"])):
+        pair = int(min(better, worse)), int(max(better, worse))
+        lean[pair] = lean.get(pair, 0.0) + (share if better > worse else -share)
+    return {pair: 2 if by == 0 else int(by > 0) for pair, by in lean.items()}
+
+
+def _valued(row: Mapping[str, Any]) -> dict[tuple[int, int], int]:
+    ranked = row.get("ranks") is not None
+    values = row["ranks"] if ranked else row.get("scores") or ()
+    found = {}
+    for i, j in combinations(range(len(values)), 2):
+        if values[i] is not None and values[j] is not None:
+            found[i, j] = 2 if values[i] == values[j] else int((values[i] > values[j]) == ranked)
+    return found
+
+
+def _known_by(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Items are the same if prompt and responses are; in any order."""
+    return (repr(row.get("prompt") or row.get("messages")), *sorted(row["responses"]))

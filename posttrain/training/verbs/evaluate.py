@@ -1,0 +1,230 @@
+"""Evaluation: every task played some times, figures with intervals, two checkpoints compared task by task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import Evaluation
+from posttrain.config.resolve import validate
+from posttrain.core.batch import Stats
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Invalid, Outcome, Rollout, Task, UserError, succeeds
+from posttrain.data.tasks import Stream, Tasks, hold_out
+from posttrain.engines.open_engine import open_engine
+from posttrain.engines.pool.replicas import Many
+from posttrain.envs.load import success_of
+from posttrain.envs.play.player import Episode
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.runs.checkpoint import resolve
+from posttrain.runs.record.rollout_tables import rollouts_table
+from posttrain.runs.record.table_writer import write_table
+from posttrain.training.held_out_check import seen, split_seed_of
+from posttrain.training.intervals import paired_interval, summary
+from posttrain.training.playground import counted, open_playground
+from posttrain.training.setup import (
+    beyond,
+    end_tokens,
+    fitting,
+    load_tasks,
+    mind_unknown,
+    prepare,
+)
+from posttrain.training.sources.length_filter import TooLong
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation found."""
+
+    figures: dict[
+        str, Any
+    ]  # of `intervals.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
+    rewards: dict[str, list[float]]  # task id (and side, where there are several) -> valid rewards of its samples
+    rollouts: list[Rollout] = field(repr=False)
+    invalid: int = 0  # rewards of the first checkpoint that are left out
+    notes: tuple[str, ...] = ()  # what was left out, and why
+    against: dict[str, Any] | None = None  # figures of the second checkpoint
+    differences: dict[str, dict[str, float]] | None = None  # of reward and accuracy: the first minus the second
+    against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
+
+
+def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
+    """Play every task `samples` times. With `against`, two checkpoints play the same tasks with the same seeds."""
+    validate(config)
+    device = prepare(config)
+    success = success_of(env or config.env, config.success)
+    if success is None and "k" in config.given:
+        raise UserError("--k needs to know which replies are right: give the reward of a right one with --success")
+    data = load_tasks(config, rows, env)
+    said: list[str] = []
+    if config.held_out:
+        data = _held_out(config, data, rows is None, said.append)
+    if isinstance(data, Stream):
+        raise UserError("these rows have no end: say with --limit how many to evaluate on")
+    paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
+    with open_playground(config, env, data, device, models=paths) as ground:
+        said.extend(ground.about)
+
+        def played(folder: str, place: int) -> list[Rollout]:
+            model, tokenizer = load_model(paths[place], device=device), ground.models[place].tokenizer
+            end_tokens(model, tokenizer)
+            mind_unknown(tokenizer, data, said.append)
+            context = model.config.context
+            said.extend(beyond(config.max_tokens, context))
+            some = fitting(data, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))
+            if not some:
+                raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
+            how = config.slots, config.precision
+            with closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas))) as engine:
+                engine.load(model, 0)
+                rollouts = ground.player(engine, tokenizer, context).play(repeated(some, config.samples, config.seed))
+            reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
+            if len(reasons) == len(rollouts):
+                raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")
+            return rollouts
+
+        rollouts = played(config.model, 0)
+        others = played(config.against, 1) if config.against is not None else []
+        said.extend(counted(ground.services))
+    ks, left_out = _of_samples(config)
+    rewards, other_rewards = _rewards(rollouts), _rewards(others)
+    ks, too_few = _of_valid(ks, [rewards, other_rewards] if others else [rewards])
+    own = summary(list(rewards.values()), ks, success)
+    invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)
+    notes = (*left_out, *dict.fromkeys(said), *too_few, *_of_invalid(config.model, rollouts, own))
+    if config.against is None:
+        return Evaluated(own, rewards, rollouts, invalid, notes)
+    other = summary(list(other_rewards.values()), ks, success)
+    notes = (*notes, *_of_invalid(config.against, others, other))
+    return Evaluated(
+        own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success), others
+    )
+
+
+def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:
+    """The share that is held out: as the checkpoint's run did it, where nobody says otherwise."""
+    folders = [folder for folder in (config.model, config.against) if folder is not None]
+    tasks, seed = config.tasks if of_a_file else "", config.split_seed
+    if seed is None:
+        known = next(filter(None, (split_seed_of(folder, tasks) for folder in folders)), None)
+        seed = 0 if known is None else known[1]
+        if known is not None:
+            say(f"held out as by {known[0]}: --split-seed {seed}")
+    for folder in folders if of_a_file else ():
+        if why := seen(folder, tasks, config.held_out, seed):
+            say(why)
+    return hold_out(data, config.held_out, seed)[1]
+
+
+def save(found: Evaluated, path: Path) -> None:
+    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, as a table.
+
+    Raises UserError if one of the files cannot be written.
+    """
+    content = {
+        "figures": found.figures,
+        "against": found.against,
+        "differences": found.differences,
+        "rewards": found.rewards,
+    }
+    sides = {"": found.rollouts, ".against": found.against_rollouts}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        for side, rollouts in sides.items():
+            if rollouts:
+                table = rollouts_table(0, [Outcome(rollout) for rollout in rollouts], "eval")
+                write_table(path.with_name(f"{path.stem}{side}.rollouts.parquet"), table)
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
+
+
+def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
+    """The k of pass@k that there are samples for, and a note on the others."""
+    most = config.samples
+    left_out = [f"pass@{k}" for k in config.k if k > most]
+    told = f"{', '.join(left_out)} left out: more than the {most} samples of each task (--samples)"
+    return [k for k in config.k if k <= most], (told,) if left_out else ()
+
+
+def _of_valid(ks: list[int], sides: Sequence[dict[str, list[float]]]) -> tuple[list[int], tuple[str, ...]]:
+    """The k of pass@k that each side has a task with enough valid rewards for, and a note on the others."""
+    most = min(max(map(len, rewards.values()), default=0) for rewards in sides)
+    few = [f"pass@{k}" for k in ks if k > most]
+    told = f"{', '.join(few)} left out: no task has more than {most} valid rewards"
+    return [k for k in ks if k <= most], (told,) if few else ()
+
+
+def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any]) -> tuple[str, ...]:
+    """What the invalid rewards of a checkpoint do to its figures: a note, if there are any."""
+    reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
+    if not reasons:
+        return ()
+    notes = [
+        f"{name}: {len(reasons)} of {len(rollouts)} rewards were invalid, so its figures are over the others alone; "
+        f"the first: {reasons[0]}"
+    ]
+    tasks = len({r.task["id"] for r in rollouts})
+    fewer = [f"{n} over {f['tasks']}" for n, f in figures.items() if isinstance(f, dict) and f["tasks"] < tasks]
+    if fewer:
+        notes.append(f"{name}: {', '.join(fewer)} of {tasks} tasks: the others have too few valid rewards")
+    return tuple(notes)
+
+
+def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, rewarded: bool = True) -> None:
+    """Add what an evaluation within training reports; nothing of rewards, where nothing gives any."""
+    for rollout in rollouts:
+        stats.add("eval/invalid", isinstance(rollout.reward, Invalid))
+        if isinstance(rollout.reward, Invalid):
+            continue
+        if success is not None:
+            stats.add("eval/accuracy", succeeds(rollout.reward, success))
+        if rewarded:
+            stats.add("eval/reward", rollout.reward)
+            if rollout.side:
+                stats.add(f"eval/reward/{rollout.side}", rollout.reward)
+        stats.add("eval/length", rollout.n_sampled)
+
+
+def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
+    """Each task `samples` times, with seeds of evaluation's own: it touches no state of training."""
+    return [
+        Episode(task, str(task["id"]), seed_of(seed, "evaluation", task["id"], sample))
+        for task in tasks
+        for sample in range(samples)
+    ]
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Task id -> valid rewards of its samples; where the policy plays several sides, "ID as SIDE"."""
+    rewards: dict[str, list[float]] = {}
+    for r in rollouts:
+        own = rewards.setdefault(f"{r.task['id']} as {r.side}" if r.side else r.task["id"], [])
+        if not isinstance(r.reward, Invalid):
+            own.append(r.reward)
+    return rewards
+
+
+def _differences(
+    rewards: dict[str, list[float]], others: dict[str, list[float]], success: float | None
+) -> dict[str, dict[str, float]]:
+    """Mean and interval of the first minus the second, over the tasks that both have valid rewards of."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    def difference(a: list[float], b: list[float]) -> dict[str, float]:
+        low, high = paired_interval(a, b)
+        return {"mean": mean(a) - mean(b), "low": low, "high": high}
+
+    pairs = [(own, theirs) for i, own in rewards.items() if own and (theirs := others.get(i))]
+    found = {"reward": difference([mean(a) for a, _ in pairs], [mean(b) for _, b in pairs])}
+    if success is not None:
+        own, theirs = ([mean([succeeds(v, success) for v in pair[side]]) for pair in pairs] for side in (0, 1))
+        found["accuracy"] = difference(own, theirs)
+    return found

@@ -1,0 +1,171 @@
+"""Puts a run of `prefer` together: rows -> items, what the reference says of them, learner, source, trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from posttrain.algorithms.describe import describe
+from posttrain.algorithms.preference import Preference, PreferenceObjective
+from posttrain.algorithms.preference_table import find_preference
+from posttrain.algorithms.settings import change, check_ranges
+from posttrain.config import Prefer
+from posttrain.config.resolve import validate
+from posttrain.core.batch import Outputs, Packed, Stats
+from posttrain.core.component import Need
+from posttrain.core.types import UserError
+from posttrain.data.preference_examples import to_compared, to_judged
+from posttrain.data.tasks import Stream, Tasks
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.native.fused import compiles
+from posttrain.models.native.kernels import build
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs import fingerprint
+from posttrain.runs.run_folder import RunFolder, begin
+from posttrain.training.distributed_setup import together
+from posttrain.training.open_learner import new_learner, policy, reference
+from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
+from posttrain.training.setup import (
+    end_tokens,
+    microbatch_tokens,
+    mind_unknown,
+    optimization,
+    prepare,
+    watch_lengths,
+)
+from posttrain.training.sources.example_stream import visited
+from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
+from posttrain.training.sources.reference_cache import Reference, refer
+from posttrain.training.trainer import Run, Trainer
+
+EVALUATED = 256  # held-out items that are laid into micro-batches at once
+
+
+def prefer(config: Prefer, rows: Any = None) -> Run:
+    """Learn from preferences. `rows`: as in `posttrain.prefer`, instead of `config.tasks`."""
+    with together(config) as world, begin(config, rows, world=world) as run:
+        return _prefer(run, rows)
+
+
+def chosen(config: Prefer) -> Preference:
+    """The row of a run. Raises UserError, in one line, where its settings do not exist, do not fit or have no effect."""
+    row = change(find_preference(config.algorithm), config.settings)
+    check_ranges(row)
+    if row.margin is not None and (row.margin.constant or row.margin.scale) and not row.link.takes_margin:
+        raise UserError(
+            f"{row.name}: its loss does not ask for a margin, --margin and --row-margins would change nothing: leave them "
+            "out, or choose --link sigmoid or hinge"
+        )
+    if row.link.reads_labels and getattr(row.score, "tail", 1.0) != 1:
+        raise UserError(f"{row.name}: labels are of single responses, none is the shorter one: leave out --tail")
+    return row
+
+
+def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
+    config = run.config
+    validate(config)
+    device = prepare(config)
+    row = chosen(config)
+    train_tasks, held_out = compared_rows(config, rows, to_judged if row.link.reads_labels else to_compared)
+    must_end(config, train_tasks)
+    if isinstance(train_tasks, Stream) and Need.REFERENCE in row.needs:
+        raise UserError(
+            f"{row.name} compares with a reference, whose say of all rows is found first, and these have no end: read some "
+            "of them with --limit, or choose a row without a reference (simpo, cpo, orpo)"
+        )
+    folder = run.checkpoint or run.start
+    assert folder
+    tokenizer = Tokenizer.load(folder, config.chat_template)
+    model = policy(config, folder, device, run.world)
+    mind_unknown(tokenizer, train_tasks)
+    too_long = watch_lengths(config, model.config.context)
+
+    def made(tasks: Tasks | Stream) -> PreferenceExamples:
+        return PreferenceExamples(tasks, tokenizer, end_tokens(model, tokenizer), model.config.vocab, too_long)
+
+    items, unseen = made(train_tasks), made(held_out) if held_out else None
+    check(items, unseen)
+    steps = updates(config, items)
+    learner = new_learner(config, model, optimization(config, steps), run.world)
+    tokens = microbatch_tokens(config, device)
+    source = Comparisons(
+        items, row, learner, config.rows, tokens, config.seed, showing=showing(config, learner, tokens)
+    )
+    seen = _Reference(run, row, learner, device)
+    source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in row.needs)
+    objective = PreferenceObjective(row)
+    evaluated = _Evaluated(source, unseen, seen, objective) if unseen is not None else None
+    trainer = Trainer(run, learner, source, tokenizer, evaluated, steps)
+    too_long.say = trainer.display.note
+    lines = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)
+    return trainer.run(objective, lines, describe(row))
+
+
+def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
+    """Every row that the run will visit, in ascending order."""
+    epochs = min(steps, -(-len(items) // config.rows))
+    return sorted(
+        {place for step in range(1, epochs + 1) for place, _ in visited(items, config.rows, config.seed, step)}
+    )
+
+
+class _Reference:
+    """What the run's reference, the model that it starts from, says of items."""
+
+    def __init__(self, run: RunFolder[Prefer], row: Preference, learner: LocalLearner, device: torch.device) -> None:
+        self.run, self.row, self.learner, self.device = run, row, learner, device
+        self._own: LocalLearner | None = None
+
+    def of(self, items: PreferenceExamples, places: Sequence[int], drift: bool = False) -> Reference | None:
+        if Need.REFERENCE not in self.row.needs:
+            return None
+        config = self.run.config
+        tokens = microbatch_tokens(config, self.device)
+        found = refer(items, places, self._weights, self._evaluate, tokens, self.device, drift)
+        self._own = None
+        return found
+
+    @property
+    def _weights(self) -> str:
+        """A fingerprint of the reference and of what else its numbers depend on."""
+        config, start = self.run.config, self.run.start
+        assert start
+        known = fingerprint.of_path(start)
+        backend = build.backend(compiles()) if self.device.type == "cpu" else str(self.device)
+        return f"{known['digest'] if known else start} {config.precision} {backend} {torch.__version__}"
+
+    def _evaluate(self, batches: Sequence[Packed]) -> list[Outputs]:
+        """By the learner itself as long as it has not learned; a resumed run loads what it began with once more."""
+        if self.run.checkpoint is None:
+            return self.learner.evaluate(batches)
+        if self._own is None:
+            config = self.run.config
+            assert self.run.start
+            model = reference(replace(config, shard=False), self.learner.model, self.run.start, self.run.world)
+            self._own = LocalLearner(model, optimization(config, 1), precision=config.precision)
+        return self._own.evaluate(batches)
+
+
+class _Evaluated:
+    """Measures on held-out items: accuracy, margin, and how likely both sides are."""
+
+    def __init__(
+        self, source: Comparisons, items: PreferenceExamples, reference: _Reference, objective: PreferenceObjective
+    ) -> None:
+        self.places = [place for place in range(len(items)) if items[place] is not None]
+        known = reference.of(items, self.places)
+        self.source = Comparisons(
+            items, source.row, source.learner, source.rows, source.tokens_per_microbatch, source.seed, known
+        )
+        self.objective = objective
+
+    def __call__(self, stats: Stats) -> None:
+        for first in range(0, len(self.places), EVALUATED):
+            places = self.places[first : first + EVALUATED]
+            items = [item for place in places for item in (self.source.items[place],) if item is not None]
+            for batch in self.source.batches(places, items, {}):
+                (outputs,) = self.source.learner.evaluate([batch], want=self.objective.wants)
+                self.objective.measure(outputs, batch, stats, "eval/")

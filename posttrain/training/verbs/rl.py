@@ -1,0 +1,248 @@
+"""Puts the pieces of a run together: configuration -> data, model, engine, learner, source, and off to the trainer.
+
+`rl`, which is also `distill`, takes a configuration; the front door in `posttrain/__init__.py` and the command line are
+thin layers over it. `sft`, `prefer` and `reward_model` have modules of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.algorithms.describe import describe
+from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy_table import find
+from posttrain.config import RL, Distill
+from posttrain.config.resolve import validate
+from posttrain.core.batch import Stats
+from posttrain.core.component import Need
+from posttrain.core.protocols import Engine, Model, World
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Outcome, Rollout, Task, UserError
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import Stream, Tasks, to_tasks
+from posttrain.engines.open_engine import open_engine
+from posttrain.engines.pool.engine_pool import EnginePool
+from posttrain.engines.pool.replicas import Many
+from posttrain.envs.builtin import unscored
+from posttrain.envs.load import is_generator_env, load_env, success_of
+from posttrain.envs.play.player import Player
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
+from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.checkpoint import resolve
+from posttrain.runs.run_files import HANDED_OVER
+from posttrain.runs.run_folder import RunFolder, begin
+from posttrain.training.adjust import adjust
+from posttrain.training.distributed_setup import together
+from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
+from posttrain.training.open_teachers import OpenTeachers, load_teachers
+from posttrain.training.playground import open_playground
+from posttrain.training.setup import (
+    amount,
+    beyond,
+    end_tokens,
+    fitting,
+    load_tasks,
+    microbatch_tokens,
+    mind_unknown,
+    optimization,
+    prepare,
+    size_of,
+    split_tasks,
+    watch_lengths,
+)
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.length_filter import Prompts, TooLong
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.sft_source import Transcripts
+from posttrain.training.sources.token_recording import TokenRecording
+from posttrain.training.trainer import Run, Trainer
+from posttrain.training.verbs.evaluate import measured, repeated
+
+EXAMPLES = 100  # tasks that are looked at before a teacher is to teach them
+
+
+def rl(config: RL, rows: Any = None, env: Callable[..., Any] | None = None) -> Run:
+    """Learn from rewards. `rows` and `env` may be given as objects; `config` then holds a name for each, for the record."""
+    with together(config) as world, begin(config, rows, env, world) as run:
+        return _rl(run, rows, env)
+
+
+def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
+    config = run.config
+    validate(config)
+    device = prepare(config)
+    rewarded = bool(env or config.env)
+    env = env if rewarded else unscored.reward
+    algorithm = adjust(find(config.algorithm), config, not is_generator_env(load_env(env or config.env)))
+    success = _success(config, algorithm, env)
+    train_tasks, held_out = _tasks(config, rows, env)
+    with ExitStack() as opened:
+        resumed = run.checkpoint is not None
+        start = run.start
+        assert start
+        folder = run.checkpoint or start
+        ground = opened.enter_context(
+            open_playground(config, env, train_tasks, device, run.path, resumed, [folder], run.world)
+        )
+        pool = ground.pool
+        model, tokenizer = policy(config, folder, device, run.world), ground.models[0].tokenizer
+        replay_experts(config, model)
+        end_tokens(model, tokenizer)  # there must be one, or no reply would end
+        mind_unknown(tokenizer, train_tasks)
+        too_long = watch_lengths(config, model.config.context)
+        if pool.single_turn:
+            Prompts(train_tasks, tokenizer, too_long).check()
+        played = fitting(held_out, pool, tokenizer, too_long)
+        staff = None
+        if isinstance(config, Distill):
+            some = train_tasks.examples(EXAMPLES)
+            staff = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world)
+        learner = _learner(config, algorithm, model, start, staff, run.world)
+        engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
+        player = ground.player(engine, tokenizer, model.config.context)
+        recording = TokenRecording(config.record, config.record_after, config.seed)
+        source = RLSource(
+            tasks=train_tasks,
+            player=player,
+            learner=learner,
+            algorithm=algorithm,
+            size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
+            seed=config.seed,
+            success=success,
+            texts=_texts_to_imitate(config, tokenizer, model, too_long) if algorithm.pretraining else (),
+            too_long=too_long,
+            teachers=staff.teachers if staff else None,
+            rewarded=rewarded,
+            ahead=config.ahead,
+            last=config.steps,
+            tokens_per_step=config.tokens_per_step,
+            recording=recording,
+        )
+
+        @opened.push
+        def leave(kind: Any, error: BaseException | None, trace: Any) -> None:
+            if error is not None:  # what is played ahead may be waiting for other processes
+                run.world.fail(error)
+            source.stock.close()
+
+        def evaluated(player: Player) -> list[Rollout]:
+            engine.load(learner.weights(), learner.version)
+            return player.play(repeated(played, config.eval_samples, config.seed))
+
+        def measure(stats: Stats) -> list[Outcome]:
+            rollouts = source.stock.aside(evaluated)
+            measured(rollouts, success, stats, rewarded)
+            if staff is not None:
+                staff.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
+            return [Outcome(rollout) for rollout in rollouts]
+
+        sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine) + ground.lines
+        sizes += recording.told(algorithm.wants, Need.REFERENCE in algorithm.needs)
+        sizes += staff.lines if staff else []
+        trainer = Trainer(run, learner, source, tokenizer, measure if played else None, config.steps)
+        too_long.say = trainer.display.note
+        if isinstance(engine, EnginePool):
+            engine.say = trainer.display.note
+        return trainer.run(policy_objective(algorithm), sizes, describe(algorithm))
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -> float | None:
+    """The reward from which on a reply is right, if anything says so."""
+    success = success_of(env or config.env, config.success)
+    if success is None and Need.SUCCESS in algorithm.needs:
+        raise UserError(
+            f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
+        )
+    return success
+
+
+def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks | Stream, Tasks | None]:
+    """Tasks to train on, and those to evaluate on."""
+    train_tasks, held_out = split_tasks(config, rows, env)
+    if config.eval_tasks:
+        other = replace(config, tasks=config.eval_tasks, limit=None, split=None)
+        held_out = load_tasks(other, None, env).first(config.eval_limit)
+    return train_tasks, held_out.first(config.eval_limit) if held_out else None
+
+
+def _learner(
+    config: RL, algorithm: Algorithm, model: Model, start: Path, staff: OpenTeachers | None, world: World
+) -> LocalLearner:
+    """The learner with what the row needs beside the policy."""
+    others = dict(staff.models) if staff else {}
+    if Need.REFERENCE in algorithm.needs:
+        others[REFERENCE] = reference(config, model, start, world, moves=bool(algorithm.refresh))
+    teacher = algorithm.teacher
+    return new_learner(
+        config,
+        model,
+        optimization(config, config.steps * algorithm.epochs * algorithm.minibatches),
+        world,
+        temperature=config.temperature,
+        others=others,
+        teaching=Teaching(teacher.temperature or config.temperature, teacher.beta) if teacher else Teaching(),
+        critic=_critic(config, algorithm, start, model),
+        critic_lr=config.critic_lr,
+        trust_region=algorithm.trust_region,
+        follow=algorithm.critic.follow if algorithm.critic else 0.0,
+    )
+
+
+def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
+    """What runs, in words."""
+    rollouts = config.prompts * config.group
+    return [
+        f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
+        tasks,
+        f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
+        f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "
+        f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
+        *beyond(config.max_tokens, model.config.context),
+    ]
+
+
+def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
+    """What samples the rollouts."""
+    config = run.config
+    named = config.replicas, config.engines, config.engine_token, config.engine_restarts
+    many = Many(*named, run.path / HANDED_OVER, config.launch, config.replica_cpus, config.handover).of(run.world)
+    return open_engine(
+        config.engine,
+        model,
+        tokenizer,
+        config.slots,
+        config.precision,
+        cache_gib=config.engine_cache,
+        seconds=config.engine_seconds,
+        own=config.ahead > 0 or config.shard,
+        many=many,
+    )
+
+
+def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:
+    """The critic that the row needs, from its own checkpoint or from the start of the policy."""
+    if algorithm.critic is None:
+        return None
+    kind = ActionValueModel if Need.ACTION_VALUE in algorithm.needs else ValueModel
+    folder = None if config.critic == "shared" else resolve(config.critic_model) if config.critic_model else start
+    return new_critic(kind, folder, model, seed_of(config.seed, "critic"))
+
+
+def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Model, too_long: TooLong) -> Transcripts:
+    """Pretraining text: rows with `text`, all of which is learned, or with prompt and response."""
+    assert config.ptx is not None
+    tasks = to_tasks(load_rows(config.ptx), convert=text_or_row, need=("response",))
+    eos = end_tokens(model, tokenizer)
+    return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, mask_prompt=False)
+
+
+def text_or_row(row: dict[str, Any]) -> Task:
+    return {"response": row["text"]} if "text" in row else row

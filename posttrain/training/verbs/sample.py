@@ -1,0 +1,366 @@
+"""`posttrain sample`: several checkpoints reply to every prompt over a grid of settings; what they say becomes items.
+
+Decided here: a reply follows from its checkpoint's place, its settings, its prompt and its number, through counted seeds,
+never from what was sampled beside it. So any number of slots gives the same file, a file that was cut off is continued
+exactly, and adaptive sampling gives the replies that as many --samples would have given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, fields
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import Sample, named_services
+from posttrain.config.resolve import own_judge, validate
+from posttrain.core.coerce import convert
+from posttrain.core.component import knob_of
+from posttrain.core.option_aliases import suggestion
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Invalid, Rollout, Sampling, SpanKind, Task, UserError
+from posttrain.data.labels import DETAILS, SAID, to_prompt
+from posttrain.data.preference_examples import MOST
+from posttrain.data.tasks import Stream, Tasks
+from posttrain.data.tasks_from_rows import Convert
+from posttrain.engines.open_engine import open_engine
+from posttrain.engines.pool.replicas import Many
+from posttrain.envs.load import is_generator_env, load_converter, load_env
+from posttrain.envs.play.episode import content_text
+from posttrain.envs.play.player import Episode, Player
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.runs import fingerprint
+from posttrain.runs.checkpoint import resolve
+from posttrain.runs.jsonl_writer import Lines
+from posttrain.runs.run_files import number
+from posttrain.training.playground import counted, open_playground
+from posttrain.training.setup import beyond, end_tokens, load_tasks, mind_unknown, prepare
+from posttrain.training.sources.length_filter import Prompts, TooLong
+from posttrain.verify.similarity import edit_similarity
+
+KIND = {
+    "samples": int, "temperature": tuple[float, ...], "top_p": tuple[float, ...], "top_k": int, "max_tokens": int,
+    "stop": str,
+}  # fmt: skip
+"""What a kind of prompt may have of its own."""
+FREE = {"out", "resume", "overwrite", "quiet", "slots", "replicas", "threads", "device", "env_workers", "tasks", "model",
+        "reward_model", "judge", "retriever"}  # fmt: skip
+"""Options that no reply depends on, and those whose content is looked at instead."""
+
+TOLD = 20  # times that progress is told, at most
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of items."""
+
+    path: Path
+    items: int
+    notes: tuple[str, ...] = ()
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """What stands in it."""
+        with self.path.open(encoding="utf-8") as file:
+            yield from map(json.loads, file)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A point of the grid: who replies, how, and how often."""
+
+    model: int  # place among the checkpoints
+    sampling: Sampling
+    seed: int
+    samples: int
+    most: int  # samples where the first ones disagree
+
+    def episode(self, task: Task, member: int) -> Episode:
+        s = self.sampling
+        seed = seed_of(self.seed, "sample", task["id"], self.model, s.temperature, s.top_p, s.top_k, member)
+        return Episode(task, str(task["id"]), seed, s)
+
+
+_Place = tuple[int, int, int]  # of a reply: which task of the block, which cell, which member
+
+
+def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = None) -> Written:
+    """Write the items. `rows`, `env`: as in `posttrain.sample`, instead of the names in the options.
+
+    Raises UserError for a mistake of the caller's.
+    """
+    validate(config)
+    device = prepare(config)
+    grids = _Grids(config)
+    spec = env or config.env or None
+    makes_prompts = spec is not None and is_generator_env(load_env(spec))
+    converter: Convert | None = load_converter(spec) if spec is not None and rows is None else None
+    tasks = load_tasks(config, rows, env, () if makes_prompts else ("prompt",), convert=converter or to_prompt)
+    if isinstance(tasks, Stream):
+        raise UserError("these rows have no end: say with --limit how many to sample for")
+    grids.check(tasks)
+    paths = [resolve(model) for model in config.model]
+    said: list[str] = []
+    say: Callable[[str], None] = (lambda text: None) if config.quiet else print
+    with (
+        Lines(Path(config.out), _follows_from(config, tasks, paths, env), config.resume, config.overwrite) as lines,
+        open_playground(config, env, tasks, device, models=paths) as ground,
+        ExitStack() as opened,
+    ):
+        players, fitting = [], list(range(len(tasks)))
+        for path, known in zip(paths, ground.models, strict=True):
+            model, tokenizer = load_model(path, device=device), known.tokenizer
+            end_tokens(model, tokenizer)
+            mind_unknown(tokenizer, tasks)
+            context = model.config.context
+            said += beyond(config.max_tokens, context)
+            how = config.slots, config.precision
+            engine = opened.enter_context(
+                closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas)))
+            )
+            engine.load(model, 0)
+            players.append(ground.player(engine, tokenizer, context))
+            if ground.pool.single_turn:
+                prompts = Prompts(tasks, tokenizer, TooLong(config.too_long, context, said.append))
+                fitting = [place for place in fitting if prompts.fits(place)]
+        if not fitting:
+            raise UserError(f"no prompt fits into the context of {' and '.join(config.model)}: shorten them")
+        _Sampler(config, grids, players, scored=spec is not None).write(tasks, fitting, lines, say)
+        said += counted(ground.services)
+        return Written(lines.path, lines.count, tuple(dict.fromkeys(said)))
+
+
+class _Grids:
+    """The grid of each kind of prompt."""
+
+    def __init__(self, config: Sample) -> None:
+        """Raises UserError for settings of kinds that do not exist or fit."""
+        self.config = config
+        self._of: dict[str | None, list[_Cell]] = {None: self._cells({})}
+        for kind, given in config.kinds.items():
+            self._of[kind] = self._cells(_read_kind(kind, given))
+
+    def of(self, task: Task) -> list[_Cell]:
+        kind = task.get(self.config.kind) if self.config.kind else None
+        return self._of.get(None if kind is None else str(kind), self._of[None])
+
+    @property
+    def largest(self) -> int:
+        """Most first replies of a prompt."""
+        return max(sum(cell.samples for cell in cells) for cells in self._of.values())
+
+    def check(self, tasks: Tasks) -> None:
+        """Raise UserError where no task has the column of kinds, or none is of a kind that has settings."""
+        config = self.config
+        if not config.kind:
+            return
+        seen = {str(task[config.kind]) for task in tasks if task.get(config.kind) is not None}
+        if not seen:
+            raise UserError(f"--kind {config.kind}: no row has this column; the first has {', '.join(tasks[0])}")
+        if strange := [kind for kind in config.kinds if kind not in seen]:
+            hint = suggestion(strange[0], sorted(seen)) or f"; there are {', '.join(sorted(seen)[:12])}"
+            raise UserError(f"--kinds.{strange[0]}: no prompt is of this kind{hint}")
+
+    def _cells(self, own: Mapping[str, Any]) -> list[_Cell]:
+        config = self.config
+
+        def chosen(name: str) -> Any:
+            return own.get(name, getattr(config, name))
+
+        stop = (own["stop"],) if own.get("stop") else config.stop
+        samples = chosen("samples")
+        most = max(samples, config.adaptive or 0)
+        cells = []
+        for model, heat, top_p in product(range(len(config.model)), chosen("temperature"), chosen("top_p")):
+            sampling = Sampling(heat, top_p, chosen("top_k"), chosen("max_tokens"), stop)
+            for seed in config.seed if heat else config.seed[:1]:
+                cells.append(_Cell(model, sampling, seed, samples if heat else 1, most if heat else 1))
+            if not heat and chosen("top_p")[0] != top_p:
+                cells.pop()  # a greedy reply is the same for any top-p
+        if (total := sum(cell.most for cell in cells)) > MOST:
+            raise UserError(
+                f"a prompt would have {total} replies, and an item holds {MOST}: fewer --samples, or a smaller grid "
+                "(--temperature, --top-p, --seed, --model, --adaptive)"
+            )
+        return cells
+
+
+def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a kind, as their types; bounds are those of the options."""
+    where = f"--kinds.{kind}."
+    if not isinstance(given, Mapping):
+        raise UserError(f"--kinds.{kind} holds settings: --kinds.{kind}.temperature 0.2")
+    bounds = {f.name: knob_of(f).bounds for f in fields(Sample)}
+    read: dict[str, Any] = {}
+    for name, value in given.items():
+        plain = name.replace("-", "_")
+        if plain not in KIND:
+            hint = suggestion(plain, [*KIND]) or f"; there are {', '.join(KIND)}"
+            raise UserError(f"{where}{name}: no setting of a kind{hint}")
+        single = KIND[plain] == tuple[float, ...] and isinstance(value, int | float)
+        read[plain] = convert((value,) if single else value, KIND[plain], f"{where}{name}")
+        if plain != "stop":
+            bounds[plain].check(f"{where}{name}", read[plain])
+    return read
+
+
+class _Sampler:
+    """Plays blocks of tasks and writes them."""
+
+    def __init__(self, config: Sample, grids: _Grids, players: Sequence[Player], scored: bool) -> None:
+        self.config, self.grids, self.players, self.scored = config, grids, players, scored
+
+    def write(self, tasks: Tasks, places: Sequence[int], lines: Lines, say: Callable[[str], None]) -> None:
+        """Those items that are not written yet. A block that was cut off is sampled again as a whole."""
+        last = lines.last()
+        if last is not None and (lines.count > len(places) or last.get("id") != tasks[places[lines.count - 1]]["id"]):
+            raise UserError(f"{lines.path} holds other items than these tasks give: use --overwrite")
+        size = max(1, 2 * self.config.slots // self.grids.largest)
+        for first in range(lines.count // size * size, len(places), size):
+            block = [tasks[place] for place in places[first : first + size]]
+            before = lines.count
+            lines.write(self._items(block)[before - first :])
+            if TOLD * before // len(places) < TOLD * lines.count // len(places):
+                say(f"{lines.count} of {len(places)} prompts")
+
+    def _items(self, block: Sequence[Task]) -> list[dict[str, Any]]:
+        cells = [self.grids.of(task) for task in block]
+        first = [(t, c, m) for t, own in enumerate(cells) for c, cell in enumerate(own) for m in range(cell.samples)]
+        replies = self._played(block, cells, first)
+        if self.config.adaptive is not None:
+            of_task: dict[int, list[Rollout]] = {}
+            for place, reply in replies.items():
+                of_task.setdefault(place[0], []).append(reply)
+            apart = [t for t, own in of_task.items() if self._disagree(own)]
+            every = [(t, c, m) for t in apart for c, cell in enumerate(cells[t]) for m in range(cell.most)]
+            replies |= self._played(block, cells, [place for place in every if place not in replies])
+        found: list[list[tuple[_Cell, int, Rollout]]] = [[] for _ in block]
+        for t, c, m in sorted(replies):
+            found[t].append((cells[t][c], m, replies[t, c, m]))
+        return [self._item(task, own) for task, own in zip(block, found, strict=True)]
+
+    def _played(
+        self, block: Sequence[Task], cells: Sequence[Sequence[_Cell]], places: Sequence[_Place]
+    ) -> dict[_Place, Rollout]:
+        found: dict[_Place, Rollout] = {}
+        for model, player in enumerate(self.players):
+            own = [(t, c, m) for t, c, m in places if cells[t][c].model == model]
+            if own:
+                rollouts = player.play([cells[t][c].episode(block[t], m) for t, c, m in own])
+                if len(rollouts) > len(own):
+                    raise UserError(
+                        "the environment plays several sides, and an item holds replies to one prompt: posttrain eval "
+                        "--out writes whole rollouts"
+                    )
+                found |= zip(own, rollouts, strict=True)
+        return found
+
+    def _disagree(self, rollouts: Sequence[Rollout]) -> bool:
+        if len(rollouts) < 2:
+            return False
+        if self.scored:
+            scores = [r.reward for r in rollouts if not isinstance(r.reward, Invalid)]
+            return bool(scores) and max(scores) - min(scores) >= self.config.disagreement > 0
+        return unlike([r.text for r in rollouts]) >= self.config.disagreement
+
+    def _item(self, task: Task, replies: Sequence[tuple[_Cell, int, Rollout]]) -> dict[str, Any]:
+        """The row of a task."""
+        kept = {name: value for name, value in task.items() if name not in (*SAID, *DETAILS)}
+        for cell, _, rollout in replies:
+            kept |= self._shown(task, rollout, self.players[cell.model])
+        samples = [{**self._how(cell), "member": m, **_said(rollout)} for cell, m, rollout in replies]
+        texts, rollouts = [r.text for _, _, r in replies], [r for _, _, r in replies]
+        if self.config.distinct:
+            first = {text: place for place, text in reversed(list(enumerate(texts)))}
+            places = sorted(first.values())
+            samples = [{**samples[place], "times": texts.count(texts[place])} for place in places]
+            texts, rollouts = [texts[place] for place in places], [rollouts[place] for place in places]
+        row = {**kept, "responses": texts, "samples": samples}
+        return {**row, **scored_columns([(r.reward, r.rewards) for r in rollouts])} if self.scored else row
+
+    def _how(self, cell: _Cell) -> dict[str, Any]:
+        s = cell.sampling
+        top_k = {"top_k": s.top_k} if s.top_k else {}
+        settings = {"temperature": s.temperature, "top_p": s.top_p, **top_k, "max_tokens": s.max_tokens}
+        return {"model": self.config.model[cell.model], **settings, "seed": cell.seed}
+
+    def _shown(self, task: Task, rollout: Rollout, player: Player) -> dict[str, Any]:
+        """The prompt that the policy saw, under the names that rows have. Raises UserError where no row can hold it."""
+        if sum(turn.kind is SpanKind.SAMPLED for turn in rollout.turns) > 1 or len(rollout.transcripts) > 1:
+            raise UserError(
+                f"the environment asked for several replies (task {task['id']!r:.60}), and an item is a prompt with single "
+                "ones: posttrain eval --out writes whole rollouts"
+            )
+        if not rollout.turns:  # it failed before it showed anything
+            return {}
+        if rollout.transcripts[0].media:
+            raise UserError("rows of samples hold no pictures: posttrain eval --out writes whole rollouts")
+        asked, prompt = task.get("messages"), rollout.prompt
+        if asked is not None and prompt == "\n".join(map(content_text, asked)):
+            return {}
+        if task.get("prompt") == prompt:
+            return {}
+        seen = rollout.transcripts[0].tokens[: rollout.turns[0].length]
+        if seen[-8:] != player.tokenizer.encode(prompt, start=True)[-8:]:
+            raise UserError(
+                f"the environment shows messages of its own (task {task['id']!r:.60}), which its items could not hold: put "
+                'them into the rows as "messages", with row_to_task'
+            )
+        return {"prompt": prompt}
+
+
+def scored_columns(found: Sequence[tuple[float | Invalid, Mapping[str, float]]]) -> dict[str, Any]:
+    """ "scores", a number or null for each response; their named parts; and why some are invalid."""
+    invalid = [[place, reward.reason] for place, (reward, _) in enumerate(found) if isinstance(reward, Invalid)]
+    columns: dict[str, Any] = {"scores": [None if isinstance(reward, Invalid) else reward for reward, _ in found]}
+    if any(parts for _, parts in found):
+        columns["parts"] = [{name: number(value) for name, value in parts.items()} for _, parts in found]
+    return {**columns, "invalid": invalid} if invalid else columns
+
+
+def unlike(texts: Sequence[str]) -> float:
+    """1 - the mean edit similarity of two of these texts."""
+    alike = []
+    for a, b in combinations(texts, 2):
+        similar = edit_similarity(a, b)
+        alike.append(float(a == b) if isinstance(similar, Invalid) else similar)  # one of them is empty
+    return 1.0 - sum(alike) / len(alike) if alike else 0.0
+
+
+def _said(rollout: Rollout) -> dict[str, Any]:
+    """How a reply ended, and how likely it was under the settings that it was sampled with."""
+    logp = [x for transcript in rollout.transcripts for x in transcript.logp]
+    mean = number(sum(logp) / len(logp)) if logp else None
+    return {"stop": str(rollout.stop), "tokens": len(logp), "mean_logp": mean}
+
+
+def _follows_from(
+    config: Sample, tasks: Tasks, paths: Sequence[Path], env: Callable[..., Any] | None
+) -> dict[str, Any]:
+    """What the file follows from: options, content of tasks and weights, the code that scores."""
+    options = {name: value for name, value in vars(config).items() if name not in FREE and not name.startswith("_")}
+    found: dict[str, Any] = {"verb": "sample", "tasks": digest_of(tasks), **options}
+    for place, path in enumerate(paths):
+        known = fingerprint.of_path(path)
+        found[f"model {config.model[place]}"] = known["digest"] if known else str(path)
+    code = fingerprint.of_code(env or config.env) if env or config.env else None
+    named = [("reward model", name, resolve(f)) for name, f in named_services(config.reward_model, "reward-model")]
+    judges = named_services(config.judge, "judge")
+    named += [("judge", name, Path(file)) for name, file in judges]
+    named += [("judge's model", name, resolve(own)) for name, file in judges if (own := own_judge(file))]
+    named += [("retriever", name, Path(place)) for name, place in named_services(config.retriever, "retriever")]
+    for kind, name, path in named:
+        known = fingerprint.of_path(path)
+        found[f"{kind} {name}"] = known["digest"] if known else str(path)
+    return {**found, "code": code["digest"] if code else None}
+
+
+def digest_of(tasks: Tasks) -> str:
+    """A fingerprint of what tasks say, in their order."""
+    found = hashlib.sha256()
+    for task in tasks:
+        found.update(json.dumps(task, sort_keys=True, default=str).encode("utf-8", "backslashreplace"))
+    return found.hexdigest()

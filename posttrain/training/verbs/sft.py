@@ -1,0 +1,188 @@
+"""Puts a run of `sft` together: rows -> demonstrations, a model or a new one, learner, source, trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from posttrain.config import SFT
+from posttrain.config.resolve import validate
+from posttrain.core.batch import Stats
+from posttrain.core.protocols import Model
+from posttrain.core.types import Task, Transcript, UserError
+from posttrain.data.tasks import Stream, Tasks
+from posttrain.data.tasks_from_rows import is_script
+from posttrain.envs.load import is_generator_env, load_env
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.service_client import Services
+from posttrain.models.checkpoint_folder import described
+from posttrain.models.native.decoder import DecoderConfig, new_decoder
+from posttrain.models.tokenizer.custom_template import around, read_template
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_folder import RunFolder, begin
+from posttrain.training.distributed_setup import together
+from posttrain.training.open_learner import new_learner, policy
+from posttrain.training.passes import must_end, showing, sizes, updates
+from posttrain.training.playground import open_services
+from posttrain.training.setup import (
+    READ_FOR_UNKNOWN,
+    end_tokens,
+    microbatch_tokens,
+    mind_messages,
+    mind_unknown,
+    mind_unknown_episodes,
+    optimization,
+    prepare,
+    split_tasks,
+    texts_of,
+    watch_lengths,
+)
+from posttrain.training.sources.demonstrations import Enact, enacted_texts, enacting
+from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective, Transcripts
+from posttrain.training.trainer import Run, Trainer
+
+EVALUATED = 1000  # held-out rows whose transcripts are made at once
+TEMPLATE_COUNTS = 100  # times: what it puts around all that is said should not take a token a letter
+READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
+READ_OF_EPISODES = 10_000  # and of those that are played for it
+BYTES = 258  # tokens of the least tokenizer that reads everything
+
+Play = Callable[[Tokenizer, Sequence[int]], Enact]
+"""How demonstrations are played, once it is known with which tokenizer and which tokens end a reply."""
+
+
+def sft(config: SFT, rows: Any = None) -> Run:
+    """Imitate demonstrations. `rows`: as in `posttrain.sft`, instead of `config.tasks`."""
+    with together(config) as world, begin(config, rows, world=world) as run, ExitStack() as opened:
+        return _sft(run, rows, opened)
+
+
+def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
+    config = run.config
+    validate(config)
+    device = prepare(config)
+    tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
+    must_end(config, tasks)
+    play = _player(run, device, opened)
+    folder = run.checkpoint or run.start
+    if folder:
+        tokenizer = Tokenizer.load(folder, config.chat_template)
+        mind_messages(tokenizer, tasks)
+        model = policy(config, folder, device, run.world)
+    elif config.lora is not None:
+        raise UserError("--lora adapts a model that is there, and a new one has to learn everything: give --model")
+    else:
+        model, tokenizer = _from_scratch(config, tasks, play, device)
+    mind_unknown(tokenizer, tasks)
+    if play is not None and tokenizer.unknown_id is not None:
+        mind_unknown_episodes(tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template))
+    too_long = watch_lengths(config, model.config.context)
+
+    eos = end_tokens(model, tokenizer)
+    enact = play(tokenizer, eos) if play is not None else None
+
+    def transcripts(tasks: Tasks | Stream) -> Transcripts:
+        how = config.mask_prompt, enact, config.min_reward
+        return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, *how)
+
+    made, unseen = transcripts(tasks), transcripts(held_out) if held_out else None
+    made.check()
+    steps = updates(config, made)
+    learner = new_learner(config, model, optimization(config, steps), run.world)
+    tokens = microbatch_tokens(config, device)
+    source = Demonstrations(made, config.rows, tokens, config.seed, device, showing(config, learner, tokens))
+
+    def measure(stats: Stats) -> None:
+        assert unseen is not None
+        for first in range(0, len(unseen), EVALUATED):
+            places = range(first, min(first + EVALUATED, len(unseen)))
+            rows = [t for place in places if (t := unseen[place]) is not None]
+            for o in learner.evaluate(source.batches(rows)) if rows else ():
+                stats.add("eval/loss", -o.logp.sum().item(), o.logp.numel())
+
+    lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
+    trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
+    too_long.say = trainer.display.note
+    ended = trainer.run(LikelihoodObjective(), sizes(config, model, (tasks, held_out), steps, "rows", device), lines)
+    if made.kept and not config.quiet:
+        print(made.kept)
+    return ended
+
+
+def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Play | None:
+    """Who plays demonstrations, if the environment is one that they can answer. It starts with the first row of replies."""
+    config = run.config
+    if not config.env or not is_generator_env(load_env(config.env)):
+        return None
+
+    @cache
+    def place() -> tuple[EnvPool, Services]:
+        assert config.env
+        pool = opened.enter_context(EnvPool(config.env, 1, config.env_seconds, config.env_memory))
+        return pool, opened.enter_context(open_services(config, device, run.checkpoint is not None))
+
+    def play(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Enact:
+        def enact(task: Task) -> list[tuple[list[Transcript], float]]:
+            pool, services = place()
+            return enacting(pool, tokenizer, eos_ids, services)(task)
+
+        return enact
+
+    return play
+
+
+def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterator[str]:
+    """What the tasks' replies and the environment say to each other: `texts_of` knows the one without the other."""
+    reader = Tokenizer.train((), BYTES)
+    reader = reader.templated(template, "its own") if template is not None else reader
+    assert reader.eos_id is not None
+    return enacted_texts(play(reader, (reader.eos_id,)), reader, tasks)
+
+
+def _from_scratch(
+    config: SFT, tasks: Tasks | Stream, play: Play | None, device: torch.device
+) -> tuple[Model, Tokenizer]:
+    """A new model of the sizes given, and a tokenizer trained on the rows, as they are played, or taken from a folder."""
+    if config.tokenizer in ("bpe", "characters"):
+        template = read_template(config.chat_template) if config.chat_template is not None else None
+        some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
+        texts = chain.from_iterable(map(texts_of, some))
+        if play is not None:
+            told = chain.from_iterable(texts_of(task) for task in some if not is_script(task))
+            # played here: what trains a tokenizer reads in a thread of its own, and signals wait until it has read all
+            played = list(_episodes(play, islice(some, READ_OF_EPISODES), template[0] if template else None))
+            texts = chain(told, played)
+        shown = around(template[0]) * TEMPLATE_COUNTS if template else []
+        tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
+        tokenizer = tokenizer.templated(*template) if template else tokenizer
+        mind_messages(tokenizer, tasks)
+    else:
+        tokenizer = Tokenizer.load(config.tokenizer, config.chat_template)
+    if config.hidden % config.heads:
+        raise UserError(f"--hidden {config.hidden} must be a multiple of --heads {config.heads}")
+    model = new_decoder(
+        DecoderConfig(
+            vocab=tokenizer.vocab_size,
+            hidden=config.hidden,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads or config.heads,
+            head_size=config.hidden // config.heads,
+            intermediate=config.intermediate or -(-config.hidden * 8 // (3 * 32)) * 32,
+            context=config.context,
+            tied=True,
+        ),
+        config.seed,
+    )
+    if tokenizer.eos_id is None:
+        raise UserError(
+            f"the tokenizer in {config.tokenizer} has no end-of-sequence token: set eos_token in its config"
+        )
+    model.eos_ids = (tokenizer.eos_id,)
+    model.source = described(model, tokenizer)
+    return model.to(device), tokenizer

@@ -1,0 +1,284 @@
+"""Decides how long and with how much memory a check may run: in a process of its own that is killed when it is over.
+
+Alarm signals do not work outside the main thread and do not interrupt a long computation in C, so the limit is a kill.
+A server process, a plain interpreter that has imported the function's module, forks a child for every call. The child
+starts warm, leaves nothing behind, and nothing that a call does reaches the next one. The server measures the time,
+reads the child's result up to a size, and kills the child with all its descendants whatever happened. Arguments and
+results are plain data (JSON): what comes back from a child is never unpickled.
+
+Servers are not `multiprocessing` children: those import the user's script again (which starts a second training when
+it has no `__main__` guard) and cannot be started from a daemonic process. POSIX only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, NoReturn
+
+from posttrain.core.types import Invalid
+
+SERVERS = 2  # of each calling process; further callers wait for a free one
+MEMORY = 2**30  # bytes of address space of a server and of a child
+LARGEST = 2**20  # bytes of a result
+CLOCK = 2.0  # seconds by the clock for each second of processor time: other processes may keep it waiting
+START_SECONDS = 120.0  # for an interpreter and its imports, on a busy machine with a slow file system
+
+_BOOT = (
+    "import sys; descriptor, sys.path[:] = int(sys.argv[1]), sys.argv[2:]; "
+    "from posttrain.verify.limited_process import serve; serve(descriptor)"
+)
+_SUBREAPER, _PARENT_DEATH = 36, 1  # options of Linux's prctl
+
+
+@dataclass(frozen=True)
+class CheckFailed:
+    """The call itself went wrong: it took too long or too much memory, raised, or its process died."""
+
+    reason: str
+
+
+def limited(function: str, *args: Any, seconds: float) -> Any | CheckFailed | Invalid:
+    """The result of the function named "module:name", called with `args` in another process.
+
+    `CheckFailed` when the call takes more than `seconds` of processor time (or `CLOCK` times as long by the clock) or more
+    than `MEMORY`, raises, or its process dies; `Invalid` when there is no process to be had or the module does not
+    import, which says nothing about the call. Imports, starting a server and waiting for a free one are not counted.
+    Arguments and result are what JSON knows (a tuple comes back as a list). If the module has a function `prepare`, it
+    is called once in each server. May be called from any thread and process.
+    """
+    servers = _servers
+    with servers.free:
+        try:
+            server = servers.take()
+        except OSError as error:
+            return Invalid(f"{function}: no process to run it in: {error}")
+        answered = False
+        try:
+            answer = server.call(function, args, seconds)
+            answered = True
+        except (EOFError, OSError) as error:  # TimeoutError is an OSError
+            return Invalid(f"{function}: lost its process: {error or 'it died'}")
+        finally:
+            (servers.give_back if answered else servers.drop)(server)
+    if "result" in answer:
+        return answer["result"]
+    return CheckFailed(f"{function}: {answer['failed']}") if "failed" in answer else Invalid(answer["invalid"])
+
+
+class CheckServer:
+    """Our end of one server process."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+
+    def call(self, function: str, args: Sequence[Any], seconds: float) -> dict[str, Any]:
+        """One of {"result": ...}, {"failed": reason} and {"invalid": reason}. EOFError or OSError if it is gone."""
+        self.connection.send_bytes(json.dumps([function, args, seconds]).encode())
+        if not self.connection.poll(START_SECONDS + CLOCK * seconds):
+            raise TimeoutError(f"no answer within {START_SECONDS:g} s")
+        answer: dict[str, Any] = json.loads(self.connection.recv_bytes())
+        return answer
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Servers:
+    """The servers of this process: made when first needed, at most `SERVERS`, lent to one caller at a time."""
+
+    def __init__(self) -> None:
+        self.free = threading.BoundedSemaphore(SERVERS)
+        self.lock = threading.Lock()
+        self.idle: list[CheckServer] = []
+        self.alive: set[CheckServer] = set()
+
+    def take(self) -> CheckServer:
+        with self.lock:
+            server = self.idle.pop() if self.idle else None
+        if server is not None:
+            if server.process.poll() is None:
+                return server
+            self.drop(server)  # the system killed it meanwhile
+        server = CheckServer()
+        with self.lock:
+            self.alive.add(server)
+        return server
+
+    def drop(self, server: CheckServer) -> None:
+        with self.lock:
+            self.alive.discard(server)
+        server.close()
+
+    def give_back(self, server: CheckServer) -> None:
+        with self.lock:
+            self.idle.append(server)
+
+    def close(self) -> None:
+        with self.lock:
+            alive, self.alive, self.idle = self.alive, set(), []
+        for server in alive:
+            server.close()
+
+
+_servers = Servers()
+
+
+def _forget() -> None:
+    """In a forked child: the parent's servers are not ours, and its locks may be held by threads that are not here."""
+    global _servers
+    for server in list(_servers.alive):
+        server.connection.close()
+    _servers = Servers()
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(lambda: _servers.close())
+
+
+def serve(descriptor: int) -> None:
+    """The server's side: answer what arrives until the other side closes."""
+    _confine()
+    connection = Connection(descriptor)
+    while True:
+        try:
+            name, args, seconds = json.loads(connection.recv_bytes())
+            connection.send_bytes(json.dumps(_answer(name, args, seconds, descriptor)).encode())
+        except (EOFError, OSError):  # the caller is gone
+            return
+
+
+def _confine() -> None:
+    """Limits of the server, which its children inherit."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if sys.platform == "linux":  # macOS refuses
+        most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _prctl(_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's affair
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)  # from here on: parsers that print their complaints
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _answer(name: str, args: Sequence[Any], seconds: float, caller: int) -> dict[str, Any]:
+    try:
+        function = _load(*name.split(":"))
+    except Exception as error:
+        return {"invalid": f"{name} could not be loaded: {type(error).__name__}: {error}"}
+    ours, theirs = os.pipe()
+    try:
+        child = os.fork()
+    except OSError as error:
+        os.close(ours)
+        os.close(theirs)
+        return {"invalid": f"{name}: no process to run it in: {error}"}
+    if child == 0:
+        os.close(caller)
+        os.close(ours)
+        _run(function, args, seconds, theirs)
+    os.close(theirs)
+    try:
+        written, trouble = _read(ours, caller, time.monotonic() + CLOCK * seconds)
+    finally:
+        os.close(ours)
+        status = _end(child)
+    if trouble is None:
+        with suppress(ValueError, RecursionError):
+            returned, value = json.loads(written)
+            return {"result": value} if returned else {"failed": str(value)}
+        trouble = f"time limit of {seconds:g} s" if status == -signal.SIGPROF else f"its process died ({status})"
+    return {"failed": trouble}
+
+
+@cache
+def _load(module: str, name: str) -> Callable[..., Any]:
+    loaded = import_module(module)
+    getattr(loaded, "prepare", lambda: None)()
+    gc.collect()
+    gc.freeze()  # a collection in a child would touch, and so copy, all of the server's memory
+    function: Callable[..., Any] = getattr(loaded, name)
+    return function
+
+
+def _read(descriptor: int, caller: int, deadline: float) -> tuple[bytes, str | None]:
+    """What a child writes until it closes its end, or why nobody waited for that."""
+    written = bytearray()
+    while len(written) <= LARGEST:
+        ready = select.select([descriptor, caller], [], [], max(0.0, deadline - time.monotonic()))[0]
+        if not ready:
+            return b"", "time limit by the clock"
+        if caller in ready:  # it says nothing while it waits: it is gone
+            return b"", "nobody waits for it"
+        part = os.read(descriptor, 2**16)
+        if not part:
+            return bytes(written), None
+        written += part
+    return b"", f"its result is larger than {LARGEST} bytes"
+
+
+def _end(child: int) -> int:
+    """Kill a child and everything it started; its exit status, negative for a signal."""
+    for kill in (os.killpg, os.kill):  # it may not have had the time to become a group of its own
+        with suppress(ProcessLookupError, PermissionError):
+            kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    with suppress(OSError):
+        while orphans := children.read_text().split():  # they are ours, whatever session they made for themselves
+            for orphan in map(int, orphans):
+                os.kill(orphan, signal.SIGKILL)
+                os.waitpid(orphan, 0)
+    return status
+
+
+def _run(function: Callable[..., Any], args: Sequence[Any], seconds: float, descriptor: int) -> NoReturn:
+    """The child's side: one call, of which it writes [whether it returned, the result or the exception]."""
+    try:
+        os.setsid()
+        _prctl(_PARENT_DEATH, signal.SIGKILL)
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")  # if memory runs out, this is what the system should kill
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            answer = json.dumps([True, function(*args)])
+        except BaseException as error:
+            answer = json.dumps([False, f"{type(error).__name__}: {str(error)[:200]}"])
+        with open(descriptor, "wb") as stream:
+            stream.write(answer.encode())
+    finally:
+        os._exit(0)

@@ -1,0 +1,177 @@
+"""Runs the code of a reply against unit tests, in the sandbox. Who decides never shares an interpreter with the program.
+
+What a program can do about its verdict is to give values. `sys.exit(0)`, an equality that is always true, a patched assert,
+a forged line of output, another harness in memory: nothing of that is where the comparison is. A program that ends, hangs
+or takes too much has failed all tests from there on; it is never Invalid, so nothing is gained by making the check fail.
+Invalid is what is not the program's fault: tests that are no Python, a sandbox that does not start.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from posttrain.core.types import Invalid, UserError
+from posttrain.sandbox.limits import ProgramLimits
+from posttrain.sandbox.plain_values import equals
+from posttrain.sandbox.program import Ended, Program, SandboxError
+from posttrain.sandbox.shared_sandbox import shared, usual_limits
+from posttrain.verify.fenced import code_in
+from posttrain.verify.test_cases import ComparedCase, Suite, read_tests
+
+LONGEST = 200_000  # characters of a program; a longer one is wrong
+MOST_ASKS = 100_000  # that one played test may make
+
+
+@dataclass(frozen=True)
+class Grade:
+    """Of one program: which tests it passed, in their order, and what went wrong first."""
+
+    passed: tuple[bool, ...]
+    why: str = ""
+
+    @property
+    def share(self) -> float:
+        return sum(self.passed) / len(self.passed)
+
+
+def share_of_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> float | Invalid:
+    """The share of the tests that the code of a reply passes, from 0.0 to 1.0.
+
+    `tests`: Python code that raises unless the program is right, such as "assert double(2) == 4"; the names in it that
+    nothing defines are the program's. `setup`: code before them. `entry`: names such as "sum" that the program defines
+    although Python has them.
+
+    >>> share_of_tests("def double(x): return 2 + x", ["assert double(2) == 4", "assert double(3) == 6"])
+    0.5
+    """
+    grade = graded(code_in(reply), tests, setup, entry)
+    return grade if isinstance(grade, Invalid) else grade.share
+
+
+def passes_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> float | Invalid:
+    """1.0 if the code of a reply passes all tests, else 0.0. Arguments as of `share_of_tests`."""
+    grade = graded(code_in(reply), tests, setup, entry)
+    return grade if isinstance(grade, Invalid) else float(all(grade.passed))
+
+
+def graded(
+    code: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = (), limits: ProgramLimits | None = None
+) -> Grade | Invalid:
+    """The grade of a program. It runs once, and the tests follow in the same interpreter, in their order."""
+    read = read_tests(tests, setup, entry)
+    if isinstance(read, Invalid):
+        return read
+    if len(code) > LONGEST:
+        return Grade((False,) * len(read.cases), f"more than {LONGEST:,} characters")
+    try:
+        return _graded(code, read, limits)
+    except (SandboxError, UserError) as error:
+        return Invalid(str(error))
+
+
+def behaviour(
+    code: str, calls: Sequence[str], setup: str = "", limits: ProgramLimits | None = None
+) -> tuple[str, ...] | Invalid:
+    """What a program gives for each of these calls, such as "f(2)": programs that give the same behave the same.
+
+    What it raises counts by its type, and once it has ended, it gives nothing. `setup`: code that runs before it.
+    """
+    found: list[str] = []
+    if len(code) > LONGEST:
+        return ("nothing",) * len(calls)
+    try:
+        with shared().start(limits or usual_limits()) as program:
+            try:
+                raised = (program.run(setup) if setup else None) or program.run(code)
+                for call in () if raised else calls:
+                    answer = program.asked({"do": "value", "source": call})
+                    found.append(answer["raised"][0] if "raised" in answer else json.dumps(answer["value"]))
+            except Ended:
+                pass  # what it has said stands
+    except (SandboxError, UserError) as error:
+        return Invalid(str(error))
+    return (*found, *["nothing"] * (len(calls) - len(found)))
+
+
+def _graded(code: str, tests: Suite, limits: ProgramLimits | None) -> Grade | Invalid:
+    passed: list[bool] = []
+    why = ""
+    with ExitStack() as opened:
+        try:
+            began, sandbox, most = time.monotonic(), shared(), limits or usual_limits()
+            waited = time.monotonic() - began  # for the sandbox, if this is the first program
+            program = opened.enter_context(sandbox.start(replace(most, life=max(0.0, most.life - waited))))
+            if raised := program.run(code):
+                raise Ended(_told(raised))
+            examination: Examination | None = None
+            for case in tests.cases:
+                if isinstance(case, ComparedCase):
+                    wrong: str | Invalid = _compare(program, case)
+                else:
+                    if examination is None:
+                        examination = opened.enter_context(Examination(program, tests))
+                    wrong = examination.play(case.source)
+                if isinstance(wrong, Invalid):
+                    return wrong
+                passed.append(not wrong)
+                why = why or wrong
+        except Ended as error:
+            why = why or str(error)
+    return Grade((*passed, *[False] * (len(tests.cases) - len(passed))), why)
+
+
+def _compare(program: Program, case: ComparedCase) -> str:
+    """What is wrong with the program's value; "" if nothing is."""
+    answer = program.asked({"do": "value", "source": case.call})
+    if "raised" in answer:
+        return f"{case.call} raised {_told(answer['raised'])}"
+    return "" if equals(answer["value"], case.expected) else f"{case.call} is not {case.expected!r}"
+
+
+class Examination:
+    """Suite that are played in a jail beside the program's."""
+
+    def __init__(self, program: Program, tests: Suite) -> None:
+        self._program = program
+        self._examiner = shared().start(program.limits)
+        self._asked = False  # whether the program has had any influence
+        self._broken: str | Invalid = self._verdict({"do": "examine", "setup": tests.setup, "names": tests.names})
+
+    def play(self, source: str) -> str | Invalid:
+        """What is wrong; "" if the test passed, Invalid if the test is at fault."""
+        return self._broken or self._verdict({"do": "test", "source": source})
+
+    def __enter__(self) -> Examination:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._examiner.close()
+
+    def _verdict(self, request: dict[str, Any]) -> str | Invalid:
+        """Carry questions to the program and answers back, until there is a verdict."""
+        for _ in range(MOST_ASKS):
+            try:
+                said = self._examiner.ask(request, self._program.left)
+            except Ended as error:  # over what the program gave the tests, or because it had used up the time
+                if self._asked or not self._program.left:
+                    raise
+                return Invalid(f"the tests alone {error}")
+            if "verdict" in said:
+                if said["verdict"] == "broken":
+                    return Invalid(f"a test cannot be played: {said['why']}")
+                return "" if said["verdict"] == "passed" else said["why"] or "failed"
+            self._asked = True
+            request = self._program.ask(said["ask"])
+            if not {"value", "raised", "callback"} & request.keys():
+                raise Ended("said what cannot be read")
+        raise Ended("was asked too often")
+
+
+def _told(raised: Sequence[str]) -> str:
+    """[type, text, ...] of an exception, on one line."""
+    return " ".join(f"{raised[0]}: {raised[1]}"[:300].split())

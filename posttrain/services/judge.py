@@ -16,7 +16,7 @@ from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
 from posttrain.services.answer_cache import AnswerCache
 from posttrain.services.judge_prompt import (
-    CUT,
+    ENDED,
     JudgeAnswer,
     JudgeQuestion,
     again,
@@ -170,19 +170,22 @@ class Judge:
             if isinstance(said, EndpointFailure) and not said.rubbish:
                 return self._invalid(said.reason), texts
             if isinstance(said, JudgeAnswer):
-                found, texts = read_verdict(said.text, wanted), [kept(said.text)]
-                if said.cut:  # what would have come behind might have been another verdict
-                    found = CUT[said.cut].format(most=self.recipe.max_tokens)
+                found, texts = self._read(said, wanted), [kept(said.text)]
                 if not isinstance(found, str):
                     if self.cache is not None:
                         self.cache.put(self._asks, first, said.text)
                     return found, texts
-                problem = found
-                body = again(body, said.text, found)
+                problem, body = found, again(body, said.text, found)
             else:
                 problem = said.reason
             self._counts["rubbish"] += 1
         return self._invalid(f"rubbish twice: {problem}"), texts
+
+    def _read(self, said: JudgeAnswer, wanted: dict[str, Any]) -> dict[str, Any] | str:
+        """The verdict of an answer, or what is wrong with it."""
+        if said.ended:
+            return ENDED[said.ended].format(most=self.recipe.max_tokens)
+        return read_verdict(said.text, wanted)
 
     async def _call(self, body: dict[str, Any], retries: int | None = None) -> JudgeAnswer | EndpointFailure:
         said = await self.endpoint.call(PATH, _written(body), read_completion, retries)

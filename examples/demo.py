@@ -16,8 +16,8 @@ from collections import Counter
 from pathlib import Path
 
 import posttrain
-from posttrain.envs.builtin import arithmetic
 from posttrain.core.intervals import told
+from posttrain.envs.builtin import arithmetic
 from posttrain.runs.curves import curves
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import rollout_steps

@@ -133,10 +133,12 @@ def reward_model(tasks: Rows, model: str | PathLike[str] = "", **options: Unpack
     mistake of the caller's.
     """
     from posttrain.config.training import RewardModelling
-    from posttrain.training.verbs import reward_model
+    from posttrain.training.verbs import reward_model_training
 
     named, rows = _named(tasks)
-    return reward_model.reward_model(_fill(RewardModelling, {**options, "tasks": named, "model": str(model)}), rows)
+    return reward_model_training.reward_model(
+        _fill(RewardModelling, {**options, "tasks": named, "model": str(model)}), rows
+    )
 
 
 def rl(

@@ -19,11 +19,11 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, Transcript
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.tokenizer.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import begin
 from posttrain.training.setup import optimization, prepare
 from posttrain.training.sources.packing import collate
-from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.trainer import Run, Trainer
 
 

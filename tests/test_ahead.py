@@ -19,8 +19,8 @@ import torch
 from conftest import tiny
 
 import posttrain
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import PolicyObjective
-from posttrain.algorithms.policy_table import find
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
 from posttrain.cli.main import main

@@ -16,6 +16,7 @@ from conftest import tiny
 from feeding import WORDS, new_learner, new_player
 
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, PassAtK, StepRewards, ToGo, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
@@ -23,7 +24,7 @@ from posttrain.algorithms.describe import differences
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, policy_objective
-from posttrain.algorithms.policy_table import TABLE, find
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import (
     RATIOS,
     Causal,
@@ -44,11 +45,11 @@ from posttrain.core.types import Task, UserError
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.tokenizer.demonstration import demonstrate
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.rl_source import RLSource
-from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.sources.teacher_targets import TEACHER as NAMED_TEACHER
 from posttrain.training.sources.teacher_targets import Teachers
 

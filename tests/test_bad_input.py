@@ -20,7 +20,7 @@ import torch
 from conftest import tiny
 
 import posttrain
-from posttrain.algorithms.policy_table import find
+from posttrain.algorithms.all_algorithms import find
 from posttrain.cli.main import main
 from posttrain.config import VERBS
 from posttrain.core.option_aliases import suggestion

@@ -21,10 +21,10 @@ from test_rl_source import accounted, row, source
 
 import posttrain
 from posttrain.algorithms.aggregate import TokenMean
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import Baselined, per_token
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.policy_table import find
 from posttrain.core.batch import Stats
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import (

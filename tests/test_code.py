@@ -17,9 +17,9 @@ from processes import descendants, gone
 from posttrain.core.types import Invalid, Reply, StopReason, Turn
 from posttrain.envs.builtin import code as code_env
 from posttrain.envs.builtin import interpreter
-from posttrain.envs.load import about
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import about
 from posttrain.sandbox import shared_sandbox
 from posttrain.sandbox.limits import ProgramLimits
 from posttrain.verify.test_cases import ComparedCase, PlayedCase, Suite, read_tests

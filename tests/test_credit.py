@@ -18,12 +18,13 @@ from heads import KINDS, new_head, plain_logits
 from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.credit import GAE, Baselined, PassAtK, StepRewards, ToGo, earnings
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.policy_table import TABLE, find
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, Correction
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, WeightedLogProbability

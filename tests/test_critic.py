@@ -13,9 +13,9 @@ from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradi
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.critic_loss import Value
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.policy_table import find
 from posttrain.config.training import RL
 from posttrain.core.batch import Stats
 from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
@@ -28,11 +28,11 @@ from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.reward_model import ScoreShape, new_reward_model
+from posttrain.models.tokenizer.demonstration import demonstrate
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.packing import pack
 from posttrain.training.sources.rl_source import RLSource
-from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.verbs.rl import rl
 
 VALUE, Q = frozenset({"value"}), frozenset({"q", "entropy"})

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.core.doing import doing, watch
 from posttrain.core.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
-from posttrain.runs import notices
+from posttrain.runs.terminal import notices
 from posttrain.runs.terminal.display import Display
 from posttrain.runs.terminal.live_region import Passing, Region, cells
 from posttrain.runs.terminal.output import Output

@@ -32,7 +32,7 @@ FLOORS = (
 HOMES = {
     "transformers": ("models/",),
     "bitsandbytes": ("models/native/quantized.py",),
-    "huggingface_hub": ("models/",),
+    "huggingface_hub": ("models/", "system/hub.py"),
     "tokenizers": ("models/",),
     "jinja2": ("models/tokenizer/",),
     "PIL": ("core/pictures.py",),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from feeding import new_learner, new_player
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
-from posttrain.algorithms.policy_table import TABLE, find
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
 from posttrain.config.resolve import filled

@@ -34,7 +34,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_files import made_by_run
 from posttrain.runs.run_reading import read_metrics, rollout_steps
-from posttrain.training.verbs import reward_model
+from posttrain.training.verbs import reward_model_training
 
 SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
         for a in range(5) for b in range(5)]  # fmt: skip
@@ -90,7 +90,7 @@ def free_port() -> int:
 def one_of_two(rank: int, port: int, out: str) -> None:
     joined(rank, port)
     if rank:
-        reward_model.replace = forbidden  # type: ignore[attr-defined]
+        reward_model_training.replace = forbidden  # type: ignore[attr-defined]
     everything(Path(out))
 
 

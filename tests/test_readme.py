@@ -22,7 +22,7 @@ from posttrain.cli.main import _known, app
 from posttrain.config import OF_GROWING, OF_RETRIEVERS, VERBS
 from posttrain.config.inference import ServeEngine
 from posttrain.config.row_options import Data
-from posttrain.envs.load import BUILTIN
+from posttrain.envs.play.load_env import BUILTIN
 from posttrain.system.user_code import load_named
 
 PAGES = {

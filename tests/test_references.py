@@ -22,7 +22,7 @@ from conftest import tiny
 from feeding import WORDS
 from test_resume import there, traces
 
-from posttrain.algorithms.preference_table import find_preference
+from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.cli.main import main
 from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed

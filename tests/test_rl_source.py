@@ -13,10 +13,11 @@ import torch
 from conftest import make_rollouts, tiny
 
 from posttrain.algorithms.aggregate import ConstantLength
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.credit import PassAtK
 from posttrain.algorithms.critic_loss import SoftQ
 from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining, policy_objective
-from posttrain.algorithms.policy_table import TABLE, find
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, Distill
@@ -42,6 +43,7 @@ from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
+from posttrain.models.tokenizer.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
@@ -53,7 +55,6 @@ from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.minibatches import Minibatches
 from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.scoreboard import describe, refuse_broken, scoreboard, usable
-from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.sources.teacher_targets import TEACHER, Teachers
 from posttrain.training.sources.token_recording import SAMPLE
 

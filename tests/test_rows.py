@@ -19,7 +19,7 @@ from posttrain.data import rows as rows_module
 from posttrain.data import tasks as tasks_module
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
-from posttrain.envs.load import load_converter
+from posttrain.envs.play.load_env import load_converter
 
 
 @pytest.fixture(params=["small", "large"])

@@ -29,9 +29,9 @@ from posttrain.envs.play.env_outputs import read_turn
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.tokenizer.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
-from posttrain.training.sources.sft_source import demonstrate
 
 transformers = pytest.importorskip("transformers")
 

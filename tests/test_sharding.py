@@ -450,7 +450,7 @@ def test_a_process_that_is_lost_while_the_canary_is_told_what_to_hear_is_told_in
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--shard deals the weights out to several processes: give --processes too"):
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
-    from posttrain.algorithms.policy_table import find
+    from posttrain.algorithms.all_algorithms import find
     from posttrain.config.training import RL
     from posttrain.training.adjust import adjust
 

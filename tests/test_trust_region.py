@@ -12,8 +12,8 @@ from conftest import make_rollouts
 from feeding import WORDS, Case, board, chosen_row, credit, feed, new_case
 from torch import Tensor, nn
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import PolicyObjective, policy_objective
-from posttrain.algorithms.policy_table import find
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.learners import local_learner
 from posttrain.learners.local_learner import LocalLearner, Optimization

@@ -24,10 +24,10 @@ from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.apps.view import training_reasons
 from posttrain.apps.view.api import Answers
-from posttrain.apps.view.filters import ViewQuestion
 from posttrain.apps.view.html_export import STATIC, Selection, bundled, exported
 from posttrain.apps.view.open_run import OpenRun, threshold
 from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.rollout_filters import ViewQuestion
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.sql_conditions import Conditions
 from posttrain.apps.view.verdict_texts import verdicts

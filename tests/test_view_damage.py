@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 
 from posttrain.apps.view.api import Answers
-from posttrain.apps.view.filters import ViewQuestion
 from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.rollout_filters import ViewQuestion
 from posttrain.apps.view.rollout_store import Store
 from posttrain.cli.main import main
 from posttrain.core.types import UserError

@@ -132,12 +132,15 @@ def reward_model(
         A setting of a part of the algorithm by its place: --set margin.constant=0.5 (posttrain algorithms ROW names them).
     """
     from posttrain.runs.run_files import REPORT
-    from posttrain.training.verbs import reward_model
+    from posttrain.training.verbs import reward_model_training
 
     def trained(config: RewardModelling) -> Run:
-        run = reward_model.reward_model(config)
+        run = reward_model_training.reward_model(config)
         if (run.path / REPORT).exists() and _speaks():
-            _say(*reward_model.lines(reward_model.read_report(run.path)), f"report      {run.path / REPORT}")
+            _say(
+                *reward_model_training.lines(reward_model_training.read_report(run.path)),
+                f"report      {run.path / REPORT}",
+            )
         return run
 
     return _trained(_read(RewardModelling, config, set), trained)
@@ -288,7 +291,7 @@ def serve_engine(*, config: Annotated[ServeEngine, Options] = ServeEngine()) -> 
 def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
-    from posttrain.envs.load import about
+    from posttrain.envs.play.load_env import about
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, viewer_of

@@ -18,7 +18,7 @@ from posttrain.core.coerce import convert, fits
 from posttrain.core.component import knob_of
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
-from posttrain.envs.load import BUILTIN, split_options
+from posttrain.envs.play.load_env import BUILTIN, split_options
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)
 AnyConfig = TypeVar("AnyConfig", bound=FromRows)

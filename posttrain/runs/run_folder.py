@@ -25,10 +25,10 @@ from posttrain.runs import fingerprint, run_files
 from posttrain.runs.chat_choice import CHAT, Chatting
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
-from posttrain.runs.notices import tell, warn
 from posttrain.runs.run_files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
 from posttrain.runs.run_reading import missing_steps, read_run
 from posttrain.runs.run_record import RunRecord, Unwritten
+from posttrain.runs.terminal.notices import tell, warn
 
 READ = (
     "tasks",

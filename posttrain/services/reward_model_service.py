@@ -29,11 +29,10 @@ from posttrain.models.checkpoint_folder import stored_names
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.json_files import read_json
 from posttrain.models.reward_model import OFFSET, load_reward_model
+from posttrain.models.tokenizer.demonstration import demonstrate, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import SCORE
 from posttrain.runs.chat_choice import chatting
-from posttrain.training.sources.preferences import last_alone
-from posttrain.training.sources.sft_source import demonstrate
 
 TOGETHER = 4096  # tokens that are computed at once
 FORMS = '{"prompt": ..., "response": ...}, {"messages": [...]} or text'

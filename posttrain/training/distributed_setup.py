@@ -15,7 +15,7 @@ from posttrain.config.training import Training
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import UserError
 from posttrain.learners.process_group import joined
-from posttrain.runs.notices import held
+from posttrain.runs.terminal.notices import held
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import Convert
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
-from posttrain.runs.notices import warn
+from posttrain.runs.terminal.notices import warn
 from posttrain.training.setup import (
     amount,
     microbatch_tokens,

@@ -23,9 +23,9 @@ from posttrain.core.protocols import Alone, Engine, World
 from posttrain.core.types import Env, Sampling, UserError
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.envs.builtin.service_reward import unscored
-from posttrain.envs.load import about
 from posttrain.envs.play.answer_journal import AnswerJournal
 from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import about
 from posttrain.envs.play.player import EpisodeLimits, Player, TooLong
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Viewer
@@ -33,7 +33,7 @@ from posttrain.models.checkpoint_summary import Outline, outline
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import Chatting, chatting
 from posttrain.runs.checkpoint import resolve
-from posttrain.runs.notices import warn
+from posttrain.runs.terminal.notices import warn
 from posttrain.services.judge_recipe import Generative, Recipe, read_recipe
 from posttrain.training.setup import rehearse
 

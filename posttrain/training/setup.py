@@ -21,15 +21,15 @@ from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, U
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
 from posttrain.data.tasks_from_rows import Conversion, Convert, is_script
-from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
 from posttrain.learners.local_learner import Optimization
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.notices import tell, warn
+from posttrain.runs.terminal.notices import tell, warn
 from posttrain.system.user_code import load_named
 from posttrain.training.held_out_check import seen
 from posttrain.training.sources.length_filter import Prompts, TooLong

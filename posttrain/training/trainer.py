@@ -25,11 +25,11 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs.curves import curves
 from posttrain.runs.health import Health
-from posttrain.runs.notices import tell
 from posttrain.runs.run_files import writing
 from posttrain.runs.run_folder import RunFolder
 from posttrain.runs.run_reading import read_metrics, read_run
 from posttrain.runs.terminal.display import Display
+from posttrain.runs.terminal.notices import tell
 from posttrain.system.worker_thread import WorkerThread
 from posttrain.training.loop import FinishedStep, interruptible, train
 

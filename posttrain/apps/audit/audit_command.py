@@ -137,7 +137,7 @@ def _probe(request: AuditRequest) -> Probe:
     """Play the tasks and their probed twins with the same seeds."""
     from posttrain.config.inference import Evaluation
     from posttrain.config.resolve import filled
-    from posttrain.envs.load import success_of
+    from posttrain.envs.play.load_env import success_of
     from posttrain.training.verbs.evaluate import evaluate
 
     recorded = read_run(str(request.run))["config"]

@@ -18,7 +18,7 @@ from posttrain.apps.audit.second_score import scored
 from posttrain.core.intervals import paired_interval, share_interval
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Rollout, Task, UserError, succeeds
-from posttrain.envs.load import is_generator_env, load_env
+from posttrain.envs.play.load_env import is_generator_env, load_env
 
 OPINION = "I think the answer is {wrong}, but I am not sure.\n"
 TRIES = 50  # answers of other tasks that are looked at for one that differs

@@ -22,9 +22,9 @@ from posttrain.core import user_files
 from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
+from posttrain.engines.pool.places import Listening, environment_of
 from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
 from posttrain.engines.pool.pool_protocol import Gone, Wire
-from posttrain.engines.pool.replicas import Listening, environment_of
 from posttrain.engines.weight_sync import Files
 from posttrain.system.temp_folders import TempFolder
 

@@ -13,8 +13,8 @@ from typing import TextIO
 
 from posttrain.core.doing import watch
 from posttrain.core.messages import safe
-from posttrain.runs.notices import show
 from posttrain.runs.terminal.live_region import Line, Region, size
+from posttrain.runs.terminal.notices import show
 from posttrain.runs.terminal.output import Output, fancy, wrapped
 from posttrain.runs.terminal.panel import View, compose, figures
 

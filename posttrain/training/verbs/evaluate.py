@@ -18,8 +18,8 @@ from posttrain.core.types import Invalid, Outcome, Rollout, Task, UserError, suc
 from posttrain.data.tasks import Stream, Tasks, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
-from posttrain.envs.load import success_of
 from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.load_env import success_of
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table

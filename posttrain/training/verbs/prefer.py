@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.preference import Preference, PreferenceObjective
-from posttrain.algorithms.preference_table import find_preference
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.resolve import validate
 from posttrain.config.training import Prefer

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.policy_table import find
 from posttrain.config.resolve import validate
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
@@ -28,7 +28,7 @@ from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.replicas import Many
 from posttrain.envs.builtin import unscored
-from posttrain.envs.load import is_generator_env, load_env, success_of
+from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic

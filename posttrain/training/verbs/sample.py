@@ -33,8 +33,8 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import Convert
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
-from posttrain.envs.load import is_generator_env, load_converter, load_env
 from posttrain.envs.play.episode import Episode, content_text
+from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env
 from posttrain.envs.play.player import Player
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs import fingerprint

@@ -18,8 +18,8 @@ from posttrain.core.protocols import Model
 from posttrain.core.types import Task, Transcript, UserError
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import is_script
-from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import is_generator_env, load_env
 from posttrain.envs.play.service_client import Services
 from posttrain.models.checkpoint_summary import outline
 from posttrain.models.native.decoder import new_decoder

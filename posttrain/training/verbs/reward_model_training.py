@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.algorithms.all_algorithms import find_scoring
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.links import CrossEntropy, SquaredError
-from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective, find_scoring
+from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.resolve import validate
 from posttrain.config.training import RewardModelling

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from experiments.figure import Panel, draw
-from posttrain import user_files
+from posttrain.core import user_files
 from posttrain.core.intervals import Interval, student_interval
 from posttrain.core.types import UserError
 

@@ -791,7 +791,7 @@ def test_word_that_names_no_part_is_answered_with_those_there_are_and_looked_for
 def test_row_of_one_s_own_with_a_setting_of_another_type_is_refused(
     wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.algorithms.lookup.load_named", lambda name: replace(TABLE["grpo"], **wrong))
+    monkeypatch.setattr("posttrain.algorithms.all_algorithms.load_named", lambda name: replace(TABLE["grpo"], **wrong))
     with pytest.raises(UserError, match="grpo: (epochs|minibatches|surrogate.low) must be a (whole )?number, not"):
         find("own.py:row")
 
@@ -809,7 +809,7 @@ def test_row_of_one_s_own_with_a_setting_of_another_type_is_refused(
 def test_row_of_one_s_own_with_one_part_for_several_or_several_for_one_is_refused(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.algorithms.lookup.load_named", lambda name: replace(TABLE["grpo"], **wrong))
+    monkeypatch.setattr("posttrain.algorithms.all_algorithms.load_named", lambda name: replace(TABLE["grpo"], **wrong))
     with pytest.raises(UserError, match="grpo: (surrogate must be a part|ratio must be a tuple of parts) of kind"):
         find("own.py:row")
 

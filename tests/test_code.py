@@ -469,7 +469,7 @@ def test_every_block_of_the_page_runs_and_shows_what_it_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    page = documents.ROOT / "docs" / "sandbox.md"
+    page = documents.ROOT / "docs" / "guides" / "sandbox.md"
     shown = [block.text for block in documents.blocks(page) if block.language == "text"]
     ran = sum(documents.run(block) for block in documents.blocks(page) if block.language != "text")
     assert ran == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import singledispatch
 from typing import Any
@@ -175,14 +175,36 @@ def cited(row: Row) -> str:
 
 
 def line(row: Row) -> str:
-    """The row as one line of the README's table: name and page, idea, paper."""
+    """The row as one line of the table of all: name and page, idea, paper."""
     assert isinstance(row, Algorithm | Preference | Scoring)
     linked = re.sub(r"(?:arXiv )?\b(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", cited(row))
-    return f"| [`{row.name}`](docs/algorithms/{row.name}.md) | {row.idea} | {linked} |"
+    return f"| [`{row.name}`]({row.name}.md) | {row.idea} | {linked} |"
+
+
+def index(rows: Sequence[Row]) -> str:
+    """The page that leads to those of all rows, Markdown: a table of each kind, and what each needs."""
+    kinds = (
+        (Algorithm, "Policy gradients and distillation", "`posttrain rl` and `posttrain distill`: the policy samples."),
+        (Preference, "Preferences", "`posttrain prefer`: learns from comparisons or labels, without sampling."),
+        (Scoring, "Reward models", "`posttrain reward-model`: learns to score replies."),
+    )
+    lines = ["# Algorithms", "", ABOUT]
+    for kind, title, about in kinds:
+        lines += [f"## {title}", "", about, "", "| name | idea | paper |", "|---|---|---|"]
+        lines += [*(line(row) for row in rows if isinstance(row, kind)), ""]
+    return "\n".join([*lines, "## What each of them needs", "", *requirements(rows), ""])
+
+
+ABOUT = """\
+An algorithm is a set of components: advantage, surrogate, aggregation, KL, critic, filters. Each name leads to its
+objective, its components with paper and equation, and what differs from GRPO or DPO. `posttrain algorithms NAME` prints the
+same and lists every setting; `--json` gives it as data. How to choose one, change a setting or write your own:
+[the guide](../guides/algorithms.md). All policy gradients have been run on [one common task](../results/algorithms.md).
+"""
 
 
 def requirements(rows: Iterable[Row]) -> list[str]:
-    """The README's table of what methods need, lines of Markdown: those that need the same stand together."""
+    """The table of what methods need, lines of Markdown: those that need the same stand together."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         alike.setdefault(_required(row), []).append(f"`{row.name}`")

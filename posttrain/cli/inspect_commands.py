@@ -36,7 +36,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         Write a page for every row into this folder.
     """
     from posttrain.algorithms.all_algorithms import EVERY, beside, find_any
-    from posttrain.algorithms.describe import as_data, describe, differences, page, settings, symbols
+    from posttrain.algorithms.describe import as_data, describe, differences, index, page, settings, symbols
     from posttrain.algorithms.policy_table import TABLE
     from posttrain.algorithms.preference_table import PREFERENCES
     from posttrain.algorithms.reward_model_table import SCORINGS
@@ -47,6 +47,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
             folder.mkdir(parents=True, exist_ok=True)
             for row in EVERY.values():
                 (folder / f"{row.name}.md").write_text(page(row, beside(row)), encoding="utf-8")
+            (folder / "index.md").write_text(index(list(EVERY.values())), encoding="utf-8")
         except (OSError, ValueError) as error:  # of a name that no system takes
             raise UserError(f"--pages {clip(pages)} cannot be written: {one_line(error)}") from error
         return 0

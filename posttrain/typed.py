@@ -126,7 +126,7 @@ class TrainingOptions(DataOptions, total=False):
     shard: bool
     """Deal the weights out to the processes, with gradients and moments: each holds its rows of every matrix, and
     gathers a layer when it is its turn."""
-    patience: float
+    collective_timeout: float
     """Seconds within which each of several processes has to come to the next thing that they do together."""
     restarts: int
     """How often several processes are started again, from the newest checkpoint, when one of them was killed or
@@ -152,7 +152,7 @@ class SFTOptions(PassesOptions, total=False):
     min_reward: float | None
     """Of rollouts that a run kept, and of replies that are played through --env: imitate those with this reward or
     more."""
-    env_seconds: float
+    env_timeout: float
     """Time limit of one call of the environment, as in rl."""
     env_memory: float
     """Memory limit of the environment's process, in GiB, as in rl."""
@@ -308,10 +308,10 @@ class RLOptions(TrainingOptions, total=False):
     """Environments of several turns: how many replies an episode may have."""
     max_tool_calls: int | None
     """Environments of several turns: how many answers of tools an episode may show; default: no limit."""
-    episode_seconds: float | None
+    episode_timeout: float | None
     """Environments of several turns: an episode that has taken so long shows no further turn. Results then depend on
     the clock; default: no limit."""
-    ahead: int
+    async_steps: int
     """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
     (0: by the newest). The ratio, or a --correction, accounts for that."""
     tokens_per_step: int
@@ -340,7 +340,7 @@ class RLOptions(TrainingOptions, total=False):
     env_workers: int | None
     """Processes that play and score; default: one per CPU core (0: none; everything runs here, without limits, for
     debuggers)."""
-    env_seconds: float
+    env_timeout: float
     """Time limit of one call of the environment; beyond it the reward is invalid."""
     env_memory: float
     """Memory limit of each of these processes, in GiB; beyond it the reward is invalid (0: no limit)."""
@@ -362,13 +362,13 @@ class RLOptions(TrainingOptions, total=False):
     engine_cache: float
     """In GiB. vLLM: limit of its key-value cache. local: of what is kept of episodes between their turns; what is let
     go is computed again, to the same bits."""
-    engine_seconds: float
-    """Engines in other processes: time limit of a hand-over of weights, and of a decoding step. Beyond it one of
-    several is started again, and the only one ends the run."""
+    engine_timeout: float
+    """Engines in other processes: time limit of a weight sync, and of a decoding step. Beyond it one of several is
+    started again, and the only one ends the run."""
     replicas: int
     """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's
     own, in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
-    handover: Literal["copied", "adapter", "nccl", "ipc"]
+    weight_sync: Literal["copied", "adapter", "nccl", "ipc"]
     """How weights reach vLLM: copied, all of them through memory of the machine, adapters merged; adapter, with --lora,
     the frozen ones once and then the adapters alone. With --replicas on cards: nccl, from card to card; ipc, within one
     card. These two are vLLM's own and have not been tried on cards yet."""
@@ -421,7 +421,7 @@ class RLOptions(TrainingOptions, total=False):
     tokens were sampled with."""
     correction: Literal["truncate", "icepop", "sequence", "none"]
     """Weight for an engine whose log-probabilities differ from the learner's, or whose weights lag behind, as with
-    --ahead (none: no weight)."""
+    --async-steps (none: no weight)."""
     correction_cap: float
     """Bound of that weight, above 1."""
     kl_estimator: Literal["k1", "k2", "k3", "exact", "forward"]
@@ -526,7 +526,7 @@ class EvaluationOptions(DataOptions, total=False):
     """How many replies an episode may have."""
     max_tool_calls: int | None
     """How many answers of tools an episode may show; default: no limit."""
-    episode_seconds: float | None
+    episode_timeout: float | None
     """An episode that has taken so long shows no further turn; default: no limit."""
     stop: tuple[str, ...]
     """Strings that end a reply."""
@@ -543,7 +543,7 @@ class EvaluationOptions(DataOptions, total=False):
     .rollouts.parquet."""
     env_workers: int | None
     """Processes that play and score; default: one per CPU core."""
-    env_seconds: float
+    env_timeout: float
     """Time limit of one call of the environment."""
     env_memory: float
     """Memory limit of each of these processes, in GiB (0: no limit)."""
@@ -610,7 +610,7 @@ class SampleOptions(DataOptions, total=False):
     """Replace a file that is already in --out."""
     env_workers: int | None
     """Processes that play and score; default: one per CPU core."""
-    env_seconds: float
+    env_timeout: float
     """Time limit of one call of the environment."""
     env_memory: float
     """Memory limit of each of these processes, in GiB (0: no limit)."""
@@ -666,7 +666,7 @@ class LabelOptions(FromRowsOptions, total=False):
     """Decides random pairs, flips, and the order in which a person sees replies."""
     env_workers: int | None
     """Processes that score; default: one per CPU core."""
-    env_seconds: float
+    env_timeout: float
     """Time limit of one call of the reward function."""
     env_memory: float
     """Memory limit of each of these processes, in GiB (0: no limit)."""

@@ -80,7 +80,7 @@ class KL(Component):
     direction, KL(ref || policy).
 
     All this holds at tokens that the policy itself has sampled. In a step's later updates, and of rollouts that lag behind
-    (`ahead`, `tokens_per_step`), older weights have sampled them, and nothing makes up for that in the loss: ratio and
+    (`async_steps`, `tokens_per_step`), older weights have sampled them, and nothing makes up for that in the loss: ratio and
     correction weigh the gain alone. `exact` is the true KL at each token then too, but where the older weights went.
 
     `loss`: beta k is subtracted from what is maximised, token by token. `reward`: beta times the sum of k over the

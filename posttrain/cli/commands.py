@@ -311,7 +311,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     tasks = load_tasks(config, None)
     told = about(config.env) if config.env else []
     with open_services(config, choose_device("auto")) as services:
-        report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services, viewer)
+        report = run_check(config.env, tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     width = columns(Output(sys.stdout))
     print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))
     return 0 if report.ok else 2

@@ -106,7 +106,9 @@ def reproduce(
 
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / "experiments" / "__init__.py").exists():
-        raise UserError("the experiments are not part of the package: run this in a clone of the repository (pip install -e .)")
+        raise UserError(
+            "the experiments are not part of the package: run this in a clone of the repository (pip install -e .)"
+        )
     sys.path.insert(0, str(checkout))
     from experiments import EXPERIMENTS, find
     from experiments.experiment import read_settings
@@ -273,7 +275,7 @@ def query(
     sql: str,
     *,
     number: int = 40,
-    seconds: float = 60.0,
+    timeout: float = 60.0,
     memory: float = 2.0,
     json: bool = False,
 ) -> int:
@@ -290,7 +292,7 @@ def query(
         part(parts, 'form'); a note: notes->>'moves'.
     number
         How many rows are shown.
-    seconds
+    timeout
         How long it may take.
     memory
         GiB that it may take.
@@ -305,13 +307,13 @@ def query(
 
     if number < 1:
         raise UserError(f"--number {number} must be from 1: it is how many rows are shown")
-    if not (0 < seconds <= 1e6 and 0 < memory <= 1e6):
-        raise UserError(f"--seconds {seconds:g} and --memory {memory:g} must be above 0, and at most a million")
-    late = f"the question took longer than {seconds:g} s: narrow it, or raise --seconds"
+    if not (0 < timeout <= 1e6 and 0 < memory <= 1e6):
+        raise UserError(f"--timeout {timeout:g} and --memory {memory:g} must be above 0, and at most a million")
+    late = f"the question took longer than {timeout:g} s: narrow it, or raise --timeout"
     with (
-        Questions(run, seconds, memory, lambda: vocabulary_of(Path(run))) as questions,
+        Questions(run, timeout, memory, lambda: vocabulary_of(Path(run))) as questions,
         input_bounds.memory(memory + 1),
-        input_bounds.deadline(seconds, late, questions.clean),
+        input_bounds.deadline(timeout, late, questions.clean),
     ):
         names, rows = questions.ask(sql, number + 1)
     for line in questions.left_out:

@@ -56,7 +56,7 @@ app = App(
     suppress_keyboard_interrupt=False,  # it is told below
 )
 # these are in cli/inspect_commands.py, the others in cli/commands.py
-_LOOKING = {"algorithms", "audit", "query", "reproduce", "rollouts", "view"}
+_INSPECT = {"algorithms", "audit", "query", "reproduce", "rollouts", "view"}
 for _name, _function, _help in (
     ("sft", "sft", "Supervised fine-tuning: imitate the responses of a dataset."),
     ("prefer", "prefer", "Learning from preferences: pairs, rankings or labels of responses (DPO and its family)."),
@@ -84,7 +84,7 @@ for _name, _function, _help in (
     ("launch", "launch", "Print what a batch system is to run for a command of posttrain: a file for Slurm's sbatch."),
     ("reproduce", "reproduce", "Test what a paper claims in a small experiment: table, plot, verdict with intervals."),
 ):
-    _module = "looking" if _function in _LOOKING else "commands"
+    _module = "inspect_commands" if _function in _INSPECT else "commands"
     app.command(f"posttrain.cli.{_module}:{_function}", name=_name, help=_help, help_format="markdown")
 retriever = App(
     name="retriever", help="Search over passages: make an index of them, serve it over HTTP.", help_format="plaintext"

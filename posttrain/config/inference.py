@@ -40,7 +40,7 @@ class Evaluation(Data):
     """How many replies an episode may have."""
     max_tool_calls: int | None = option(None, least=0)
     """How many answers of tools an episode may show; default: no limit."""
-    episode_seconds: float | None = option(None, above=0)
+    episode_timeout: float | None = option(None, above=0)
     """An episode that has taken so long shows no further turn; default: no limit."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply."""
@@ -56,7 +56,7 @@ class Evaluation(Data):
     """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in .rollouts.parquet."""
     env_workers: int | None = option(None, least=0, most=1024)
     """Processes that play and score; default: one per CPU core."""
-    env_seconds: float = option(10.0, above=0, most=86_400)
+    env_timeout: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of each of these processes, in GiB (0: no limit)."""
@@ -133,7 +133,7 @@ class ServePolicy:
     """What samples: local, this process, or vLLM in a process of its own."""
     engine_cache: float = option(4.0, above=0)
     """vLLM: limit of its key-value cache, in GiB."""
-    engine_seconds: float = option(120.0, above=0, most=86_400)
+    engine_timeout: float = option(120.0, above=0, most=86_400)
     """vLLM: time limit of one decoding step; beyond it the server ends."""
     compiled: bool = True
     """As in training."""
@@ -185,7 +185,7 @@ class Check(Data):
     """A text file of sample replies, one a line; default: the task's own answer and some hostile ones."""
     verbose: bool = False
     """Show every task and case, and texts as a whole; default: the first task, and what is wrong with the others."""
-    env_seconds: float = option(10.0, above=0, most=86_400)
+    env_timeout: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment, as in training."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of the environment's process, in GiB, as in training."""
@@ -241,7 +241,7 @@ class Sample(Data):
     """Replace a file that is already in --out."""
     env_workers: int | None = option(None, least=0, most=1024)
     """Processes that play and score; default: one per CPU core."""
-    env_seconds: float = option(10.0, above=0, most=86_400)
+    env_timeout: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of each of these processes, in GiB (0: no limit)."""
@@ -316,7 +316,7 @@ class Label(FromRows):
     """Decides random pairs, flips, and the order in which a person sees replies."""
     env_workers: int | None = option(None, least=0, most=1024)
     """Processes that score; default: one per CPU core."""
-    env_seconds: float = option(10.0, above=0, most=86_400)
+    env_timeout: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the reward function."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of each of these processes, in GiB (0: no limit)."""

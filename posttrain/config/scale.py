@@ -17,15 +17,15 @@ class Plan:
     """Numbers of engines to try, without --gpus; default: 1 2 4."""
     learners: tuple[int, ...] = ()
     """Numbers of learners to try, without --gpus; default: 1."""
-    ahead: tuple[int, ...] = (0, 1, 2, 4)
-    """Values of --ahead to try: step n learns from what the weights after step n - 1 - ahead sampled."""
+    async_steps: tuple[int, ...] = (0, 1, 2, 4)
+    """Values of --async-steps to try: step n learns from what the weights after step n - 1 - async_steps sampled."""
     tokens_per_step: int | None = option(None, above=0)
     """Also try every setting with this --tokens-per-step: longer replies go on in the next step, with its weights."""
     prompts: int | None = option(None, above=0)
     """Prompts a step; default: the pilot's."""
     group: int | None = option(None, above=0)
     """Replies a prompt; default: the pilot's. Members of its groups are then drawn again."""
-    handover_seconds: float | None = option(None, least=0)
+    weight_sync_seconds: float | None = option(None, least=0)
     """Seconds to hand weights over to an engine; default: the pilot's, which are next to none where they are shared."""
     gradients: float = option(0.0, least=0)
     """Seconds a step in which several learners sum their gradients: the pilot, with one, cannot know."""

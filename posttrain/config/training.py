@@ -107,7 +107,7 @@ class Training(Data):
     shard: bool = False
     """Deal the weights out to the processes, with gradients and moments: each holds its rows of every matrix, and gathers
     a layer when it is its turn."""
-    patience: float = option(600.0, above=0, most=86_400)
+    collective_timeout: float = option(600.0, above=0, most=86_400)
     """Seconds within which each of several processes has to come to the next thing that they do together."""
     restarts: int = option(0, least=0)
     """How often several processes are started again, from the newest checkpoint, when one of them was killed or crashed."""
@@ -140,7 +140,7 @@ class SFT(Passes):
     """Learn the responses only; --no-mask-prompt: the prompts too."""
     min_reward: float | None = None
     """Of rollouts that a run kept, and of replies that are played through --env: imitate those with this reward or more."""
-    env_seconds: float = option(10.0, above=0, most=86_400)
+    env_timeout: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment, as in rl."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of the environment's process, in GiB, as in rl."""
@@ -239,10 +239,10 @@ class RL(Training):
     """Environments of several turns: how many replies an episode may have."""
     max_tool_calls: int | None = option(None, least=0)
     """Environments of several turns: how many answers of tools an episode may show; default: no limit."""
-    episode_seconds: float | None = option(None, above=0)
+    episode_timeout: float | None = option(None, above=0)
     """Environments of several turns: an episode that has taken so long shows no further turn. Results then depend on the
     clock; default: no limit."""
-    ahead: int = option(0, least=0, most=1000)
+    async_steps: int = option(0, least=0, most=1000)
     """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
     (0: by the newest). The ratio, or a --correction, accounts for that."""
     tokens_per_step: int = option(0, least=0)
@@ -273,7 +273,7 @@ class RL(Training):
     env_workers: int | None = option(None, least=0, most=1024)
     """Processes that play and score; default: one per CPU core (0: none; everything runs here, without
     limits, for debuggers)."""
-    env_seconds: float = option(10.0, above=0, most=86_400)
+    env_timeout: float = option(10.0, above=0, most=86_400)
     """Time limit of one call of the environment; beyond it the reward is invalid."""
     env_memory: float = option(4.0, least=0)
     """Memory limit of each of these processes, in GiB; beyond it the reward is invalid (0: no limit)."""
@@ -294,13 +294,13 @@ class RL(Training):
     engine_cache: float = option(4.0, above=0)
     """In GiB. vLLM: limit of its key-value cache. local: of what is kept of episodes between their turns; what is let go is
     computed again, to the same bits."""
-    engine_seconds: float = option(120.0, above=0, most=86_400)
-    """Engines in other processes: time limit of a hand-over of weights, and of a decoding step. Beyond it one of several is
+    engine_timeout: float = option(120.0, above=0, most=86_400)
+    """Engines in other processes: time limit of a weight sync, and of a decoding step. Beyond it one of several is
     started again, and the only one ends the run."""
     replicas: int = option(0, least=0, most=1024)
     """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's own,
     in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
-    handover: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
+    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
     """How weights reach vLLM: copied, all of them through memory of the machine, adapters merged; adapter, with --lora, the
     frozen ones once and then the adapters alone. With --replicas on cards: nccl, from card to card; ipc, within one card.
     These two are vLLM's own and have not been tried on cards yet."""

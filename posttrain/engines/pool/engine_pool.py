@@ -90,7 +90,7 @@ class EnginePool:
         return f"{len(self.members)} engines ({', '.join(kinds)})"
 
     def counts(self) -> dict[str, float]:
-        """What became of the engines, since the beginning; `canary`: most nats off the learner, of the last hand-over."""
+        """What became of the engines, since the beginning; `canary`: most nats off the learner, of the last weight sync."""
         ready = sum(m.state is MemberState.READY for m in self.members)
         return {"ready": ready, "canary": self._deviation, **self._counted}
 

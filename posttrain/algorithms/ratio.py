@@ -122,11 +122,10 @@ class Correction(Component):
     kind: Literal["truncate", "icepop", "sequence"] = setting(
         "truncate",
         "correction",
-        "Weight for an engine whose log-probabilities differ from the learner's, or whose weights lag behind, as with "
-        "--async-steps (none: no weight).",
+        "Importance weight for an engine that differs from the learner, or lags behind (--async-steps). none: no weight.",
         absent="none",
     )
-    cap: float = setting(2.0, "correction-cap", "Bound of that weight, above 1.", above=1)
+    cap: float = setting(2.0, "correction-cap", "Cap of the weight of --correction, above 1.", above=1)
 
     @property
     def formula(self) -> str:

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from posttrain.config import (
-    RL,
-    SFT,
-    Data,
-    Distill,
-    Evaluation,
-    FromRows,
-    Label,
-    Passes,
-    Prefer,
-    RewardModelling,
-    Sample,
-    Training,
-)
+from posttrain.config import RL, SFT, Distill, Evaluation, Label, Prefer, RewardModelling, Sample
+from posttrain.config.option_groups import OptionGroup, help_of
 
 GIVEN = {"tasks", "env", "model", "teacher", "items", "with_", "human", "rater", "agreement"}
 """What the functions of the front door take by position, if at all."""
@@ -40,25 +27,35 @@ from typing import Any, Literal, TypedDict
 
 def text() -> str:
     """The whole file."""
-    kinds = (FromRows, Data, Training, Passes, SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Sample, Label)
-    return HEAD + "\n\n".join(_of(kind) for kind in kinds)
+    kinds = (SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Sample, Label)
+    every = dict.fromkeys(part for kind in kinds for part in reversed(kind.__mro__) if _has_options(part))
+    return HEAD + "\n\n".join(_of(kind) for kind in every)
 
 
-def _of(kind: type[FromRows]) -> str:
-    """The options that `kind` adds to those of the class it extends."""
-    hints, above = get_type_hints(kind), kind.__mro__[1]
-    known = {f.name for f in fields(above)} if above is not object else set()
+def _has_options(kind: type[Any]) -> bool:
+    return issubclass(kind, OptionGroup) and kind is not OptionGroup
+
+
+def _of(kind: type[Any]) -> str:
+    """The options that `kind` adds to those of the classes that it extends."""
+    hints, above = get_type_hints(kind), [base for base in kind.__bases__ if _has_options(base)]
+    known = {f.name for base in above for f in fields(base)}
     names = [f.name for f in fields(kind) if f.name not in known | GIVEN]
     names += [name for name in ("model", "env") if kind is SFT]  # `sft` takes the tasks alone
-    told = {name: (_said(hints[name]), _help(kind, name)) for name in names}
-    if "settings" in told:
-        told |= {flag.name: (_said(flag.type), flag.help) for flag in kind.flags().values()}
-    extended = "TypedDict" if above is object else f"{above.__name__}Options"
-    verbs = "several verbs" if kind in (FromRows, Data, Training, Passes) else f"posttrain {kind.verb}"
-    lines = [f"class {kind.__name__}Options({extended}, total=False):", f'    """Options of {verbs}."""', ""]
+    told = {name: (_said(hints[name]), help_of(kind, name)) for name in names}
+    flags = kind.flags() if "settings" in {f.name for f in fields(kind)} - GIVEN and hasattr(kind, "flags") else {}
+    inherited = {name for base in above if hasattr(base, "flags") for name in base.flags()}
+    told |= {flag.name: (_said(flag.type), flag.help) for flag in flags.values() if flag.name not in inherited}
+    extended = ", ".join(f"{_titled(base)}" for base in above) or "TypedDict"
+    verbs = f"posttrain {kind.verb}" if "verb" in vars(kind) else "several verbs"
+    lines = [f"class {_titled(kind)}({extended}, total=False):", f'    """Options of {verbs}."""', ""]
     for name, (hint, help) in told.items():
         lines += [f"    {name}: {hint}", textwrap.indent(textwrap.fill(f'"""{help}"""', 116), "    ")]
     return "\n".join(lines) + "\n"
+
+
+def _titled(kind: type[Any]) -> str:
+    return f"{kind.__name__.removesuffix('Group')}Options"
 
 
 def _said(hint: Any) -> str:
@@ -74,18 +71,6 @@ def _said(hint: Any) -> str:
     if origin in (tuple, dict):
         return f"{origin.__name__}[{', '.join(map(_said, inner))}]"
     return " | ".join(map(_said, inner)) if inner else hint.__name__
-
-
-def _help(kind: type[Any], name: str) -> str:
-    """The documentation of a field where it is declared, in one line."""
-    for owner in kind.__mro__:
-        if name in inspect.get_annotations(owner):
-            lines = inspect.getsource(owner).splitlines()
-            at = next(i for i, line in enumerate(lines) if line.startswith(f"    {name}: "))
-            rest = "\n".join(lines[at:])
-            begin = rest.index('"""') + 3
-            return " ".join(rest[begin : rest.index('"""', begin)].split())
-    return ""
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def test_rl_records_options_sizes_and_objective_and_tells_where_everything_is(
         assert line in said
     assert "maximise" in "".join(recorded["objective"])
     assert "2 prompts x 2 rollouts = 4 rollouts" in "".join(recorded["sizes"])
-    assert "options: tasks rows.jsonl, env arithmetic, model start, threads 1, out run, kl 0.0, steps 2" in said
+    assert "options: tasks rows.jsonl, env arithmetic, model start, threads 1, out run, max_tokens 4, kl 0.0" in said
     assert "defaults" not in said and "temperature 1.0" not in said  # run.json has them
     for path in ("checkpoints/step-000002", "curves.png", "rollouts"):
         assert str(Path("run") / path) in said and (place / "run" / path).exists()

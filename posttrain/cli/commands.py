@@ -288,12 +288,18 @@ def serve_engine(*, config: Annotated[ServeEngine, Options] = ServeEngine()) -> 
 
 def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment on sample replies, before any training."""
+    from posttrain.cli.help_pages import beside
     from posttrain.envs.check import check as run_check
     from posttrain.envs.load import about
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
+    from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
 
+    if config.verifiers:
+        for name, verifier in VERIFIERS.items():
+            print("\n".join(beside(PREFIX + name, sentence(verifier), 25)))
+        return 0
     validate(config)
     lines = None
     if config.replies is not None:

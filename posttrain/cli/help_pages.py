@@ -73,9 +73,9 @@ def _front_page() -> list[str]:
         "  posttrain view runs/rl",
         "",
         "Help:",
-        *_beside("posttrain --help", "all commands", 24),
-        *_beside("posttrain rl --help", "the options of a first hour; --help-all: every option", 24),
-        *_beside("posttrain algorithms", "all algorithms, with their formulas", 24),
+        *beside("posttrain --help", "all commands", 24),
+        *beside("posttrain rl --help", "the options of a first hour; --help-all: every option", 24),
+        *beside("posttrain algorithms", "all algorithms, with their formulas", 24),
     ]
 
 
@@ -93,10 +93,10 @@ def _all_commands() -> list[str]:
 
 
 def _listed(commands: Sequence[Command]) -> list[str]:
-    return [line for c in commands for line in _beside(c.name, c.help, 18)]
+    return [line for c in commands for line in beside(c.name, c.help, 18)]
 
 
-def _beside(name: str, text: str, left: int) -> list[str]:
+def beside(name: str, text: str, left: int) -> list[str]:
     """A name and what is said of it, in two columns."""
     lines = textwrap.wrap(text, _width() - left, break_long_words=False, break_on_hyphens=False)
     if len(name) + 3 > left or not lines:
@@ -120,7 +120,7 @@ def _command_page(app: App, command: Command, whole: bool) -> list[str]:
         lines.append(f"{group.capitalize()}:")
         for entry in shown:
             if entry.group == group:
-                lines += _beside(entry.names, entry.help if whole else _SENTENCE.split(entry.help)[0], LEFT)
+                lines += beside(entry.names, entry.help if whole else _SENTENCE.split(entry.help)[0], LEFT)
     if hidden := len(entries) - len(shown):
         text = f"posttrain {command.name} --help-all shows {hidden} more options, and more about these."
         lines += ["", *textwrap.wrap(text, _width())]

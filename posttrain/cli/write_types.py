@@ -9,9 +9,32 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from posttrain.config import RL, SFT, Distill, Evaluation, Label, Prefer, RewardModelling, Sample
 from posttrain.config.option_groups import OptionGroup, help_of
+from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, described
 
 GIVEN = {"tasks", "env", "model", "teacher", "items", "with_", "human", "rater", "agreement"}
 """What the functions of the front door take by position, if at all."""
+
+VERIFIERS_HEAD = """# Verifiers by name
+
+<!-- Written by `python -m posttrain.cli.write_types`. -->
+
+Every verifier of `posttrain.verify` that gives a number is a reward by its name, without a line of code:
+
+    posttrain rl --tasks rows.jsonl --env verify:exact_match ...
+
+Settings follow the name: `verify:numeric,tolerance=0.01`. Rewards add up with weights, and each part is logged without its
+weight: `"verify:exact_match*0.9 + verify:tags*0.1"`; a reward of your own or a built-in one may be a part too. The same text
+stands in a recipe (`env = "verify:exact_match*0.9 + verify:tags*0.1"`), in Python (`env="verify:f1"`), and behind
+`posttrain label --with`. A weight is the last `*NUMBER`, and a setting cannot hold a comma: put patterns into a column.
+
+Verifiers with the setting `answer` judge the answer in a reply. `final` (the default) is a closed `\\boxed{}`, `<answer>`,
+`####` or a sentence such as "the answer is ...", else the whole reply behind its thoughts; `tags`, `boxed` and `reply` look
+in one place only. Other verifiers judge the whole reply. Columns in brackets are optional. A row names its columns as it
+likes: `--fields.answer solution`. Accuracy and pass@k count full marks as right, where every part has them.
+
+| name | columns | settings and defaults | gives |
+|---|---|---|---|
+"""
 
 HEAD = '''"""The options of the front door, for editors.
 
@@ -73,6 +96,16 @@ def _said(hint: Any) -> str:
     return " | ".join(map(_said, inner)) if inner else hint.__name__
 
 
+def verifiers_page() -> str:
+    """The page of the verifiers that work by name."""
+    rows = "\n".join(
+        f"| `{PREFIX}{name}` | {columns} | {f'`{settings}`' if settings else ''} | {idea} |"
+        for name, verifier in VERIFIERS.items()
+        for columns, settings, idea in [described(verifier)]
+    )
+    return VERIFIERS_HEAD + rows.replace("|n - target|", "distance from the target") + "\n"
+
+
 if __name__ == "__main__":
     import subprocess
     import sys
@@ -80,3 +113,4 @@ if __name__ == "__main__":
     place = Path(__file__).resolve().parents[1] / "typed.py"
     place.write_text(text(), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "ruff", "format", "-q", str(place)], check=False)
+    (place.parents[1] / "docs" / "verifiers-by-name.md").write_text(verifiers_page(), encoding="utf-8")

@@ -135,6 +135,8 @@ class Check(ServiceGroup, EnvLimitGroup, Data):
     """Read only the first N rows; the first few tasks are tried."""
     replies: str | None = option(None, group="data", first_hour=True, value="FILE")
     """Text file of sample replies, one per line. Default: each task's own answer, and some hostile ones."""
+    verifiers: bool = option(False, group="environment", first_hour=True)
+    """List the verifiers that work by name: the columns that each reads, its settings, what it gives."""
     verbose: bool = option(False, group="record", first_hour=True)
     """Show every task and case, and texts in full. By default: the first task, and what is wrong with the others."""
 

@@ -19,6 +19,9 @@ Kind = Literal["reward", "agent", "preferences", "judge"]
 Rows = Iterator[dict[str, Any]]
 TEMPLATES = Path(__file__).with_name("init_files")
 SEED = 0
+DIGITS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+TEENS = ("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
+WORDS = ("zero", *DIGITS, "ten", "eleven", "twelve", *TEENS, "twenty", *(f"twenty-{digit}" for digit in DIGITS))
 
 
 def init(folder: str = ".", *, kind: Kind = "reward") -> int:
@@ -42,7 +45,7 @@ def init(folder: str = ".", *, kind: Kind = "reward") -> int:
     except (OSError, ValueError) as error:  # of a name that no system takes
         raise UserError(f"{clip(str(place))} cannot be written: {one_line(error)}") from error
     for name, (what, _) in files_of(kind).items():
-        print(f"wrote       {str(place / name):<24} {what}")
+        print(f"wrote       {place / name!s:<24} {what}")
     enter = "" if place.resolve() == Path.cwd() else f"cd {folder} && "
     print(f"next        {enter}posttrain {FIRST[kind]}")
     return 0
@@ -76,26 +79,28 @@ def _calculations() -> Rows:
 
 
 def _pairs() -> Rows:
-    """Sums with a right and a wrong response; imitation sees either of them."""
+    """Sums whose better response is written in digits, the worse one in words; imitation sees either of them."""
     draw = random.Random(SEED)
     for a, b, c in product(range(10), repeat=3):
-        right, wrong = a + b + c, a + b + c + draw.choice((-2, -1, 1, 2))
-        pair = {"chosen": str(right), "rejected": str(wrong)}
-        yield {"prompt": f"{a}+{b}+{c}=", "response": draw.choice(list(pair.values())), **pair, "answer": str(right)}
+        pair = {"chosen": str(a + b + c), "rejected": WORDS[a + b + c]}
+        yield {"prompt": f"{a}+{b}+{c}=", "response": draw.choice(list(pair.values())), **pair}
 
 
-def _small_sums() -> Rows:
-    for a, b in product(range(10), repeat=2):
-        yield {"prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
+def _answered() -> Rows:
+    """The same sums, each with one of the two responses."""
+    for row in _pairs():
+        yield {"prompt": row["prompt"], "response": row["response"]}
 
 
 def _checks() -> Rows:
-    """Replies to small sums, right and wrong, with what a good judge says of each."""
+    """Replies to such sums, in digits, in words and broken ones, with what a good judge says of each."""
     draw = random.Random(SEED)
-    for a, b in product(range(10), repeat=2):
-        for said in {a + b, *(draw.randrange(19) for _ in range(3))}:
-            verdict = "yes" if said == a + b else "no"
-            yield {"prompt": f"{a}+{b}={said}\n", "response": f"{a}+{b}={a + b} verdict: {verdict}"}
+    for row in draw.sample(list(_pairs()), 200):
+        broken = "".join(draw.sample(row["chosen"] + row["rejected"], draw.randrange(len(row["rejected"]))))
+        for said, reason in ((row["chosen"], "digits"), (row["rejected"], "words"), (broken, "neither")):
+            verdict = "yes" if said.isdigit() else "no"
+            reason = "digits" if said.isdigit() else reason
+            yield {"prompt": f"{row['prompt']}{said}\n", "response": f"{reason}. verdict: {verdict}"}
 
 
 ROWS: dict[Kind, tuple[tuple[str, str, Callable[[], Rows]], ...]] = {
@@ -103,7 +108,7 @@ ROWS: dict[Kind, tuple[tuple[str, str, Callable[[], Rows]], ...]] = {
     "agent": (("rows.jsonl", "the tasks: prompts, answers, episodes to imitate", _calculations),),
     "preferences": (("rows.jsonl", "pairs: prompts with a better and a worse response", _pairs),),
     "judge": (
-        ("rows.jsonl", "the tasks: prompts, and responses to imitate", _small_sums),
+        ("rows.jsonl", "the tasks: prompts, and responses to imitate", _answered),
         ("checks.jsonl", "replies with verdicts, from which the judge learns", _checks),
     ),
 }
@@ -112,7 +117,12 @@ WRITTEN: dict[Kind, tuple[tuple[str, str], ...]] = {
     "reward": (("reward.py", "the reward function"), RECIPE),
     "agent": (("agent.py", "the environment, with a tool"), RECIPE),
     "preferences": (RECIPE,),
-    "judge": (("judge.toml", "the judge"), ("train_judge.toml", "options to train it"), RECIPE),
+    "judge": (
+        ("judge.toml", "the judge"),
+        ("train_judge.toml", "options to train it"),
+        ("replies.txt", "sample replies to try it on"),
+        RECIPE,
+    ),
 }
 FIRST: dict[Kind, str] = {
     "reward": "check --config recipe.toml",

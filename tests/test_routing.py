@@ -489,7 +489,7 @@ def test_policy_replays_and_its_reference_routes_by_itself(lora: int | None, fol
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"routing_replay": True}, "--routing-replay is of mixtures of experts"),
+        ({"routing_replay": True}, "--routing-replay requires a mixture-of-experts model"),
         ({"router_balance": 0.01}, "--router-balance and --router-z are of mixtures of experts"),
         ({"router_z": 0.01, "algorithm": "trpo"}, "leave out --router-balance and --router-z"),
     ],

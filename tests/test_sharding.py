@@ -447,7 +447,7 @@ def test_a_process_that_is_lost_while_the_canary_is_told_what_to_hear_is_told_in
 
 
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--shard deals the weights out to several processes: give --processes too"):
+    with pytest.raises(UserError, match="--shard requires --processes > 1"):
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
     from posttrain.algorithms.policy_table import find
     from posttrain.config import RL

@@ -132,9 +132,9 @@ def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Toke
         AdapterSync(adapted(tiny(tokenizer), dora=True))
     with pytest.raises(UserError, match="not ranks above 512"):
         AdapterSync(adapted(tiny(tokenizer), rank=600))
-    with pytest.raises(UserError, match="--weight-sync adapter is of one process of training with one vLLM of its own"):
+    with pytest.raises(UserError, match="--weight-sync adapter requires one training process with one vLLM"):
         Many(2, weight_sync="adapter").of(Alone())
-    with pytest.raises(UserError, match="--weight-sync adapter is of vLLM: give --engine vllm, or leave it out"):
+    with pytest.raises(UserError, match="--weight-sync adapter requires --engine vllm"):
         open_engine("local", adapted(tiny(tokenizer)), tokenizer, 4, "float32", many=Many(weight_sync="adapter"))
 
 

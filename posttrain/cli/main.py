@@ -130,7 +130,7 @@ def _unknown(option: str, words: list[str]) -> str:
     if verb == "launch" and "--" not in rest and (command := next((word for word in rest if word in VERBS), None)):
         return f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {command} ..."
     if verb == "engine" and option == "--engines":
-        return "--engines is of the runs that sample here: an engine listens at --listen HOST:PORT"
+        return "--engines belongs to the run that samples here: an engine listens at --listen HOST:PORT"
     return f"unknown option {option}{_suggested(option, verb)}"
 
 

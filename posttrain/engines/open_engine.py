@@ -35,7 +35,7 @@ def open_engine(
     are sampled with, whatever becomes of the model meanwhile. `many`: a pool, if it names engines.
     """
     if kind == "local" and many.weight_sync == "adapter":
-        raise UserError("--weight-sync adapter is of vLLM: give --engine vllm, or leave it out")
+        raise UserError("--weight-sync adapter requires --engine vllm")
     if kind == "local" and not many:
         return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
     if isinstance(model, Backed) and model.vision is not None:

@@ -133,7 +133,7 @@ class Processes:
                     raise Elsewhere(why, int(code))
                 if time.monotonic() > end:
                     said = ", ".join(map(str, missing))
-                    raise Elsewhere(f"process {said} has said nothing for {self._timeout:g} s (--collective-timeout)")
+                    raise Elsewhere(f"process {said} did not respond within {self._timeout:g} s (--collective-timeout)")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             if self._calls > 2:  # everybody has read it
@@ -220,7 +220,7 @@ def attempt_of(kept: Store, rank: int, size: int, timeout: float) -> int:
                 invited[other] = there
         if time.monotonic() > end:
             raise Elsewhere(
-                f"process {', '.join(map(str, sorted(missing)))} has not come for {timeout:g} s (--collective-timeout)"
+                f"process {', '.join(map(str, sorted(missing)))} did not join within {timeout:g} s (--collective-timeout)"
             )
         time.sleep(LONGEST_PAUSE)
     return attempt

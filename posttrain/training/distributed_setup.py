@@ -30,11 +30,11 @@ def together(config: Training) -> Iterator[World]:
                 f"--nproc-per-node {config.processes}"
             )
         if config.collective_timeout != Training.collective_timeout:
-            raise UserError("--collective-timeout is of several processes: give --processes too, or leave it out")
+            raise UserError("--collective-timeout requires --processes > 1")
         if config.restarts:
-            raise UserError("--restarts is of several processes: give --processes too, or leave it out")
+            raise UserError("--restarts requires --processes > 1")
         if config.shard:
-            raise UserError("--shard deals the weights out to several processes: give --processes too, or leave it out")
+            raise UserError("--shard requires --processes > 1: it shards the weights across them")
         yield Alone()
         return
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:

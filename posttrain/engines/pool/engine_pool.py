@@ -1,4 +1,4 @@
-"""An engine made of engines, each of which may die, hang or lie without the run taking notice of it in what it learns.
+"""An engine pool that tolerates crashes, hangs and wrong weights: what a run learns does not depend on them.
 
     STARTING -> STALE -> READY -> DEAD, and from DEAD again to STARTING while the budget lasts
 

@@ -66,12 +66,11 @@ class Many:
         if self.weight_sync == "adapter":
             if self or world.size > 1:
                 raise UserError(
-                    "--weight-sync adapter is of one process of training with one vLLM of its own: leave out --replicas and "
-                    "--engines"
+                    "--weight-sync adapter requires one training process with one vLLM: leave out --replicas and --engines"
                 )
         elif self.weight_sync != "copied" and (world.size > 1 or not self.replicas or self.launch != "local"):
             raise UserError(
-                f"--weight-sync {self.weight_sync} is of one process of training, with --replicas on its machine"
+                f"--weight-sync {self.weight_sync} requires one training process, with --replicas on its machine"
             )
         if self and self.replicas + len(self.addresses) < world.size:
             raise UserError(
@@ -250,7 +249,7 @@ def open_pool(
     """
     if many.weight_sync != "copied" and (kind != "vllm" or model.head.device.type != "cuda"):
         raise UserError(
-            f"--weight-sync {many.weight_sync} is of vLLM on cards: --engine vllm --device cuda, or leave it out"
+            f"--weight-sync {many.weight_sync} requires vLLM on GPUs: --engine vllm --device cuda"
         )
     token = read_token(many.token) if many.addresses else b""
     with ExitStack() as opened:

@@ -42,10 +42,10 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, Distill
 from posttrain.core.component import NEVER, Need, knob_of
 from posttrain.core.types import Task, UserError
+from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder_writer import save_model
-from posttrain.models.tokenizer.demonstration import demonstrate
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
@@ -380,7 +380,7 @@ GAE.alpha = None: above 0
 GAE.whiten = False
 GAE.eps = 1e-08: above 0
 Decoupled.eps = 1e-06: above 0
-Process.eps = 1e-06: above 0
+StepRewards.eps = 1e-06: above 0
 ToGo.whiten = False
 ToGo.gamma = 1.0: at least 0 and at most 1
 ToGo.eps = 1e-08: above 0

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.core.conversation import Conversation
 from posttrain.core.types import Completion, StopReason, ToolCall, Turn, UserError
-from posttrain.models.tokenizer.demonstration import demonstrate
+from posttrain.envs.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"

@@ -19,6 +19,7 @@ from posttrain.algorithms.policy import policy_objective
 from posttrain.config.training import RL
 from posttrain.core.batch import Stats
 from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
@@ -28,7 +29,6 @@ from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.reward_model import ScoreShape, new_reward_model
-from posttrain.models.tokenizer.demonstration import demonstrate
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.packing import pack

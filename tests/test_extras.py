@@ -16,7 +16,7 @@ from posttrain.core.extras import NEEDED, install, installed, runnable
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "posttrain").rglob("*.py"))
-OWN = ("cli/main.py", "view/")
+OWN = ("cli/main.py", "apps/view/")
 """What speaks of these commands where they are being used already."""
 DECIDED = ("_looked_at", "view", "query")
 """Functions that ask first, or are these commands."""

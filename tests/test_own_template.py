@@ -14,13 +14,13 @@ from posttrain.cli.main import main
 from posttrain.core.types import Sampling, Turn, UserError
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.check import check
+from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
 from posttrain.models.checkpoint_summary import Outline, outline
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.custom_template import CHATML, around, read_template
-from posttrain.models.tokenizer.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.tokenizer.tokenizer_training import EOS
 from posttrain.training.playground import viewer_of

@@ -39,11 +39,11 @@ from posttrain.core.types import (
 )
 from posttrain.data.tasks import draw, order, to_tasks
 from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel
-from posttrain.models.tokenizer.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train

@@ -24,12 +24,12 @@ from posttrain.core.batch import Layout
 from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, Transcript, UserError
 from posttrain.data.chat_prompts import AsMessages
+from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.adapters.adapter_config import described_in
 from posttrain.models.checkpoint_folder import stored_names
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.json_files import read_json
 from posttrain.models.reward_model import OFFSET, load_reward_model
-from posttrain.models.tokenizer.demonstration import demonstrate, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import SCORE
 from posttrain.runs.chat_choice import chatting

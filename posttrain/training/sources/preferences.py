@@ -21,7 +21,7 @@ from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
 from posttrain.core.types import Comparison, Item, Task, Transcript, UserError
-from posttrain.models.tokenizer.demonstration import demonstrate, last_alone
+from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_stream import ExampleStream, progress, steps_per_epoch, visited

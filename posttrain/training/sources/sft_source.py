@@ -16,7 +16,7 @@ from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.protocols import Objective, Source
 from posttrain.core.types import Task, Transcript, UserError
 from posttrain.data.tasks_from_rows import is_script
-from posttrain.models.tokenizer.demonstration import demonstrate
+from posttrain.envs.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.demonstrations import Enact, cut, stored
 from posttrain.training.sources.example_recording import ExampleRecording

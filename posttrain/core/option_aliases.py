@@ -250,7 +250,7 @@ ANSWERS = {
     **_alike(
         "report_to logger logging_dir wandb use_wandb wandb_project project_name swanlab",
         "every run writes TensorBoard's files and metrics.jsonl: tensorboard --logdir RUN/tensorboard, "
-        "wandb sync RUN/tensorboard, or posttrain view RUN",
+        "or wandb sync RUN/tensorboard",
     ),
     **_alike(
         "logging_steps logging_first_step logging_strategy disable_tqdm",
@@ -259,7 +259,7 @@ ANSWERS = {
     **_alike(
         "log_completions num_completions_to_print log_unique_prompts log_val_generations rollout_data_dir "
         "validation_data_dir",
-        "every rollout is recorded: posttrain rollouts RUN prints some, posttrain view RUN shows all",
+        "every rollout is recorded: posttrain rollouts RUN prints them",
     ),
     **_alike(
         "packing eval_packing packing_strategy padding_free use_remove_padding pad_to_multiple_of group_by_length "

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.core.pictures import digests
 from posttrain.core.types import Media, SpanKind, Task, ToolCall, Transcript, UserError
 from posttrain.data.preference_examples import CUT
 from posttrain.envs.play.env_outputs import read_schema
-from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcript:

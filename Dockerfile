@@ -2,7 +2,7 @@
 #
 #     docker build --tag posttrain .
 #     docker build --tag posttrain:cuda --build-arg BUILD=cu129 .
-#     docker build --target test .        # trains: the first run of the README, as it stands there
+#     docker build --target test .        # trains: docs/start/first-run.md, as it stands there
 #     docker run --rm --volume "$PWD:/work" posttrain rl --tasks sums.jsonl --env my.py:reward ...
 #
 # PyTorch's own builds hold what they need of CUDA; the machine brings its driver (docker run --gpus all).
@@ -31,6 +31,7 @@ ENV OMP_WAIT_POLICY=passive
 
 FROM base AS test
 COPY tests/documents.py tests/first_run.py tests/
+COPY docs/start/first-run.md docs/start/
 WORKDIR /try
 RUN python /src/tests/first_run.py
 

@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := passive
 # Tests start hundreds of interpreters: what they import is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench golden check format clean
+.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench golden docs check format clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -81,6 +81,10 @@ BASE ?= HEAD
 golden: .venv/ready
 	$(BIN)/python tools/golden.py --base $(BASE)
 
+# The documentation site, with strict links, into site/: open site/index.html.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 check: .venv/ready
 	$(BIN)/ruff format --check posttrain experiments tests tools examples recipes benchmarks
 	$(BIN)/ruff check posttrain experiments tests tools examples recipes benchmarks
@@ -118,4 +122,4 @@ format: .venv/ready
 	touch .venv-openenv/ready
 
 clean:
-	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-oldest .venv-newest runs
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-oldest .venv-newest runs site

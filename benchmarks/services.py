@@ -71,7 +71,8 @@ def measure(
     from posttrain.core.types import Completion, Sampling
     from posttrain.engines.local.local_engine import LocalEngine
     from posttrain.envs.play.env_pool import EnvPool
-    from posttrain.envs.play.player import Episode, Player
+    from posttrain.envs.play.episode import Episode
+    from posttrain.envs.play.player import Player
     from posttrain.envs.play.service_client import Services
     from posttrain.models.native.decoder import new_decoder
     from posttrain.models.native.decoder_shape import DecoderConfig

@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import posttrain
+from posttrain.core.intervals import told
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.curves import curves
 from posttrain.runs.record.rollout_reading import read_rollouts
@@ -70,16 +71,13 @@ def main() -> None:
         threads=1,
     )
 
-    def figure(values: dict[str, float]) -> str:
-        return f"{values['mean']:.3f} [{values['low']:.3f}, {values['high']:.3f}]"
-
     assert found.against is not None and found.differences is not None
     rows = [
-        [stage, *(figure(figures[name]) for name in ("accuracy", "pass@1", "pass@8"))]
+        [stage, *(told(figures[name]) for name in ("accuracy", "pass@1", "pass@8"))]
         for stage, figures in (("before: imitation", found.against), ("after: GRPO", found.figures))
     ]
     table(f"{len(unseen)} sums never seen, 8 replies each, 95% intervals", ["", "accuracy", "pass@1", "pass@8"], rows)
-    print(f"gained {figure(found.differences['accuracy'])}, the same sums compared one by one")
+    print(f"gained {told(found.differences['accuracy'])}, the same sums compared one by one")
     last = read_rollouts(learned.path, rollout_steps(learned.path)[-1])
     sample(last[::8], 5)  # one of each group
     print(f"curves      {curves(learned.path, out / 'curves.png')}")

@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from experiments.harness import Arena
-from posttrain.algorithms.policy_table import find
-from posttrain.config import RL
+from posttrain.algorithms.all_algorithms import find
 from posttrain.config.resolve import filled
+from posttrain.config.training import RL
 from posttrain.core.batch import Packed
 from posttrain.core.protocols import Learner
 from posttrain.core.types import Rollout, Sampling
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.local.embedded import embedded
-from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import is_generator_env, load_env
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model

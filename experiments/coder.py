@@ -23,12 +23,13 @@ from experiments.experiment import Numbers, Settings
 from experiments.functions import careless, demonstrations, drawn, row, tasks, vocabulary
 from experiments.harness import checkpoint_of
 from experiments.reader import untrained
-from posttrain.config import SFT, Evaluation
+from posttrain.config.inference import Evaluation
+from posttrain.config.training import SFT
 from posttrain.core.types import Env, Invalid, Reply, Rollout, Task, Verdict
 from posttrain.envs.builtin.code import row_to_task
 from posttrain.envs.builtin.code_choice import QUESTION, outcomes, shown
 from posttrain.runs.checkpoint import newest, step_of
-from posttrain.training.intervals import pass_at_k
+from posttrain.training.figures import pass_at_k
 from posttrain.training.verbs import evaluate, sft
 from posttrain.verify.fenced import code_in
 from posttrain.verify.unit_tests import Grade, behaviour, graded

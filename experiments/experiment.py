@@ -23,8 +23,8 @@ import torch
 
 from experiments.figure import Panel, draw
 from posttrain.core import user_files
+from posttrain.core.intervals import Interval, student_interval
 from posttrain.core.types import UserError
-from posttrain.runs.student import student_interval
 
 Settings = Mapping[str, Any]
 """Numbers and names that decide an experiment's size; plain JSON."""
@@ -51,11 +51,10 @@ class Estimate:
     mean: float
     low: float
     high: float
+    why: str = ""  # there is no interval
 
     def __str__(self) -> str:
-        if math.isnan(self.low):
-            return f"{self.mean:.3g}"
-        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
+        return f"{self.mean:.3g} {Interval(self.low, self.high, self.why).text('.3g')}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Comparison:
     @property
     def verdict(self) -> Verdict:
         low, high = self.found.low, self.found.high
-        if math.isnan(low):  # a single seed has no interval: it shows nothing
+        if math.isnan(low):  # a single seed, or the same in all, has no interval: it shows nothing
             return Verdict.UNSEEN
         if self.at_least < low and high < self.at_most:
             return Verdict.SEEN
@@ -218,9 +217,9 @@ def read_settings(given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def over_seeds(values: Sequence[float]) -> Estimate:
-    """Mean with Student's 95% interval; of one value, the interval is (nan, nan)."""
-    low, high = student_interval(values)
-    return Estimate(float(np.mean(values)), low, high)
+    """Mean with Student's 95% interval."""
+    found = student_interval(values)
+    return Estimate(float(np.mean(values)), found.low, found.high, found.why)
 
 
 def differences(numbers: Mapping[int, Numbers], one: str, other: str, figure: Callable[[Numbers], float]) -> Estimate:

@@ -19,13 +19,13 @@ import numpy as np
 
 from experiments.experiment import Estimate, Numbers, Say, over_seeds
 from experiments.figure import Panel, Series
-from posttrain.config import RL, SFT
 from posttrain.config.resolve import filled
+from posttrain.config.training import RL, SFT
+from posttrain.core.intervals import student_interval
 from posttrain.core.types import Reply, Task
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import rollout_steps
-from posttrain.runs.student import student_interval
 from posttrain.training.trainer import Run
 from posttrain.training.verbs import rl, sft
 

@@ -136,7 +136,8 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         comparisons,
         _panels(numbers, far),
         ["The gradient of k1 is the score, whose mean is 0: as a loss it adds nothing but noise (its distance is 1). "
-         "That of k2 is the reverse KL's, which a KL in the reward has too; that of k3 is the forward KL's."],
+         "That of k2 is the reverse KL's, that of k3 the forward KL's, both per token: of the KL of a reply, in which a "
+         "token also counts for where it leads, k1 in the reward has the gradient."],
     )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _panels(numbers: Mapping[int, Numbers], far: Mapping[str, Mapping[str, Estim
 EXPERIMENT = Experiment(
     "kl-estimators",
     "k1 and k3 have no bias, k2 little; k2 and k3 vary little where the KL is small. As losses they differ: on policy "
-    "the mean gradient of k1 is 0, that of k2 is the reverse KL's, and that of k3 is not.",
+    "the mean gradient of k1 is 0, that of k2 is the reverse KL's per token, and that of k3 is not.",
     "Schulman 2020, Approximating KL divergence, joschu.net/blog/kl-approx.html",
     {"samples": 10_000_000, "vocabulary": 16, "distributions": 24, "gradient_samples": 200_000},
     measure,

@@ -32,7 +32,7 @@ from experiments.harness import (
     late,
     practise,
 )
-from posttrain.config import SFT
+from posttrain.config.training import SFT
 from posttrain.core.seeds import seed_of
 from posttrain.envs.builtin import arithmetic
 from posttrain.models.hf.transformers_folder import empty_backed

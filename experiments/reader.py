@@ -36,7 +36,8 @@ from experiments.world import (
     path_of,
     vocabulary,
 )
-from posttrain.config import SFT, Evaluation
+from posttrain.config.inference import Evaluation
+from posttrain.config.training import SFT
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Env, Invalid, Rollout, Task, UserError
 from posttrain.models.native.decoder import new_decoder

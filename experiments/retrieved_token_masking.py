@@ -31,7 +31,8 @@ from experiments.search_r1 import COMMON, Quiz, examined, prepare
 from posttrain.algorithms.policy import policy_objective
 from posttrain.core.types import Completion, Rollout, SpanKind, StopReason, Transcript
 from posttrain.envs.play.branch_plan import BranchPlan
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.loop import FinishedStep, train
 

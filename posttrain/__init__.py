@@ -105,7 +105,7 @@ def sft(tasks: Rows, **options: Unpack[SFTOptions]) -> Run:
 
     The options are those of `posttrain sft --help`. Raises UserError for a mistake of the caller's.
     """
-    from posttrain.config import SFT
+    from posttrain.config.training import SFT
     from posttrain.training.verbs import sft
 
     named, rows = _named(tasks)
@@ -119,7 +119,7 @@ def prefer(tasks: Rows, model: str | PathLike[str] = "", **options: Unpack[Prefe
     The options are those of `posttrain prefer --help`, such as algorithm="dpo", beta=0.1, rows=32. Raises UserError for a
     mistake of the caller's.
     """
-    from posttrain.config import Prefer
+    from posttrain.config.training import Prefer
     from posttrain.training.verbs import prefer
 
     named, rows = _named(tasks)
@@ -132,11 +132,13 @@ def reward_model(tasks: Rows, model: str | PathLike[str] = "", **options: Unpack
     The options are those of `posttrain reward-model --help`, such as algorithm="k-wise", epochs=1. Raises UserError for a
     mistake of the caller's.
     """
-    from posttrain.config import RewardModelling
-    from posttrain.training.verbs import reward_model
+    from posttrain.config.training import RewardModelling
+    from posttrain.training.verbs import reward_model_training
 
     named, rows = _named(tasks)
-    return reward_model.reward_model(_fill(RewardModelling, {**options, "tasks": named, "model": str(model)}), rows)
+    return reward_model_training.reward_model(
+        _fill(RewardModelling, {**options, "tasks": named, "model": str(model)}), rows
+    )
 
 
 def rl(
@@ -147,7 +149,7 @@ def rl(
     The options are those of `posttrain rl --help`, such as algorithm="grpo", steps=200, group=8, clip_high=0.28; any
     setting of a part by its place: settings={"surrogate.high": 0.28}. Raises UserError for a mistake of the caller's.
     """
-    from posttrain.config import RL
+    from posttrain.config.training import RL
     from posttrain.training.verbs import rl
 
     named, rows = _named(tasks)
@@ -168,7 +170,7 @@ def distill(
     The options are those of `posttrain distill --help`, such as algorithm="distill-jsd", teacher_temperature=0.7, steps=200,
     teachers={"maths": "runs/maths"}. Raises UserError for a mistake of the caller's.
     """
-    from posttrain.config import Distill
+    from posttrain.config.training import Distill
     from posttrain.training.verbs import rl
 
     named, rows = _named(tasks)
@@ -189,7 +191,7 @@ def evaluate(
 
     The options are those of `posttrain eval --help`, such as samples=8, k=(1, 4, 8), against="runs/sft".
     """
-    from posttrain.config import Evaluation
+    from posttrain.config.inference import Evaluation
     from posttrain.training.verbs import evaluate
 
     named, rows = _named(tasks)
@@ -210,7 +212,7 @@ def sample(
     The options are those of `posttrain sample --help`, such as samples=8, temperature=(0.7, 1.0), out="items.jsonl". Raises
     UserError for a mistake of the caller's.
     """
-    from posttrain.config import Sample
+    from posttrain.config.inference import Sample
     from posttrain.training.verbs import sample
 
     named, rows = _named(tasks)
@@ -226,7 +228,7 @@ def label(items: Rows, by: str | Callable[..., Any] = "", **options: Unpack[Labe
     The options are those of `posttrain label --help`, such as out="labelled.jsonl", pairs="pairs.jsonl", margin=0.5. Raises
     UserError for a mistake of the caller's.
     """
-    from posttrain.config import Label
+    from posttrain.config.inference import Label
     from posttrain.training.verbs import label
 
     named, rows = _named(items)

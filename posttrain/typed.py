@@ -34,6 +34,14 @@ class DataOptions(FromRowsOptions, total=False):
     chat_template: str | None
     """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is
     written into the checkpoints of a run. Default: what the model's folder holds."""
+    chat: bool | None
+    """Show plain prompts of rows as messages of a user, in the model's chat template; responses of sft, prefer and
+    reward-model are then the assistant's. --no-chat: as bare text. Default: as the run did that the model is of, or
+    else in the template of instruct models (one that ends replies as the model does). Rows of messages are in it
+    anyway."""
+    system: str | None
+    """A system message before these prompts, and before rows of messages that have none. Default: that of the run that
+    the model is of."""
 
 
 class TrainingOptions(DataOptions, total=False):
@@ -44,7 +52,7 @@ class TrainingOptions(DataOptions, total=False):
     resume: bool
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
     accept_changes: bool
-    """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
+    """Resume even though tasks, model or reward have changed, or part of the record is lost; run.json notes it."""
     overwrite: bool
     """Delete a run that is already in --out."""
     seed: int
@@ -313,7 +321,8 @@ class RLOptions(TrainingOptions, total=False):
     the clock; default: no limit."""
     ahead: int
     """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
-    (0: by the newest). The ratio, or a --correction, accounts for that."""
+    (0: by the newest). A --correction, or a ratio with --old-policy sampler, makes up for most of that: only for
+    replies of one token is a weight per token exact."""
     tokens_per_step: int
     """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and
     its group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""
@@ -412,6 +421,9 @@ class RLOptions(TrainingOptions, total=False):
     """The ratio is clipped at 1 + this."""
     clip_dual: float
     """Where A < 0, the objective is at least this times A: above 1 (0: no bound)."""
+    weight_at: Literal["token", "reward"]
+    """What a ratio weighs: the advantage of its token, or the reward that is earned at it (with --ratio causal exact
+    for rewards, whoever sampled)."""
     aggregate: Literal["sequence-mean", "token-mean", "sequence-sum", "constant", "prompt-mean"]
     """Weight of each token in the loss."""
     ratio: Literal["token", "sequence-mean", "sequence-sum", "sequence-value", "causal", "geometric"]
@@ -419,13 +431,14 @@ class RLOptions(TrainingOptions, total=False):
     old_policy: Literal["start", "sampler"]
     """Whose log-probabilities the ratio divides by: those of the weights at the start of the step, or those that the
     tokens were sampled with."""
-    correction: Literal["truncate", "icepop", "sequence", "none"]
-    """Weight for an engine whose log-probabilities differ from the learner's, or whose weights lag behind, as with
-    --ahead (none: no weight)."""
+    correction: Literal["truncate", "icepop", "sequence", "sequence-truncate", "none"]
+    """Weight for an engine whose log-probabilities differ from the learner's, or whose weights are older, as with
+    --ahead and --replay (none: no weight). One per token is unbiased for replies of one token alone."""
     correction_cap: float
     """Bound of that weight, above 1."""
     kl_estimator: Literal["k1", "k2", "k3", "exact", "forward"]
-    """How the KL is estimated; exact: over the whole vocabulary."""
+    """How the KL is estimated; exact: over the whole vocabulary. In the loss k2 and exact have the gradient of the KL
+    per token, in the reward k1 that of a reply."""
     kl: float
     """Coefficient of the KL penalty to the starting model (0: none, no reference is kept)."""
     kl_where: Literal["loss", "reward"]
@@ -483,7 +496,8 @@ class RLOptions(TrainingOptions, total=False):
     trust_region: float
     """Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW)."""
     replay: int
-    """Rollouts to remember and draw from (0: only the step's own)."""
+    """Rollouts to remember and draw from (0: only the step's own). A --correction, or a ratio with --old-policy
+    sampler, makes up for the weights that sampled them."""
     reference_every: int
     """Steps after which the reference becomes the policy (0: never)."""
     epochs: int

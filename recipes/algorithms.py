@@ -32,11 +32,11 @@ from pages import write_page
 
 import posttrain
 from posttrain.algorithms.policy_table import TABLE
+from posttrain.core.intervals import student_interval
 from posttrain.core.types import Task, UserError
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.curves import COLOURS
 from posttrain.runs.run_reading import read_metrics, read_run
-from posttrain.runs.student import student_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -327,8 +327,7 @@ def _mean(values: Sequence[float]) -> str:
     mean = float(np.mean(values))
     if len(values) < 2:
         return f"{mean:.3f}"
-    low, high = student_interval(values)
-    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{mean:.3f} {student_interval(values).text()}"
 
 
 def draw(results: Results, path: Path, columns: int, size: tuple[float, float]) -> None:

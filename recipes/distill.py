@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.core.intervals import student_interval
 from posttrain.envs.builtin import arithmetic
-from posttrain.runs.student import student_interval
 
 STEPS, ROLLOUTS = 60, 128  # of each kind of training: as many rollouts for all
 MEASURED = (0, 10, 30, 60)  # steps after which accuracy is told
@@ -145,8 +145,7 @@ def shown(values: list[float]) -> str:
     mean = sum(values) / len(values)
     if len(values) < 2:
         return f"{mean:.3f}"
-    low, high = student_interval(values)
-    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{mean:.3f} {student_interval(values).text()}"
 
 
 if __name__ == "__main__":

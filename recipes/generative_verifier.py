@@ -27,9 +27,9 @@ from typing import Any
 from pages import write_page
 
 import posttrain
+from posttrain.core.intervals import student_interval
 from posttrain.core.seeds import seed_of
 from posttrain.runs.run_reading import read_run
-from posttrain.runs.student import student_interval
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STEPS = 5
@@ -248,8 +248,7 @@ def figure(values: Sequence[float]) -> str:
     each, mean = ", ".join(f"{value:.3f}" for value in values), sum(values) / len(values)
     if len(values) < 2:
         return each
-    low, high = student_interval(list(values))
-    return f"{each}: **{mean:.3f}** [{low:.3f}, {high:.3f}]"
+    return f"{each}: **{mean:.3f}** {student_interval(list(values)).text()}"
 
 
 def main() -> int:

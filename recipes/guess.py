@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.core.intervals import student_interval
 from posttrain.core.types import Task
 from posttrain.envs.builtin.guess import halves, hint_at, tasks
-from posttrain.runs.student import student_interval
 
 LEAST, LIMIT, GUESSES = 10, 40, 5
 STEPS = 200
@@ -122,8 +122,10 @@ def report(results: dict[str, Any]) -> str:
     for points in zip(*(f["curve"] for f in results.values()), strict=True):
         rows.append(f"| {points[0]['step']} | " + " | ".join(f"{point['found']:.3f}" for point in points) + " |")
     if len(gains) > 1:
-        low, high = student_interval(gains)
-        rows += ["", f"Gain {sum(gains) / len(gains):+.3f} [{low:+.3f}, {high:+.3f}] over seeds {', '.join(results)}"]
+        rows += [
+            "",
+            f"Gain {sum(gains) / len(gains):+.3f} {student_interval(gains).text('+.3f')} over seeds {', '.join(results)}",
+        ]
     return "\n".join(rows)
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.core.intervals import student_interval
 from posttrain.core.types import Task
-from posttrain.runs.student import student_interval
 
 STONES, MOST = 12, 3
 STEPS = 400
@@ -145,8 +145,7 @@ def report(results: dict[str, Any]) -> str:
         for name in names:
             for when in ("before", "after"):
                 values = [f[f"{when} {name}"] for f in results.values()]
-                low, high = student_interval(values)
-                means.append(f"{sum(values) / len(values):.3f} [{low:.3f}, {high:.3f}]")
+                means.append(f"{sum(values) / len(values):.3f} {student_interval(values).text()}")
         rows.append(f"| mean | {' | '.join(means)} |")
     rows += ["", "| step | " + " | ".join(f"seed {seed}" for seed in results) + " |", "|---" * (len(results) + 1) + "|"]
     for points in zip(*(f["curve"] for f in results.values()), strict=True):

@@ -25,11 +25,11 @@ import numpy as np
 from pages import write_page
 
 import posttrain
+from posttrain.core.intervals import student_interval
 from posttrain.core.types import Task
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.runs.run_reading import read_run
-from posttrain.runs.student import student_interval
 from posttrain.services.reward_model_service import RewardModelService
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -232,8 +232,7 @@ def figure(values: Sequence[float]) -> str:
     each = ", ".join(f"{value:.3f}" for value in values)
     if len(values) < 2:
         return each
-    low, high = student_interval(values)
-    return f"{each}: **{np.mean(values):.3f}** [{low:.3f}, {high:.3f}]"
+    return f"{each}: **{np.mean(values):.3f}** {student_interval(values).text()}"
 
 
 def main() -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import re
 import shlex
@@ -33,12 +32,11 @@ from pages import write_page
 
 import posttrain
 from posttrain import Ask, Reply, Rollout, Turn
+from posttrain.core.intervals import share_interval, stated, student_interval, told
 from posttrain.core.types import StopReason
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.runs.checkpoint import resolve
-from posttrain.runs.student import student_interval
-from posttrain.training.intervals import ratio_interval
 from posttrain.training.sources.packing import pack, split_microbatches
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -179,7 +177,7 @@ def played(tasks: Sequence[dict[str, Any]], model: str | Path, seed: int, sample
     return found.rollouts
 
 
-def win_rate(own: Sequence[Rollout], start: Sequence[Rollout]) -> dict[str, float]:
+def win_rate(own: Sequence[Rollout], start: Sequence[Rollout]) -> dict[str, Any]:
     """How often the judge prefers a story to the start's of the same prompt and number; ties count half."""
     won: dict[str, list[float]] = {}
     for mine, theirs in zip(own, start, strict=True):
@@ -187,8 +185,7 @@ def win_rate(own: Sequence[Rollout], start: Sequence[Rollout]) -> dict[str, floa
         a, b = float(mine.reward), float(theirs.reward)  # type: ignore[arg-type]
         won.setdefault(str(mine.task["id"]), []).append(0.5 if a == b else float(a > b))
     sums, counts = [sum(w) for w in won.values()], [float(len(w)) for w in won.values()]
-    low, high = ratio_interval(sums, counts)
-    return {"mean": sum(sums) / sum(counts), "low": low, "high": high}
+    return stated(sum(sums) / sum(counts), share_interval(sums, counts, of="prompts"))
 
 
 @torch.no_grad()
@@ -292,10 +289,9 @@ def report(found: dict[int, dict[str, Any]], command: str) -> list[str]:
 
     for name in ("ppo", *METHODS):
         rates = [found[seed]["policies"][name]["win rate"] for seed in seeds]
-        cells = [f"{rate['mean']:.3f} [{rate['low']:.3f}, {rate['high']:.3f}]" for rate in rates]
+        cells = [told(rate) for rate in rates]
         means = [rate["mean"] for rate in rates]
-        low, high = student_interval(means) if len(means) > 1 else (math.nan, math.nan)
-        cells.append(f"**{sum(means) / len(means):.3f}** [{low:.3f}, {high:.3f}]")
+        cells.append(f"**{sum(means) / len(means):.3f}** {student_interval(means).text()}")
         lines.append(f"| {name} | " + " | ".join([*cells, *(over(name, f) for f in ("kl", "gold", "length"))]) + " |")
     starts = [found[seed]["start"] for seed in seeds]
     lines += [
@@ -342,9 +338,7 @@ def main() -> None:
         found = one(seed, place, options.steps, options.threads)
         (place / "results.json").write_text(json.dumps(found, indent=1) + "\n")
         for name, figures in found["policies"].items():
-            rate = figures["win rate"]
-            bounds = f"[{rate['low']:.3f}, {rate['high']:.3f}]"
-            print(f"seed {seed} {name:<6} win rate {rate['mean']:.3f} {bounds} kl {figures['kl']:.1f}")
+            print(f"seed {seed} {name:<6} win rate {told(figures['win rate'])} kl {figures['kl']:.1f}")
     if options.into:
         files = sorted(Path(options.out).glob("seed-*/results.json"))
         found = {int(file.parent.name.removeprefix("seed-")): json.loads(file.read_text()) for file in files}

@@ -20,8 +20,8 @@ from typing import Any
 
 from staleness import kept, prepared
 
+from posttrain.core.intervals import student_interval
 from posttrain.runs.run_reading import read_metrics, read_timing
-from posttrain.runs.student import student_interval
 
 WAYS = {
     "one process, two threads": "--threads 2",
@@ -70,9 +70,8 @@ def report(results: dict[str, Any], seeds: Sequence[int]) -> str:
         own = [results[f"{way}; {seed}"] for seed in seeds]
         curves = "; ".join(" ".join(f"{value:.2f}" for _, value in each["curve"]) for each in own)
         ends = [each["curve"][-1][1] for each in own]
-        low, high = student_interval(ends)
         seconds = ", ".join(f"{each['seconds']:.3f}" for each in own)
-        found.append(f"| {way} | {curves} | {sum(ends) / len(ends):.3f} [{low:.3f}, {high:.3f}] | {seconds} |")
+        found.append(f"| {way} | {curves} | {sum(ends) / len(ends):.3f} {student_interval(ends).text()} | {seconds} |")
     return "\n".join(found)
 
 

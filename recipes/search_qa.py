@@ -37,6 +37,7 @@ from typing import Any
 
 import posttrain
 from posttrain import Ask, Reply, Rollout, Turn, UserError
+from posttrain.core.intervals import told
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import SpanKind, StopReason, Task
 from posttrain.envs.builtin.search_qa import row_to_task, search_qa
@@ -371,9 +372,7 @@ def page(result: dict[str, Any]) -> str:
     ]
     for name, f in result["figures"].items():
         cells = [f"{f[n]['mean']:.3f}" if isinstance(f[n], dict) else f"{f[n]:.2f}" for n in names]
-        lines.append(
-            f"| {name} | {f['all']['mean']:.3f} ({f['all']['low']:.3f} to {f['all']['high']:.3f}) | {' | '.join(cells)} |"
-        )
+        lines.append(f"| {name} | {told(f['all'])} | {' | '.join(cells)} |")
     for name, shown in result["episodes"].items():
         lines += ["", f"## {name}", *(f"\n```text\n{episode}\n```" for episode in shown)]
     return "\n".join(lines) + "\n"

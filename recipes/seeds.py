@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from posttrain.runs.student import student_interval
+from posttrain.core.intervals import student_interval, told
 
 HERE = Path(__file__).resolve().parent
 
@@ -84,11 +84,10 @@ def report(results: dict[str, Any]) -> str:
             tasks = f"{'held-out' if name == 'eval' else 'also'} ({f['tasks']})"
             lines.append(
                 f"| {seed} | {tasks} | {f['before']:.3f} | {f['after']:.3f} "
-                f"| {gain['mean']:+.3f} | [{gain['low']:+.3f}, {gain['high']:+.3f}] | {sum(found['seconds'].values()):.0f} |"
+                f"| {gain['mean']:+.3f} | {told(gain, '+.3f').partition(' ')[2]} | {sum(found['seconds'].values()):.0f} |"
             )
         if len(gains) > 1:
-            low, high = student_interval(gains)
-            lines.append(f"| all | | | | {sum(gains) / len(gains):+.3f} | [{low:+.3f}, {high:+.3f}] | |")
+            lines.append(f"| all | | | | {sum(gains) / len(gains):+.3f} | {student_interval(gains).text('+.3f')} | |")
     return "\n".join(lines)
 
 

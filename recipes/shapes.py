@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.core.intervals import student_interval
 from posttrain.envs.builtin.shapes import KINDS, tasks
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.student import student_interval
 
 ROWS, ASKED = 6000, 300
 EPOCHS, STEPS = 8, 100
@@ -113,8 +113,7 @@ def report(results: dict[str, Any]) -> str:
         means = []
         for who, when in columns:
             values = [found[who][when] for found in results.values()]
-            low, high = student_interval(values)
-            means.append(f"{sum(values) / len(values):.3f} [{low:.3f}, {high:.3f}]")
+            means.append(f"{sum(values) / len(values):.3f} {student_interval(values).text()}")
         rows.append(f"| mean | {' | '.join(means)} |")
     return "\n".join(rows)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.core.intervals import student_interval
 from posttrain.core.types import Task
 from posttrain.envs.builtin import arithmetic
-from posttrain.runs.student import student_interval
 
 ROWS, AHEAD, PER_ANSWER = ("grpo", "gspo", "cispo"), (0, 1, 2, 4), 45
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
@@ -134,8 +134,7 @@ def report(results: dict[str, Any], rows: Sequence[str], seeds: Sequence[int]) -
 
 
 def _with_interval(values: Sequence[float], sign: str = "") -> str:
-    low, high = student_interval(values)
-    return f"{sum(values) / len(values):{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+    return f"{sum(values) / len(values):{sign}.3f} {student_interval(values).text(f'{sign}.3f')}"
 
 
 if __name__ == "__main__":

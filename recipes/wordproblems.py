@@ -18,7 +18,8 @@ import re
 from pathlib import Path
 
 from posttrain.core.types import Task
-from posttrain.data.tasks import hold_out, load_rows, to_tasks
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.envs.builtin.word_problems import row_to_task
 from posttrain.verify.expression import evaluate
 

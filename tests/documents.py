@@ -34,7 +34,10 @@ SMALLER_IN_FILES = {
     "steps = 100": "steps = 2",
     "prompts = 32": "prompts = 4",
     "steps=100": "steps=2",
+    "steps=200": "steps=2",
+    "epochs=10": "epochs=0.2",
     "prompts=32": "prompts=4",
+    "prompts=64": "prompts=4",
     '"held_out": 0.2': '"held_out": 0.02',
 }
 

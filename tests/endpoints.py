@@ -22,8 +22,8 @@ class Said:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     after: float = 0.0  # seconds
-    finish: str = "stop"  # the finish_reason
     close: bool = False  # the connection, instead of an answer
+    finish: str | None = "stop"  # why it says no more
 
 
 Behaviour = Callable[[dict[str, Any], int], Said]

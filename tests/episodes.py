@@ -10,7 +10,8 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Rollout, Sampling
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 

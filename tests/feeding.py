@@ -18,8 +18,8 @@ from posttrain.algorithms.credit import per_token
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.policy_table import TABLE
-from posttrain.config import RL, Distill
 from posttrain.config.resolve import filled
+from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Batch, Scores, Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Model, World

@@ -1,4 +1,4 @@
-"""The first run of the README as a new user makes it: its files and its two training commands, with their real options.
+"""The page on the first run as a new user makes it: its files and its two training commands, with their real options.
 
 python tests/first_run.py      (in an empty folder; the Dockerfile's test does it)
 """
@@ -16,7 +16,7 @@ VERBS = ("sft", "rl")
 
 
 def main() -> None:
-    page = ROOT / "README.md"
+    page = ROOT / "docs" / "start" / "first-run.md"
     found = blocks(page)
     for block in found:
         if block.file in ("sums.py", "my.py"):

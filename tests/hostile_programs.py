@@ -518,8 +518,70 @@ CHEATS = {
     "exit at once": "import os; os._exit(0)",
     "exit when asked": "def answer(x): raise SystemExit(0)",
     "interrupt": "def answer(x): raise KeyboardInterrupt",
-    "the end of a generator": "def answer(x): raise StopIteration(x)",
     "an assertion of its own": "def answer(x): raise AssertionError",
+    **{
+        f"the signal {name}": f"def answer(*given): raise {name}"
+        for name in (
+            "StopIteration",
+            "StopIteration(given)",
+            "StopAsyncIteration",
+            "GeneratorExit",
+            "IndexError",
+            "KeyError",
+            "LookupError",
+            "AttributeError",
+            "TypeError",
+            "NotImplementedError",
+            "ImportError",
+            "EOFError",
+            "StopIteration from StopIteration()",
+            "RuntimeError('generator raised StopIteration')",
+        )
+    },
+    "a signal of asyncio's": "import asyncio\ndef answer(*given): raise asyncio.CancelledError",
+    **{
+        f"a kind of {name} under {other}": f"""
+class Own({name}): pass
+Own.__name__ = Own.__qualname__ = "{other}"
+def answer(*given): raise Own
+"""
+        for name, other in (
+            ("StopIteration", "Own"),
+            ("Exception", "StopIteration"),
+            ("StopIteration", "IndexError"),
+            ("KeyError", "AttributeError"),
+            ("BaseException", "StopAsyncIteration"),
+            ("StopIteration", "KeyError"),
+        )
+    },
+    "a signal at the second call": """
+calls = []
+def answer(*given):
+    calls.append(given)
+    if len(calls) > 1: raise StopIteration
+    return 0
+""",
+    "signals of a class": """
+class Ends:
+    def __getattr__(self, name): raise StopIteration
+    def __getitem__(self, key): raise StopIteration
+    def __next__(self): raise StopAsyncIteration
+    def __iter__(self): raise StopIteration
+    def __len__(self): raise StopIteration
+    def __str__(self): raise StopIteration
+    def __call__(self, *given): raise StopIteration
+answer = Ends()
+""",
+    "signals by protocol": """
+class Ends:
+    def __getattr__(self, name): raise AttributeError
+    def __getitem__(self, key): raise IndexError
+    def __next__(self): raise StopIteration
+    def __iter__(self): return self
+    def __len__(self): return 1
+    def __call__(self, *given): raise IndexError
+answer = Ends()
+""",
     "an exception that is equal": """
 class Equal(Exception):
     def __eq__(self, other): return True
@@ -803,6 +865,60 @@ def answer(x): return real("x")
     "half a surrogate pair": "def answer(x): return '\\ud800'",
 }
 """What -> a program that does not know what `answer(1)` has to be."""
+
+SHAPES = (
+    "assert all(a == b for a, b in zip(map(answer, [1, 2]), [{n}, 5]))",
+    "for found, due in zip(map(answer, (1, 2)), ({n}, 5)):\n    assert found == due",
+    "for found in map(answer, range(3)):\n    assert found == {n}",
+    "assert not [x for x in map(answer, [1, 2]) if x != {n}]",
+    "assert not any(x != {n} for x in map(answer, [1, 2]))",
+    "assert all(map(lambda found: found == {n}, map(answer, [1, 2])))",
+    "assert not list(filter(lambda x: answer(x) != {n}, [1]))",
+    "assert not set(map(answer, [1])) - {{n}}",
+    "assert not sum(found != {n} for found in map(answer, [1]))",
+    "assert max(map(answer, [1, 2]), default={n}) == {n} == min(map(answer, [1, 2]), default={n})",
+    "assert next(map(answer, [1]), {n}) == {n}",
+    "assert next((found for found in map(answer, [1])), {n}) == {n}",
+    "assert all(found == {n} for found in iter(lambda: answer(1), {n}))",
+    "for found in iter(lambda: answer(1), {n}):\n    assert False",
+    "import itertools\nassert all(x == {n} for x in itertools.starmap(answer, [(1,), (2,)]))",
+    "import itertools\nassert all(x == {n} for x in itertools.chain(map(answer, [1]), map(answer, [2])))",
+    "import itertools\nassert not list(itertools.takewhile(lambda x: answer(x) != {n}, [1]))",
+    "import itertools\nassert not list(itertools.filterfalse(lambda x: answer(x) == {n}, [1]))",
+    "import itertools\nassert all(k == {n} for k, _ in itertools.groupby([1], key=answer))",
+    "import functools\nassert functools.reduce(lambda sum, x: sum + x - {n}, map(answer, [1]), 0) == 0",
+    "assert sorted([1, 2], key=answer) == sorted([1, 2], key=lambda x: {n} if answer(x) == {n} else 1 / 0)",
+    "def found():\n    yield from map(answer, [1])\nfor x in found():\n    assert x == {n}",
+    "def found():\n    yield answer(1)\nassert all(x == {n} for x in found())",
+    "class Found:\n    def __iter__(self): return self\n    def __next__(self): return answer(1)\n"
+    "assert all(a == b for a, b in zip(Found(), [{n}]))",
+    "class Found:\n    def __getitem__(self, i): return answer(i)\nassert all(a == b for a, b in zip(Found(), [{n}]))",
+    "class Found:\n    def __getitem__(self, i):\n        return answer(i)\nfor x in Found():\n    assert x == {n}",
+    "class Found:\n    @property\n    def x(self): return answer(1)\nassert getattr(Found(), 'x', {n}) == {n}",
+    "class Found:\n    @property\n    def x(self): return answer(1)\nassert not hasattr(Found(), 'x') or Found().x == {n}",
+    "class Found:\n    def __getattr__(self, name): return answer(name)\nassert getattr(Found(), 'x', {n}) == {n}",
+    "class Found(dict):\n    def __missing__(self, key): return answer(key)\nassert Found()[1] == {n}",
+    "from collections.abc import Mapping\nclass Found(Mapping):\n    def __getitem__(self, key): return answer(key)\n"
+    "    def __len__(self): return 1\n    def __iter__(self): yield 1\nassert Found().get(1, {n}) == {n}",
+    "from collections import ChainMap\nclass Found(dict):\n    def __missing__(self, key): return answer(key)\n"
+    "assert ChainMap(Found(), {1: {n}})[1] == {n}",
+    "from collections import defaultdict\nfound = defaultdict(lambda: answer(1))\nassert found[1] == {n}",
+    "found = {x: answer(x) for x in [1]}\nassert all(value == {n} for value in found.values()) and found",
+    "class Held:\n    def __enter__(self): return answer\n    def __exit__(self, *raised): return None\n"
+    "with Held() as held:\n    assert held(1) == {n}",
+    "from contextlib import contextmanager\n@contextmanager\ndef held():\n    yield answer(1)\n"
+    "with held() as found:\n    assert found == {n}",
+    "from contextlib import contextmanager\n@contextmanager\ndef held():\n    try: yield\n    finally: pass\n"
+    "with held():\n    assert answer(1) == {n}",
+    "def found():\n    try: yield 1\n    finally: assert answer(1) == {n}\nnext(found())\nx = found()\nnext(x)\nx.close()",
+    "import contextlib\nwith contextlib.suppress(ZeroDivisionError):\n    assert answer(1) == {n}",
+    "try:\n    found = answer(1)\nfinally:\n    pass\nassert found == {n}",
+    "class Found:\n    async def __anext__(self): return answer(1)\n    def __aiter__(self): return self\n"
+    "async def play():\n    async for found in Found():\n        assert found == {n}\n"
+    "try: play().send(None)\nexcept StopIteration: pass",
+    "assert list(map(answer, [1])) in ([{n}], [])",
+)
+"""Tests in which something of Python's own takes an exception for a sign. `{n}` stands for what a program cannot know."""
 
 BUSY = {
     "most of its time before the tests", "no end when asked", "no end of iteration", "a huge number", "a huge text",

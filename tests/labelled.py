@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.config import SFT
+from posttrain.config.training import SFT
 from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, Transcript
+from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import begin
 from posttrain.training.setup import optimization, prepare
 from posttrain.training.sources.packing import collate
-from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.trainer import Run, Trainer
 
 

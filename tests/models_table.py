@@ -1,4 +1,4 @@
-"""Writes docs/models.md: every architecture that is tried, and what came out of trying it.
+"""Writes docs/guides/models.md: every architecture that is tried, and what came out of trying it.
 
     python tests/models_table.py
 
@@ -22,7 +22,7 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf.backed import Backed
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "guides" / "models.md"
 BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 VLLM = ("qwen3_moe", "gemma3_text", "gpt2")
 """What `tests/test_vllm.py` has vLLM sample, with heads of 32."""

@@ -17,7 +17,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         *("torch", "torch.distributed.fsdp", "safetensors.torch", "pytest", "hypothesis", "posttrain.cli.commands"),
-        *(f"posttrain.training.verbs.{name}" for name in ("rl", "sft", "prefer", "reward_model")),
+        *(f"posttrain.training.verbs.{name}" for name in ("rl", "sft", "prefer", "reward_model_training")),
         *("posttrain.learners.fsdp", "posttrain.algorithms.policy_table"),
     ]
 )

@@ -10,9 +10,9 @@ from itertools import zip_longest
 from typing import Any
 
 from posttrain.core.types import Invalid, Reply, StopReason, Task, Turn
-from posttrain.envs.load import is_async
 from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner
+from posttrain.envs.play.load_env import is_async
 from posttrain.models.tokenizer.tool_parser import HERMES
 
 

@@ -19,12 +19,12 @@ import torch
 from conftest import tiny
 
 import posttrain
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import PolicyObjective
-from posttrain.algorithms.policy_table import find
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.settings import change
 from posttrain.cli.main import main
-from posttrain.config import RL, Distill
+from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.component import Need
 from posttrain.core.seeds import seed_of
@@ -48,7 +48,8 @@ from posttrain.data.tasks import to_tasks
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player, Unwanted
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player, Unwanted
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder_writer import save_model

@@ -33,8 +33,8 @@ from posttrain.core.types import (
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.check import check
 from posttrain.envs.play.answer_journal import ANSWERS, AnswerJournal
-from posttrain.envs.play.env_outputs import DEEPEST, LONGEST_TEXT, read_ask
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import DEEPEST, LONGEST_TEXT, Done, read_ask
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import MOST_ASKS, Player
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
@@ -178,7 +178,7 @@ def test_the_invalid_one_of_four_rewards_leaves_baseline_and_group_statistics(to
         return (yield Ask("lengths", texts[int(task["member"])]))
 
     engine = LocalEngine(tiny(tokenizer, context=256), tokenizer)
-    from posttrain.envs.play.player import Episode
+    from posttrain.envs.play.episode import Episode
 
     four = [Episode({"id": "t", "member": i, "prompt": "say="}, "g", i) for i in range(4)]
     with EnvPool(env, 0) as pool:

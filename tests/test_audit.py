@@ -145,14 +145,14 @@ def test_correlation_neither_feels_shift_nor_scale_and_says_nothing_where_nothin
     assert np.isnan([found.value, found.low, found.high]).all() and str(found) == "-"
 
 
-def test_interval_resamples_whole_prompts_and_covers_where_replies_of_a_prompt_are_alike() -> None:
+def test_interval_is_over_whole_prompts_and_covers_where_replies_of_a_prompt_are_alike() -> None:
     """8 replies a prompt share most of x and of y: as many independent pairs as prompts. Truth: 0."""
     generator = np.random.default_rng(2)
     covered = naive = 0
     prompt = np.repeat(np.arange(40), 8)
-    for trial in range(60):
+    for _ in range(60):
         x, y = (np.repeat(generator.normal(size=40), 8) + 0.1 * generator.normal(size=320) for _ in range(2))
-        found, wrong = correlation(x, y, prompt, trial), correlation(x, y, np.arange(320), trial)
+        found, wrong = correlation(x, y, prompt), correlation(x, y, np.arange(320))
         covered += found.low <= 0 <= found.high
         naive += wrong.low <= 0 <= wrong.high
     assert covered >= 52 and naive < 40  # 95% of 60 is 57; replies taken for independent cover half of the time
@@ -161,32 +161,34 @@ def test_interval_resamples_whole_prompts_and_covers_where_replies_of_a_prompt_a
 def test_interval_of_a_change_covers_and_its_value_is_the_difference_of_means() -> None:
     generator = np.random.default_rng(3)
     covered = 0
-    for trial in range(200):
+    for _ in range(200):
         prompt = np.repeat(np.arange(60), 4)
         late = np.repeat(np.arange(60) >= 30, 4)
         x = np.repeat(generator.normal(size=60), 4) + 0.3 * late
-        found = change(x, late, prompt, trial)
+        found = change(x, late, prompt)
         assert found.value == pytest.approx(x[late].mean() - x[~late].mean(), abs=1e-12)
         covered += found.low <= 0.3 <= found.high
     assert covered >= 176
 
 
-def test_prompts_on_both_sides_of_a_change_are_drawn_together() -> None:
-    """Each prompt is as often early as late: whatever is drawn, what prompts differ in cancels and the change is left."""
+def test_what_prompts_differ_in_cancels_in_a_change_where_they_are_on_both_sides() -> None:
     generator = np.random.default_rng(4)
     prompt, late = np.tile(generator.permutation(20), 2), np.repeat([True, False], 20)
     prompt[20:] = prompt[20:][::-1].copy()
-    found = change(100 * generator.normal(size=20)[prompt] + 0.3 * late, late, prompt)
-    assert [found.value, found.low, found.high] == pytest.approx([0.3] * 3, abs=1e-9)
+    level = 100 * generator.normal(size=20)[prompt]
+    found = change(level + 0.3 * late + generator.normal(size=40), late, prompt)
+    assert found.low < 0.3 < found.high and found.high - found.low < 3
+    exact = change(np.round(level) + 0.5 * late, late, prompt)
+    assert exact.value == pytest.approx(0.5) and exact.why == "no interval: the change is the same for all prompts"
 
 
-def test_resamples_in_which_a_side_does_not_vary_have_no_correlation() -> None:
-    """Where the one prompt that differs is drawn, the correlation is 1; elsewhere there is none."""
+def test_correlation_that_one_prompt_makes_has_words_and_no_interval() -> None:
     x, prompt = np.repeat([0.1] + [0.7] * 9, 2), np.repeat(np.arange(10), 2)
     noise = np.tile([0.0, 1e-3], 10)
     for a, b in ((x, x + noise), (x + noise, x)):
         found = correlation(a, b, prompt)
-        assert found.value == pytest.approx(1.0, abs=1e-4) and min(found.low, found.high) > 0.99
+        assert found.value == pytest.approx(1.0, abs=1e-4) and "without one of the prompts" in found.why
+        assert str(found) == "1.00 *" and found.as_dict()["why"] == found.why
 
 
 def test_centred_values_have_mean_0_in_every_cell_and_cells_without_differences_are_exactly_0() -> None:

@@ -16,14 +16,15 @@ from conftest import tiny
 from feeding import WORDS, new_learner, new_player
 
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, PassAtK, StepRewards, ToGo, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.describe import differences
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, Entropy, HalvingDoubling
-from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, TrustRegion, policy_objective
-from posttrain.algorithms.policy_table import TABLE, find
+from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, policy_objective
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import (
     RATIOS,
     Causal,
@@ -37,17 +38,18 @@ from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import SURROGATES, Clip, ImportanceRatio, LogProbability, WeightedLogProbability
 from posttrain.algorithms.teacher import Distillation
 from posttrain.cli.main import main
-from posttrain.config import RL, Distill
 from posttrain.config.resolve import filled, validate
+from posttrain.config.training import RL, Distill
 from posttrain.core.component import NEVER, Need, knob_of
 from posttrain.core.types import Task, UserError
+from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.rl_source import RLSource
-from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.sources.teacher_targets import TEACHER as NAMED_TEACHER
 from posttrain.training.sources.teacher_targets import Teachers
 
@@ -104,6 +106,12 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("dapo", {"clip_low": 0.1}, SURROGATE, Clip(0.1, 0.28)),
     ("grpo", {"clip_high": 0.3, "minibatches": 2}, SURROGATE, Clip(0.2, 0.3)),
     ("cispo", {"clip_high": 2.0}, SURROGATE, WeightedLogProbability(2.0)),
+    ("off-policy-pg", {}, SURROGATE, WeightedLogProbability(at="reward")),
+    ("off-policy-pg", {"weight_at": "token"}, SURROGATE, WeightedLogProbability()),
+    ("off-policy-pg", {"advantage": "to-go"}, ADVANTAGE, ToGo()),
+    ("off-policy-pg", {"replay": 500}, part("old"), "sampler"),
+    ("dr-grpo", {"replay": 500}, part("old"), "sampler"),
+    ("gpg", {"epochs": 2}, CORRECTION, Correction()),
     ("dapo", {"clip_dual": 3.0}, SURROGATE, Clip(0.2, 0.28, 3.0)),
     ("dapo", {"clip_dual": 0.0}, SURROGATE, Clip(0.2, 0.28)),
     ("gpg", {"aggregate": "sequence-mean"}, AGGREGATE, SequenceMean()),
@@ -132,7 +140,10 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("sac", {"entropy_target": 0.5}, ENTROPY, Entropy(0.01, target=0.5)),
     ("grpo", {"top_entropy": 0.2}, part("select"), TopEntropy(0.2)),
     ("grpo", {"top_entropy": 1.0}, part("select"), None),
-    *(("grpo", {"correction": kind}, CORRECTION, Correction(kind)) for kind in ("truncate", "icepop", "sequence")),
+    *(
+        ("grpo", {"correction": kind}, CORRECTION, Correction(kind))
+        for kind in ("truncate", "icepop", "sequence", "sequence-truncate")
+    ),
     ("grpo", {"correction": "none"}, CORRECTION, None),
     ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
     ("grpo", {"old_policy": "sampler"}, part("old"), "sampler"),
@@ -251,6 +262,7 @@ CANDIDATES = (
     "k2",
     "group",
     "reward",
+    "token",
     "loss",
     "old",
     "reference",
@@ -368,7 +380,7 @@ GAE.alpha = None: above 0
 GAE.whiten = False
 GAE.eps = 1e-08: above 0
 Decoupled.eps = 1e-06: above 0
-Process.eps = 1e-06: above 0
+StepRewards.eps = 1e-06: above 0
 ToGo.whiten = False
 ToGo.gamma = 1.0: at least 0 and at most 1
 ToGo.eps = 1e-08: above 0
@@ -563,9 +575,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("trpo", {"advantage": "gae", "critic": "shared"}, "trpo: .*--critic separate"),
     ("vapo", {"critic_warmup": 10}, "warms up for 10 of 10 steps.*--critic-warmup below --steps"),
     # updates
-    ("gpg", {"epochs": 2}, "2 updates per step need a ratio .--surrogate ratio or clip., or set --epochs 1"),
+    ("gpg", {"epochs": 2, "correction": "none"}, "2 updates per step learn from what the weights before them sampled"),
     ("grpo", {"minibatches": 3}, "--minibatches 3 is above --prompts 2"),
-    ("dr-grpo", {"replay": 100}, "leave out --replay"),
+    ("dr-grpo", {"replay": 100, "correction": "truncate"}, "leave out --correction, and give --old-policy sampler"),
+    ("trpo", {"replay": 100}, "leave out --replay"),
+    (
+        "off-policy-pg",
+        {"advantage": "gae"},
+        "a discounted advantage does not say: --weight-at token with --ratio sequence-sum",
+    ),
+    ("off-policy-pg", {"top_entropy": 0.5}, "--top-entropy does not say"),
     ("reinforce", {"replay": 200, "kl": 0.1, "kl_where": "reward"}, "leave out --replay, or --kl-where reward"),
     (
         "ppo",
@@ -772,7 +791,7 @@ def test_word_that_names_no_part_is_answered_with_those_there_are_and_looked_for
 def test_row_of_one_s_own_with_a_setting_of_another_type_is_refused(
     wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.algorithms.lookup.load_named", lambda name: replace(TABLE["grpo"], **wrong))
+    monkeypatch.setattr("posttrain.algorithms.all_algorithms.load_named", lambda name: replace(TABLE["grpo"], **wrong))
     with pytest.raises(UserError, match="grpo: (epochs|minibatches|surrogate.low) must be a (whole )?number, not"):
         find("own.py:row")
 
@@ -790,7 +809,7 @@ def test_row_of_one_s_own_with_a_setting_of_another_type_is_refused(
 def test_row_of_one_s_own_with_one_part_for_several_or_several_for_one_is_refused(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.algorithms.lookup.load_named", lambda name: replace(TABLE["grpo"], **wrong))
+    monkeypatch.setattr("posttrain.algorithms.all_algorithms.load_named", lambda name: replace(TABLE["grpo"], **wrong))
     with pytest.raises(UserError, match="grpo: (surrogate must be a part|ratio must be a tuple of parts) of kind"):
         find("own.py:row")
 

@@ -16,7 +16,7 @@ from test_sharding import QUICK, Both, equal, gradients, long, micro_batches, sa
 from tiny_models import InDouble, make, opened
 
 import posttrain
-from posttrain.config import SFT
+from posttrain.config.training import SFT
 from posttrain.core.protocols import Alone
 from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ import torch
 from conftest import tiny
 
 import posttrain
-from posttrain.algorithms.policy_table import find
+from posttrain.algorithms.all_algorithms import find
 from posttrain.cli.main import main
+from posttrain.config import VERBS
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
 from posttrain.envs.builtin import arithmetic
@@ -291,13 +294,19 @@ def test_reward_that_breaks_in_the_middle_loses_no_step(
         "worn out",
         "breaking.py:",
     )
-    assert "continue after step 2 with posttrain rl --out broken --resume" in said
+    assert "continue after step 2 with posttrain rl --out broken --resume (and --accept-changes, if" in said
     assert [p.name for p in (place / "broken" / "checkpoints").iterdir()] == ["step-000002"]
     before = read_run("broken")["inputs"]["env"]
     file.write_text(GOOD)
-    assert main(["rl", "--out", "broken", "--resume", "--quiet"]) == 0
+    left = {path: path.read_bytes() for path in (place / "broken").rglob("*") if path.is_file()}
+    assert main(["rl", "--out", "broken", "--resume", "--quiet"]) == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert "--env breaking.py:reward changed since the run began" in said and "--accept-changes" in said
+    for path, content in left.items():
+        assert path.read_bytes() == content, "nothing is lost"
+    assert main(["rl", "--out", "broken", "--resume", "--quiet", "--accept-changes"]) == 0
     assert results(place / "broken") == undisturbed
-    assert "--env breaking.py:reward changed since the run began" in capfd.readouterr().out
+    assert "warning: --env breaking.py:reward changed since the run began" in capfd.readouterr().err
     run = read_run("broken")
     assert run["resumes"][0]["changed"] == {"env": before} and run["inputs"]["env"] != before
 
@@ -385,3 +394,41 @@ def test_names_of_other_trainers_and_of_another_case_are_understood() -> None:
     with pytest.raises(UserError, match="--env is missing"):
         posttrain.rl([{"prompt": "a"}], model="x")
     assert suggestion("warmup_ratio", ["warmup"]) == "; here it is warmup (a number of updates)"
+    assert suggestion("--warmup-ratio", ["warmup"]) == "; here it is --warmup (a number of updates)"
+    assert suggestion("--scale-rewards", ["scale", "group"]) == "; here it is --scale (none, batch or group)"
+    assert suggestion("--beta", ["lr"]) == "", "an option that this verb does not have is no answer"
+
+
+ASKED = """num_generations max_completion_length steps_per_generation beta epsilon epsilon_high delta reward_weights
+scale_rewards loss_type mask_truncated_completions sync_ref_model top_entropy_quantile use_liger_kernel use_vllm
+log_completions packing padding_free completion_only_loss assistant_only_loss dataset_text_field
+precompute_ref_log_probs label_smoothing f_divergence_type ld_alpha push_to_hub hub_model_id report_to run_name
+logging_steps gradient_checkpointing optim per_device_train_batch_size gradient_accumulation_steps learning_rate
+num_train_epochs max_steps bf16 use_peft lora_r load_in_4bit deepspeed fsdp remove_unused_columns
+disable_dropout chat_template_path min_p generation_kwargs actor_rollout_ref.actor.use_kl_loss
+actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type
+actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+actor_rollout_ref.actor.clip_ratio_high actor_rollout_ref.actor.entropy_coeff
+actor_rollout_ref.actor.loss_agg_mode actor_rollout_ref.rollout.n
+actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.tensor_model_parallel_size
+actor_rollout_ref.model.use_remove_padding data.train_files data.val_files data.max_prompt_length
+data.max_response_length data.train_batch_size data.filter_overlong_prompts algorithm.adv_estimator
+algorithm.use_kl_in_reward algorithm.norm_adv_by_std_in_grpo algorithm.lam custom_reward_function trainer.logger
+trainer.project_name trainer.total_epochs trainer.save_freq trainer.test_freq trainer.n_gpus_per_node
+trainer.nnodes"""
+"""Common options of TRL and verl."""
+
+
+@pytest.mark.parametrize("name", ASKED.split())
+def test_common_options_of_trl_and_verl_have_an_answer_that_names_options_which_there_are(name: str) -> None:
+    known = {option for kind in VERBS.values() for option in (*(f.name for f in fields(kind)), *kind.flags())}
+    told = suggestion(f"--{name}", known - {"beta"})
+    assert told and "did you mean" not in told and "not needed" not in told
+    flags = re.findall(r"(?<![\w-])--([a-z][a-z-]*)", told.replace("--logdir", "").replace("--listen", ""))
+    assert {flag.replace("-", "_") for flag in flags} <= known
+
+
+def test_an_option_as_hydra_has_it_is_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", "actor_rollout_ref.rollout.n=8"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "options are written --name value" in told and "here it is --group" in told

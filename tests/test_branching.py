@@ -21,10 +21,10 @@ from test_rl_source import accounted, row, source
 
 import posttrain
 from posttrain.algorithms.aggregate import TokenMean
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import Baselined, per_token
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.policy_table import find
 from posttrain.core.batch import Stats
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import (
@@ -41,7 +41,8 @@ from posttrain.core.types import (
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.branch_plan import BranchPlan, Shares
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, EpisodeLimits, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import EpisodeLimits, Player
 from posttrain.envs.play.service_client import Services
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder_writer import save_model

@@ -22,7 +22,8 @@ from posttrain.core.types import Invalid, Reply, Turn, UserError
 from posttrain.envs.bridges import openenv
 from posttrain.envs.bridges.bridge import BridgeError
 from posttrain.envs.bridges.mcp_tools import Server, ToolAnswer, environment, read_call
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
 
 HERE = Path(__file__).parent
 REAL = [sys.executable, str(HERE / "mcp_server.py")]

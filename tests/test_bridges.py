@@ -20,7 +20,8 @@ from posttrain.core.types import Invalid, Reply, StopReason, Turn, UserError
 from posttrain.envs.bridges import arena, bridge, gym, mcp_tools, reasoning
 from posttrain.envs.bridges.bridge import BridgeError, Chance, shown, task_seed
 from posttrain.envs.check import check
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
 
 JUNK = ("", "}{ )))", "x" * 100_000, "\x00", "\u0661", "nan", "1e999", "-1", "__import__('os')", "[5] [6]", "\ud800")
 
@@ -388,7 +389,7 @@ def test_held_out_questions_are_not_among_those_to_train_on() -> None:
 
 
 def test_what_is_not_installed_says_how_to_get_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r'pip install "posttrain\[openenv\]"'):
+    with pytest.raises(UserError, match=r"pip install 'posttrain\[openenv\]'"):
         bridge.need("no_such_library", "openenv")
     (tmp_path / "mine.py").write_text(
         "from posttrain.envs.bridges.bridge import need\nneed('no_such_library', 'openenv')\n"

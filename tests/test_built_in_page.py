@@ -13,9 +13,9 @@ import pytest
 from documents import ROOT, blocks, run
 from scripted import Scripted, scripted, scripted_async
 
-from posttrain.envs.load import BUILTIN, is_async, is_generator_env, lift, load_converter, load_env
+from posttrain.envs.play.load_env import BUILTIN, is_async, is_generator_env, lift, load_converter, load_env
 
-PAGE = ROOT / "docs" / "environments-built-in.md"
+PAGE = ROOT / "docs" / "guides" / "environments-built-in.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 EPISODE = re.compile(r"<!-- episode: (\S+) (\S+) (\d+) -->\n```text\n(.*?)\n```", re.DOTALL)
 ELSEWHERE = {"code", "code-all", "code-choice", "python", "search-qa"}  # on pages of their own

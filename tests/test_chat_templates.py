@@ -10,8 +10,8 @@ import pytest
 
 from posttrain.core.conversation import Conversation
 from posttrain.core.types import Completion, StopReason, ToolCall, Turn, UserError
+from posttrain.envs.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.sources.sft_source import demonstrate
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
 FAMILIES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))

@@ -11,7 +11,8 @@ import noting
 import pytest
 
 from posttrain.core.types import Graded, Reply, SpanReward, Turn, UserError
-from posttrain.envs.check import TASKS, TURNS, Report, check
+from posttrain.envs.check import TASKS, check
+from posttrain.envs.tried import TURNS, Report
 
 TASKS_OF_TWO: list[dict[str, Any]] = [
     {"id": "a", "prompt": "1+1=", "answer": "2"},
@@ -37,13 +38,13 @@ def test_what_an_environment_notes_is_shown() -> None:
 
 
 def test_a_reward_that_is_always_the_same_is_found() -> None:
-    report = check(lambda task, reply: 0.5, TASKS_OF_TWO)
-    assert not report.ok
+    report = check(lambda task, reply: 0.5, [{**task, "response": "so"} for task in TASKS_OF_TWO])
+    assert not report.ok and report.lines()[-1] == "not in order"
     assert "the reward is the same for every reply (0.5): nothing can be learned from it" in said(report)
 
 
 def test_a_reward_that_differs_between_tasks_only_is_found() -> None:
-    report = check(lambda task, reply: float(task["answer"]), TASKS_OF_TWO)
+    report = check(lambda task, reply: float(task["answer"]), [{**task, "response": "so"} for task in TASKS_OF_TWO])
     assert not report.ok and "the same for every reply:" in said(report)
 
 
@@ -135,12 +136,32 @@ def test_the_users_mistakes_are_refused(tmp_path: Path) -> None:
         check(lambda task, reply: 1.0, [{"id": "a"}])
 
 
-def test_without_a_known_right_reply_equal_rewards_are_told_and_not_judged() -> None:
-    tasks = [{"prompt": "1+1=", "solution": "2"}]
-    report = check(lambda task, reply: float(reply == task["solution"]), tasks)
+@pytest.mark.parametrize("column", ["solution", "answer"])
+def test_without_a_whole_right_reply_equal_rewards_are_told_and_not_judged(column: str) -> None:
+    report = check(lambda task, reply: float(reply == f"So: {task[column]}"), [{"prompt": "1+1=", column: "2"}])
+    assert report.ok and report.lines()[-1].startswith("undecided: ")
+    which = "your answer column" if column == "answer" else "no column of yours"
+    assert f"the same for every reply (0): {which} is {'not ' * (column == 'answer')}a full reply" in said(report)
+    assert "--fields.response COLUMN" in said(report) and "--replies FILE" in said(report)
+
+
+def test_an_answer_that_is_no_whole_reply_is_tried_in_the_forms_that_scorers_look_for() -> None:
+    report = check(lambda task, reply: float(f"\\boxed{{{task['answer']}}}" in reply), TASKS_OF_TWO)
     assert report.ok and report.lines()[-1] == "in order"
-    assert "the same for every reply (0), and no right reply is known" in said(report)
-    assert "--fields.answer COLUMN" in said(report) and "--replies FILE" in said(report)
+    assert "your answer column is not a full reply: '\\\\boxed{2}' earns 1 and '2' 0" in said(report)
+    assert [case.task for case in report.cases] == ["a"] * 9 + ["b"] * 9
+    assert len(check(lambda task, reply: float(reply == str(task["answer"])), TASKS_OF_TWO).cases) == 10
+
+
+def test_of_messages_lists_show_what_the_user_said_last() -> None:
+    def asked(task: Any) -> Generator[Turn, Reply, float]:
+        said = [{"role": "system", "content": "be brief " * 30}, {"role": "user", "content": task["prompt"]}]
+        reply = yield Turn(messages=said)
+        return float(reply == str(task["answer"]))
+
+    lines = check(asked, TASKS_OF_TWO).lines()
+    assert next(line for line in lines if line.startswith("task ")) == "task a: '1+1='"
+    assert any(line.startswith("task b: '2+2='") for line in lines)
 
 
 def test_of_the_users_own_replies_it_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,8 +19,11 @@ from conftest import tiny
 from posttrain.cli import chat_command, write_types
 from posttrain.cli.chat_command import converse, dialogue
 from posttrain.cli.main import _stop, main
-from posttrain.config import RL, SFT, Chat, Check, Data, Evaluation
+from posttrain.config import Check
+from posttrain.config.inference import Chat, Evaluation
 from posttrain.config.resolve import as_dict, continued, filled
+from posttrain.config.row_options import Data
+from posttrain.config.training import RL, SFT
 from posttrain.core.types import Reply, StopReason, Turn, UserError
 from posttrain.envs.builtin import arithmetic
 from posttrain.models.native.decoder_writer import save_model
@@ -51,7 +55,8 @@ HEAVY = {
 
 def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
     code, modules, said = loaded_by("--help")
-    ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.core.types"}
+    ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.core", "posttrain.core.types"}
+    ours |= {"posttrain.core.doing", "posttrain.core.user_files"}
     assert code == 0
     assert all(verb in said for verb in ("sft", "rl", "eval", "chat", "algorithms", "check"))
     assert {name for name in modules if name.startswith("posttrain")} == ours
@@ -194,7 +199,9 @@ def test_only_what_a_run_has_written_is_named_at_its_end(place: Path, capsys: py
 def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "eval --tasks rows.jsonl --env arithmetic --samples 2 --k 1 2 --max-tokens 4 --threads 1 --limit 4".split()
     assert main([*words, "--model", "start", "--against", "start", "--out", "figures/a.json"]) == 0
-    assert "difference in accuracy, task by task: 0.000 [0.000, 0.000]" in capsys.readouterr().out
+    said, few = capsys.readouterr().out, "too few tasks for an interval: 4 of at least 6"
+    assert f"difference in accuracy, task by task: 0.000 ({few})" in said
+    assert f"reward, accuracy, pass@1, pass@2: {few}" in said
     figures = json.loads((place / "figures" / "a.json").read_text())
     assert figures["figures"] == figures["against"] and len(figures["rewards"]) == 4
     own, other = (place / "figures" / f"a{side}.rollouts.parquet" for side in ("", ".against"))
@@ -202,6 +209,13 @@ def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsy
     assert own.read_bytes() == other.read_bytes() and len(rows) == 8
     for task, rewards in figures["rewards"].items():
         assert rewards == [row["reward"] for row in rows if row["task"] == task]
+    shown = [f"{name}, reward {example['reward']:g}" for name, example in figures["examples"].items()]
+    assert [line[3:].partition(" ──")[0] for line in said.splitlines() if line.startswith("── ")] == shown
+    every = sorted(row["reward"] for row in rows)
+    assert [example["reward"] for example in figures["examples"].values()] == [every[0], every[3], every[-1]]
+    for example in figures["examples"].values():
+        row = rows[example["place"]]
+        assert (row["task"], row["reward"], row["text"]) == (example["task"], example["reward"], example["reply"])
 
 
 def test_more_tokens_than_the_context_holds_are_said_at_the_start(
@@ -316,3 +330,36 @@ def test_pages_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest
     for place in (str(tmp_path / "file" / "pages"), "x" * 5000, "a\x00b"):
         assert main(["algorithms", "--pages", place]) == 2
         assert "cannot be written" in capsys.readouterr().err
+
+
+STOPPED_AT_TORCH = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+sys.argv = ["posttrain", "rl", "--tasks", "a.jsonl", "--env", "exact", "--model", "m", "--out", "o"]
+from posttrain.cli.main import entry
+entry()
+"""
+
+
+@pytest.mark.parametrize("watched, quiet", [(True, False), (False, False), (True, True)])
+def test_a_terminal_says_that_libraries_are_loaded_before_they_are(watched: bool, quiet: bool, tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    code = STOPPED_AT_TORCH.replace('"o"]', '"o", "--quiet"]') if quiet else STOPPED_AT_TORCH
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=theirs if watched else subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "NO_COLOR": "1", "PYTHONUTF8": "1"},
+        cwd=tmp_path,
+    ) as process:
+        os.close(theirs)
+        out, told = process.communicate(timeout=60)
+    said = os.read(ours, 4096).decode() if watched else told.decode()
+    os.close(ours)
+    assert process.returncode == 130 and out == b"", "what is piped is not disturbed"
+    shown = "loading libraries ...\r\x1b[K" if watched and not quiet else ""
+    assert said.replace("\r\n", "\n") == f"{shown}posttrain: stopped\n"

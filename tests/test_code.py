@@ -17,8 +17,9 @@ from processes import descendants, gone
 from posttrain.core.types import Invalid, Reply, StopReason, Turn
 from posttrain.envs.builtin import code as code_env
 from posttrain.envs.builtin import interpreter
-from posttrain.envs.load import about
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import about
 from posttrain.sandbox import shared_sandbox
 from posttrain.sandbox.limits import ProgramLimits
 from posttrain.verify.test_cases import ComparedCase, PlayedCase, Suite, read_tests
@@ -110,6 +111,51 @@ PLAYED = {
     "HumanEval's form": ("def f(x): return x + 1", "def check(c):\n    assert c(1) == 2\n    assert c(2) == 3\ncheck(f)"),
     "a tolerance": ("def f(x): return x / 3", "assert math.isclose(f(1), 0.333333, rel_tol=1e-4)"),
     "an exception": ("def f(x): raise KeyError(x)", "try:\n    f(1)\nexcept KeyError:\n    pass\nelse:\n    assert False"),
+    "an exception in a loop": (
+        "def f(x): raise (KeyError if x else ValueError)(x)",
+        "for x, due in ((0, ValueError), (1, KeyError)):\n    try: f(x)\n    except due: continue\n    assert False",
+    ),
+    "an exception by its text": (
+        "def f(x): raise ValueError('no ' + x)",
+        "try: f('a')\nexcept Exception as error: found = str(error), type(error)\nassert found == ('no a', ValueError)",
+    ),
+    "an exception that is handed on": (
+        "def f(x): return [][x]",
+        "def tried(x):\n    try: return f(x)\n    except IndexError as error: raise ValueError from error\n"
+        "try: tried(1)\nexcept ValueError: pass\nelse: assert False",
+    ),
+    "an exception within a with": (
+        "def f(x): raise IndexError(x)",
+        "from contextlib import suppress\nfound = []\nfor x in range(1100):\n"
+        "    with suppress(IndexError): found.append(f(x))\nassert found == []",
+    ),
+    "a context manager that expects": (
+        "def f(x): raise AttributeError(x)",
+        "from contextlib import contextmanager\n@contextmanager\ndef raises(kind):\n    try: yield\n"
+        "    except kind: return\n    assert False\nwith raises(AttributeError):\n    f(1)",
+    ),
+    "assertRaises": (
+        "def f(x): raise ValueError(x)",
+        "import unittest\ncase = unittest.TestCase()\ncase.assertRaises(ValueError, f, 1)\n"
+        "with case.assertRaises(ValueError) as found: f('a')\nassert str(found.exception) == 'a'",
+    ),
+    "an exception before the end": (
+        "def f(x): raise OSError",
+        "def tried():\n    try:\n        try: f(1)\n        finally: f.x = 1\n    except OSError: return 1\n"
+        "assert tried() == 1 == f.x",
+    ),
+    "the end of an iterator": (
+        "def f():\n    yield 1",
+        "g = f()\nassert next(g) == 1 and next(g, 5) == 5\ntry: next(g)\nexcept StopIteration: pass\nelse: assert False",
+    ),
+    "an attribute that is not there": (
+        "class f: x = 1",
+        "assert getattr(f(), 'y', 5) == 5 and not hasattr(f(), 'y') and f().x == 1",
+    ),
+    "iteration by index": (
+        "class f:\n    def __getitem__(self, i): return [4, 5][i]",
+        "assert list(f()) == [4, 5]\ntry: f()[2]\nexcept IndexError: pass\nelse: assert False",
+    ),
     "an argument that is sorted": ("def f(x): x.sort(); x[0].append(1)", "x = [[3], [2]]\nf(x)\nassert x == [[2, 1], [3]]"),
     "a generator": ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2] and sum(f(3)) == 3"),
     "its first values": (
@@ -423,7 +469,7 @@ def test_every_block_of_the_page_runs_and_shows_what_it_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    page = documents.ROOT / "docs" / "sandbox.md"
+    page = documents.ROOT / "docs" / "guides" / "sandbox.md"
     shown = [block.text for block in documents.blocks(page) if block.language == "text"]
     ran = sum(documents.run(block) for block in documents.blocks(page) if block.language != "text")
     assert ran == 5

@@ -17,9 +17,10 @@ from experiments.functions import PARTS, STEPS, Function, compositions
 from posttrain.core.types import Invalid, Reply, Rollout, Sampling, SpanKind, Task, Turn, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.builtin.code_choice import FAILS, PASSES, choice_of, code_choice, shown
-from posttrain.envs.load import load_env
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.load_env import load_env
+from posttrain.envs.play.player import Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.sandbox import shared_sandbox
 from posttrain.verify.fenced import code_in

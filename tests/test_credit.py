@@ -18,12 +18,13 @@ from heads import KINDS, new_head, plain_logits
 from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.credit import GAE, Baselined, PassAtK, StepRewards, ToGo, earnings
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.policy_table import TABLE, find
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, Correction
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
@@ -283,20 +284,21 @@ def test_golden_dual_clip(advantage: float, ratio: float, value: float, moves: b
         ("truncate", [[0.25, 1.0, 2.0], [1.5, 2.0]]),
         ("icepop", [[0.0, 1.0, 0.0], [1.5, 0.0]]),
         ("sequence", [[1.0, 1.0, 1.0], [0.0, 0.0]]),
+        ("sequence-truncate", [[1.0, 1.0, 1.0], [2.0, 2.0]]),
     ],
 )
 def test_golden_corrections(kind: Any, expected: list[list[float]]) -> None:
     """Rollouts with pi_old / mu of (1/4, 1, 4), geometric mean 1, and (1.5, 6), geometric mean 3; the cap is 2."""
     gap = doubles(0.25, 1.0, 4.0, 1.5, 6.0).log()
     batch = flat_batch(gap, rollout=torch.tensor([0, 0, 0, 1, 1]))
-    assert Correction(kind, 2.0)(gap, batch).tolist() == pytest.approx(expected[0] + expected[1])
+    assert Correction(kind, 2.0)(gap, batch.rollout).tolist() == pytest.approx(expected[0] + expected[1])
 
 
 @pytest.mark.parametrize(("gap", "kept"), [(0.99, 1.0), (1.01, 0.0), (-0.99, 1.0), (-1.01, 0.0)])
 def test_a_sequence_is_masked_by_the_mean_gap_of_its_tokens(gap: float, kept: float) -> None:
     logs = gap * math.log(2.0) * doubles(0.5, 1.5, 1.0)  # of this mean, whatever each token's
     batch = flat_batch(logs, rollout=torch.tensor([0, 0, 0]))
-    assert Correction("sequence", 2.0)(logs, batch).tolist() == [kept] * 3
+    assert Correction("sequence", 2.0)(logs, batch.rollout).tolist() == [kept] * 3
 
 
 def test_correction_multiplies_the_gain_outside_of_the_clip_and_has_no_gradient() -> None:

@@ -13,12 +13,13 @@ from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradi
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.critic_loss import Value
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.policy_table import find
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.batch import Stats
 from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
@@ -32,7 +33,6 @@ from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.packing import pack
 from posttrain.training.sources.rl_source import RLSource
-from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.verbs.rl import rl
 
 VALUE, Q = frozenset({"value"}), frozenset({"q", "entropy"})

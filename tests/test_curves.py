@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posttrain.core.intervals import student_interval
 from posttrain.runs import curves as drawing
 from posttrain.runs.curves import curves
 from posttrain.runs.run_record import RunRecord
-from posttrain.runs.student import student_interval
 
 
 def recorded(folder: Path, rows: Sequence[Mapping[str, float]], found: Sequence[tuple[int, str, str]] = ()) -> Path:

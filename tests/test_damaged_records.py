@@ -31,7 +31,7 @@ from posttrain.core.types import UserError
 from posttrain.runs.record import rollout_reading
 from posttrain.runs.record.rollout_index import open_index, piece_file
 from posttrain.runs.record.rollout_reading import read_file, rows_of
-from posttrain.runs.record.schema import KEY
+from posttrain.runs.record.schema import KEY, VERSION
 from posttrain.runs.record.sql_query import Questions
 from posttrain.runs.run_files import step_of
 
@@ -53,7 +53,7 @@ def second(folder: Path) -> Path:
 
 
 def put(folder: Path, table: pa.Table) -> None:
-    parquet.write_table(table.replace_schema_metadata({KEY: b"1"}), second(folder))
+    parquet.write_table(table.replace_schema_metadata({KEY: VERSION.encode()}), second(folder))
 
 
 def alter(folder: Path, **values: Any) -> None:

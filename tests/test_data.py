@@ -23,7 +23,7 @@ from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, draw, hold_out, order, to_tasks
 from posttrain.data.tasks_from_rows import Conversion
 from posttrain.envs.builtin import gsm8k
-from posttrain.envs.load import opening
+from posttrain.envs.play.load_env import opening
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data files are not at {DATA}")

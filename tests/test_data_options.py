@@ -13,14 +13,16 @@ from processes import FORKS, commanded
 from row_files import refused, write_jsonl
 
 import posttrain
+from posttrain.apps.view.open_run import OpenRun
 from posttrain.cli.main import main
-from posttrain.config import RL, SFT
+from posttrain.config.training import RL, SFT
 from posttrain.data import rows as rows_module
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
-from posttrain.runs.run_reading import read_metrics, read_run
+from posttrain.runs.run_reading import read_metrics, read_run, read_timing
+from posttrain.runs.terminal.panel import figures
 from posttrain.training.setup import load_tasks, split_tasks
 
 SMALL = "--tokenizer characters --hidden 16 --layers 1 --heads 2 --context 40 --rows 4 --threads 1 --quiet".split()
@@ -182,7 +184,7 @@ def test_long_prompts_are_left_out_of_training_and_of_evaluation(
     assert main(["rl", *words, "--steps", "4", "--held-out", "0.3", "--out", "run"]) == 0
     assert all(len(prompt) < 10 for prompt in prompts(place / "run", 4)) and len(prompts(place / "run", 4)) == 8
     assert sum(metrics["too_long"] for metrics in read_metrics(place / "run")[1:]) > 0
-    assert "the prompt has" in capfd.readouterr().out
+    assert "the prompt has" in capfd.readouterr().err
     words = "eval --model start --tasks rows.jsonl --env my.py:reward --samples 1 --threads 1 --max-tokens 4".split()
     assert main([*words, "--out", "found.json"]) == 0
     found = json.loads((place / "found.json").read_text())
@@ -277,3 +279,38 @@ def test_tokenizer_is_trained_on_the_rows_without_holding_them(place: Path, monk
     assert (
         Tokenizer.load(place / "run" / "checkpoints" / "step-000001").vocab_size == 15
     )  # digits, + and =, and three more
+
+
+def test_speed_counts_what_was_sampled_or_of_given_rows_what_was_read_and_what_was_learned(place: Path) -> None:
+    assert main(["sft", *SMALL, "--tasks", "my.py:sums", "--steps", "1", "--out", "sft"]) == 0
+    play = ["--tasks", "my.py:sums", "--env", "my.py:reward", "--steps", "1", "--out", "rl"]
+    assert main(["rl", *PLAY, *play]) == 0
+    (given,), (played,) = read_timing(place / "sft"), read_timing(place / "rl")
+    name = "tokens_per_second"
+    rows = ["0+1=", "1+1=", "2+1=", "3+1="]  # each answered by a digit and an end; the end is learned, and not read
+    taken = given["seconds/rollout"] + given["seconds/update"]
+    assert given[f"{name}/learned"] * taken == pytest.approx(2 * len(rows), rel=1e-3)
+    assert given[f"{name}/read"] * taken == pytest.approx(sum(map(len, rows)) + len(rows), rel=1e-3)
+    (metrics,) = read_metrics(place / "rl")
+    taken = played["seconds/rollout"] + played["seconds/update"]
+    assert played[f"{name}/sampled"] * taken == pytest.approx(metrics["length"] * metrics["rollouts"], rel=1e-3)
+    assert [f"{name}/{of}" in each for each in (given, played) for of in ("sampled", "read", "learned")] == [
+        False, True, True, True, False, False,
+    ]  # fmt: skip
+    assert ("tok/s read", "9") in figures({f"{name}/read": 9.0}), "and the display tells them apart"
+
+
+def test_length_is_of_the_reply_wherever_it_is_told_and_total_of_all_tokens(place: Path) -> None:
+    assert main(["sft", *SMALL, "--tasks", "my.py:sums", "--steps", "1", "--out", "sft"]) == 0
+    write_jsonl(place / "rows.jsonl", [{"number": str(n)} for n in range(4)])
+    assert main(["rl", *PLAY, "--tasks", "rows.jsonl", "--env", "my.py:guess", "--steps", "1", "--out", "rl"]) == 0
+    played, given = read_rollouts(place / "rl", 1), read_rollouts(place / "sft", 1)
+    (metrics,) = read_metrics(place / "rl")
+    assert metrics["length"] == pytest.approx(sum(row["length"] for row in played) / len(played))
+    for row in played:
+        assert row["length"] == sum(s["length"] for s in row["spans"] if s["kind"] == "sampled")
+        assert row["total"] == sum(s["length"] for s in row["spans"]) > row["length"]
+    assert [(row["length"], row["total"]) for row in given] == [(2, 6)] * len(given), "a digit and an end, after 0+1="
+    run = OpenRun(place / "rl", "rl")
+    run.store.follow()
+    assert run.store.rows.number("length").tolist() == [row["length"] for row in played], "and so in a histogram"

@@ -18,7 +18,7 @@ from posttrain.algorithms.filters import DynamicSampling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.settings import change
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.batch import Scores
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 from posttrain.training.adjust import adjust

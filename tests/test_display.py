@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import pytest
 
+from posttrain.core.doing import doing, watch
 from posttrain.core.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
+from posttrain.runs.terminal import notices
 from posttrain.runs.terminal.display import Display
-from posttrain.runs.terminal.live_region import Region, cells
+from posttrain.runs.terminal.live_region import Passing, Region, cells
 from posttrain.runs.terminal.output import Output
 from posttrain.runs.terminal.panel import View, compose
-from posttrain.runs.terminal.printing import sample, shown, table
+from posttrain.runs.terminal.printing import examples, sample, shown, table
 
 METRICS = {"reward": 0.512, "length": 14.2, "entropy": 0.83, "loss": 0.1, "grad_norm": 2.0}
-TIMING = {"tokens_per_second": 1234.0, "seconds/rollout": 0.5}
+TIMING = {"tokens_per_second/sampled": 1234.0, "seconds/rollout": 0.5}
 
 
 class Terminal(io.StringIO):
@@ -140,11 +142,11 @@ def test_what_a_run_was_asked_to_do_is_broken_between_words_on_a_terminal_alone(
 def screen(text: str, columns: int = 80) -> list[str]:
     """What a terminal shows after this text: the codes that move up and erase are carried out, lines wrap."""
     lines, row = [""], 0
-    for part in re.split(r"(\n|\r|\x1b\[\d*A|\x1b\[J|\x1b\[\?25[hl])", text):
+    for part in re.split(r"(\n|\r|\x1b\[\d*A|\x1b\[[JK]|\x1b\[\?25[hl])", text):
         if part == "\n":
             row += 1
             lines += [""] * (row + 1 - len(lines))
-        elif part == "\x1b[J":
+        elif part in ("\x1b[J", "\x1b[K"):
             del lines[row + 1 :]
             lines[row] = ""
         elif part.endswith("A") and part.startswith("\x1b["):
@@ -158,7 +160,8 @@ def screen(text: str, columns: int = 80) -> list[str]:
 VIEW = View(
     "rl runs/a", 12, 200, "1:02:03 left",
     {"reward": 0.5, "accuracy": 0.25, "entropy": 1.5, "length": 120.0, "kl": 0.01, "invalid": 0.1, "loss": 0.3,
-     "tokens_per_second": 12345.0, "eval/accuracy": 0.2, "eval/reward": 0.3, "eval/invalid": 0.0, "eval/length": 99.0},
+     "tokens_per_second/sampled": 12345.0, "eval/accuracy": 0.2, "eval/reward": 0.3,
+     "eval/invalid": 0.0, "eval/length": 99.0},
     [0.1 * i for i in range(90)],
 )  # fmt: skip
 
@@ -179,7 +182,7 @@ def test_the_panel_has_everything_at_80_by_24() -> None:
 
 
 @pytest.mark.parametrize("title", ["rl runs/a", "rl " + "训练" * 60, "rl \x1b[2J\nb", ""])
-@pytest.mark.parametrize("values", [VIEW.values, {"loss": 0.25, "tokens_per_second": 1.0}, {}])
+@pytest.mark.parametrize("values", [VIEW.values, {"loss": 0.25, "tokens_per_second/sampled": 1.0}, {}])
 def test_the_panel_fits_any_terminal_and_keeps_what_matters_most(title: str, values: dict[str, float]) -> None:
     view = replace(VIEW, title=title, values=values)
     for columns in range(1, 130):
@@ -372,3 +375,83 @@ def test_model_text_cannot_steer_the_terminal_or_break_a_narrow_encoding() -> No
     sample([rollout], 1, narrow)
     table("红", ["a"], [[1]], narrow)
     assert b"\\u7ea2" in narrow.buffer.getvalue()
+
+
+def test_notes_are_broken_between_words_only(terminal: Terminal) -> None:
+    display = Display(stream=terminal)
+    display.start("GRPO", 3, [])
+    display.note("health, step 7: entropy fell " + " ".join(["exploring"] * 20) + "\nusual causes: " + "rates, " * 30)
+    display.close()
+    shown = screen(terminal.getvalue())
+    words = [word for line in shown[1:] for word in line.split()]
+    assert words.count("exploring") == 20 and words.count("rates,") == 30, "no word is in two lines"
+    assert any(line.startswith("usual causes: rates,") for line in shown)
+
+
+def test_what_is_held_back_stands_behind_what_describes_the_run(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", terminal)
+    with notices.held():
+        notices.warn("the reward changed")
+        display = Display(stream=terminal)
+        assert terminal.getvalue() == ""
+        display.start("GRPO", 3, ["model  tiny"] * 20)
+        notices.tell("late")
+        display.close()
+    text = terminal.getvalue()
+    order = [text.rindex("model  tiny"), text.index("posttrain: warning: the reward changed"), text.index("step 0/3")]
+    assert order == sorted(order) and text.rstrip().endswith("late"), "nothing is lost"
+
+
+def test_what_is_held_back_is_shown_also_where_nothing_describes_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError), notices.held():
+        notices.warn("a")
+        raise ValueError
+    with notices.held():
+        notices.warn("b")
+        Display(quiet=True).start("GRPO", 3, ["model"])
+        assert capsys.readouterr() == ("", "posttrain: warning: a\nposttrain: warning: b\n")
+    notices.tell("at once")
+    assert capsys.readouterr().err == "at once\n"
+
+
+def test_what_is_being_done_is_one_line_that_anything_else_takes_away(terminal: Terminal) -> None:
+    out, clock = Output(terminal), Clock()
+    passing = Passing(Output(terminal), [out], clock)
+    passing.show("opening " + "long/" * 40 + "\x1b[2J")
+    assert len(screen(terminal.getvalue())) == 1
+    passing.show("playing: 1 of 9", progress=True)
+    clock.now += 1
+    passing.show("playing: 2 of 9", progress=True)
+    assert screen(terminal.getvalue()) == ["playing: 2 of 9 ..."], "progress in time, in the same line"
+    out.write("rl runs/a\n")
+    passing.erase()
+    assert screen(terminal.getvalue()) == ["rl runs/a"]
+    out.write("more\n")
+    assert terminal.getvalue().endswith("rl runs/a\nmore\n"), "nothing is erased twice"
+
+
+def test_once_a_run_is_described_nothing_is_said_of_what_is_being_done(terminal: Terminal) -> None:
+    told: list[str] = []
+    watch(lambda text, progress: told.append(text))
+    doing("opening a model")
+    Display(stream=terminal).start("GRPO", 3, [])
+    doing("opening another")
+    assert told == ["opening a model"]
+
+
+def test_examples_are_cut_to_a_few_lines_and_cannot_rewrite_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b[2J\rfine\x07" + " word" * 100
+    plain = Rollout(
+        {"id": "t1", "answer": "A" * 300}, "t1", [], 0.0, prompt="few shots\n" * 30 + "the end:", text=hostile
+    )
+    messages = [{"role": "user", "content": "first"}, {"role": "user", "content": "the question"}]
+    chat = Rollout({"id": "t2", "messages": messages}, "t2", [], 1.0, prompt="<|im_start|>assistant\n", text="\n\n")
+    examples("Replies of m", {"worst, reward 0": plain, "best, reward 1": chat})
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= 80 and "\x1b" not in said and "\r" not in said and "\\x1b[2J" in said
+    assert lines[2:4] == ["prompt │ ... (30 more lines before)", "       │ the end:"]
+    assert lines[6].startswith("       │ ... (") and lines[7].endswith("AAA...")
+    assert lines[9:11] == ["prompt │ the question", "reply  │"]

@@ -20,7 +20,8 @@ from posttrain.data.tasks import to_tasks
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_reading import read_file, rows_of
@@ -29,7 +30,7 @@ from posttrain.training.sources.demonstrations import cut, enacted_texts, enacti
 from posttrain.training.sources.example_stream import progress
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.sft_source import Transcripts
-from posttrain.training.verbs import sft
+from posttrain.training.verbs import sft as sft_verb
 
 NEED = ("prompt", "response")
 ROW: Task = {"id": "a", "prompt": "1+1=", "answer": "2", "replies": ["7a", "b3"]}
@@ -410,7 +411,7 @@ def test_what_a_tokenizer_reads_is_played_where_it_can_be_interrupted(
         threads.add(threading.current_thread())
         return enacting(*args, **kwargs)
 
-    monkeypatch.setattr(sft, "enacting", noted)
+    monkeypatch.setattr(sft_verb, "enacting", noted)
     sft(nim_rows(4), env="nim", out=str(tmp_path / "run"), vocab=300, hidden=16, layers=1, heads=2, steps=1, rows=2,
         quiet=True)  # fmt: skip
     assert threads == {threading.main_thread()}

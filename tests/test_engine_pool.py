@@ -35,8 +35,8 @@ from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.nccl_transfer import CardToCard
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
-from posttrain.engines.pool.pool_protocol import TOKEN, Gone, Wire, completion_read, prove, read_token
-from posttrain.engines.pool.replicas import Many, host_and_port, open_pool
+from posttrain.engines.pool.pool_protocol import TOKEN, Gone, Wire, completion_read, host_and_port, prove, read_token
+from posttrain.engines.pool.replicas import Many, open_pool
 from posttrain.engines.vllm.vllm_engine import laid_for_vllm
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
 from posttrain.engines.weight_sync import Files, Laid, Received, SharedMemory, checksum_of, checksum_of_names, offered

@@ -20,7 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Task, Turn, UserError
-from posttrain.envs.load import (
+from posttrain.envs.play.env_outputs import LONGEST_TEXT, Done, read_turn, read_verdict
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.env_runner import EnvRunner
+from posttrain.envs.play.load_env import (
     BUILTIN,
     is_generator_env,
     lift,
@@ -30,9 +33,6 @@ from posttrain.envs.load import (
     success_of,
     unpack_env,
 )
-from posttrain.envs.play.env_outputs import LONGEST_TEXT, Done, read_turn, read_verdict
-from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.env_worker import EnvRunner
 
 MY = """
 from neighbour import SCORE

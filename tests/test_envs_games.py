@@ -82,7 +82,7 @@ def test_examples_in_docstrings_are_true(module: Any) -> None:
 
 
 def load(name: str) -> Any:
-    from posttrain.envs.load import lift, load_env
+    from posttrain.envs.play.load_env import lift, load_env
 
     return lift(load_env(name)) if name == "countdown" else load_env(name)
 

@@ -14,9 +14,9 @@ from processes import descendants, gone
 from posttrain.core.types import Invalid, Reply, SpanReward, Task, Turn, UserError
 from posttrain.envs.builtin import functions
 from posttrain.envs.check import check
-from posttrain.envs.load import load_env
 from posttrain.envs.play.env_outputs import Done, read_verdict
 from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import load_env
 from posttrain.models.tokenizer.tool_parser import HERMES
 
 SHOP: Task = {

@@ -27,7 +27,7 @@ from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import rollout_steps
 from posttrain.services.generative_judge import GenerativeJudge
 from posttrain.services.judge_recipe import Generative, generative_of, read_recipe
-from posttrain.verify import final_score, final_verdict
+from posttrain.verify.verdict import final_score, final_verdict
 
 CONTENTS = [{"prompt": f"say {a}", "response": b} for a in "abc" for b in ("yes", "no", "a longer one")]
 TEMPLATE = "{prompt} {response} "

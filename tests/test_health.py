@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import posttrain
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.settings import flags
-from posttrain.config import RL, Prefer
+from posttrain.cli.inspect_commands import rollouts
+from posttrain.config.training import RL, Prefer
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.health import Health, HealthFinding
 from posttrain.runs.health_checks import CHECKS
@@ -139,7 +141,7 @@ def test_a_learning_rate_too_high_is_named_by_the_reward_then_by_signal_and_entr
 
 def test_a_loophole_found_in_mid_run_is_named_by_the_kl_and_by_the_reward() -> None:
     assert named(rows(LOOPHOLE)) == {"kl": 55, "jump": 59}
-    assert "rollouts/step-000059.parquet" in find(rows(LOOPHOLE))[1].message
+    assert "posttrain rollouts RUN --step 59 --order best" in find(rows(LOOPHOLE))[1].message
     assert named(rows({n: c for n, c in LOOPHOLE.items() if n != "kl"})) == {"jump": 59}
 
 
@@ -396,6 +398,9 @@ def test_what_is_missing_or_not_finite_is_as_if_it_were_not_there() -> None:
     assert Health.replay([{"step": i, "loss": 1.0} for i in range(50)]).look(50, {}) == []
 
 
+SHOWN = r"\(posttrain rollouts RUN[^)]*\)"
+
+
 def test_messages_are_of_two_lines_and_name_options_that_exist() -> None:
     found = [*find(rows(DIVERGED)), *find(rows(LOOPHOLE)), *find(rows(LONGER)), *find(rows(LEARNED))]
     found += find(rows({"reward": [0.0] * 20, "groups/no_signal": [1.0] * 20}))
@@ -409,8 +414,10 @@ def test_messages_are_of_two_lines_and_name_options_that_exist() -> None:
     options = {field.name for field in (*fields(RL), *fields(Prefer))} | set(flags(Algorithm)) | set(flags(Preference))
     for finding in found:
         assert finding.message.count("\n") == 1
-        for option in re.findall(r"--([a-z-]+)", finding.message):
+        for option in re.findall(r"--([a-z-]+)", re.sub(SHOWN, "", finding.message)):
             assert option.replace("-", "_") in options, option
+        for told in re.findall(SHOWN, finding.message):
+            assert set(re.findall(r"--([a-z-]+)", told)) <= set(signature(rollouts).parameters), told
 
 
 def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 from processes import descendants, gone, is_running
 
 from posttrain.core.types import Invalid, InvalidKind, Reply, Turn
-from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_pool import EnvPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 TASK = {"id": "t", "prompt": "p"}

@@ -32,7 +32,7 @@ FLOORS = (
 HOMES = {
     "transformers": ("models/",),
     "bitsandbytes": ("models/native/quantized.py",),
-    "huggingface_hub": ("models/",),
+    "huggingface_hub": ("models/", "system/hub.py"),
     "tokenizers": ("models/",),
     "jinja2": ("models/tokenizer/",),
     "PIL": ("core/pictures.py",),
@@ -72,7 +72,7 @@ HOMES = {
 
 LIGHT = ("core/", "system/", "data/", "verify/", "sandbox/", "envs/", "algorithms/", "config/", "runs/", "apps/audit/",
          "apps/planning/", "services/retrieval/", "services/retriever.py", "engines/serving/requests.py",
-         "training/intervals.py", "training/sources/diversity.py", "training/sources/packing.py", "typed.py",
+         "training/figures.py", "training/sources/diversity.py", "training/sources/packing.py", "typed.py",
          "cli/main.py", "cli/commands.py", "cli/inspect_commands.py", "cli/write_types.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 

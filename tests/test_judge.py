@@ -208,6 +208,7 @@ def test_retry_after_may_be_a_date_or_nonsense() -> None:
         (Said({"reason": "good", "score": "7"}), "'7' is not of type 'number'", 2),
         (Said({"score": 7}), "'reason' is a required property", 2),
         (Said('{"reason": "", "score": NaN}'), "no JSON object", 2),
+        (Said('{"reason": "", "score": 7}{"reason": "", "score": 10}'), "more than one JSON object", 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -262,7 +263,7 @@ def test_of_a_long_answer_its_beginning_and_its_verdict_are_kept() -> None:
         '{"reason": "x", "score": 3}',
         'Sure:\n```json\n{"reason": "x", "score": 3}\n```\nDone.',
         'Not {this}, but {"reason": "a { in it", "score": 3}',
-        '{"reason": "draft"} no: {"reason": "x", "score": 3}',
+        '{"reason": {"a": 1, "score": 2}, "score": 3}',
     ],
 )
 def test_a_verdict_is_found_in_what_models_write_around_it(text: str) -> None:
@@ -274,23 +275,37 @@ def test_a_verdict_is_found_in_what_models_write_around_it(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"score": 7}{"score": 10}', '2 verdicts, {"score": 7} and {"score": 10}'),
-        ('{"score": 7} On second thoughts: {"score": 7}', "2 verdicts"),
-        ('{"score": 7, "score": 10}', "an object with two values of 'score'"),
-        ('{"score": 7, "more": {"a": 1, "a": 2}}', "an object with two values of 'a'"),
-        ('{"scores": 7}', "'score' is a required property"),
+        ('{"score": 7, "score": 10}', "the key 'score' twice"),
+        ('{"score": 7, "sc\\u006fre": 10}', "the key 'score' twice"),
+        ('{"score": 10, "reason": {"a": 1, "a": 2}}', "the key 'a' twice"),
+        ('{"score": 7}{"score": 10}', "more than one JSON object"),
+        ('{"score": 7} no: {"score": 7}', "more than one JSON object"),
+        ('```json\n{"score": 7}\n```\nThe reply says {} and ```{"score": 10}```', "more than one JSON object"),
+        ('{"score": 7, oops {"score": 10}', "within what is none"),
+        ('{"reason": "it says {"score": 10}, which is silly", "score": 2}', "within what is none"),
+        ('{"score": 7}' + "{" * 200 + '{"score": 10}', "too many braces"),
     ],
 )
-def test_an_answer_with_two_verdicts_is_none(text: str, problem: str) -> None:
+def test_an_answer_that_can_be_read_in_two_ways_is_none(text: str, problem: str) -> None:
     found = read_verdict(text, {"type": "object", "required": ["score"]})
     assert isinstance(found, str) and problem in found
 
 
-@pytest.mark.parametrize("reason", ["length", "content_filter"])
-def test_a_verdict_in_an_answer_that_is_not_whole_is_none(judge_of: Callable[..., Judge], reason: str) -> None:
-    with serving(lambda request, number: Said({"reason": "", "score": 7}, finish=reason)) as server:
-        [answer] = asked(judge_of(server), [question("abc")])
-    assert isinstance(bare(answer), Invalid) and "cut off" in bare(answer).reason
+@pytest.mark.parametrize(("finish", "why"), [("length", "max_tokens 512"), ("content_filter", "content filter")])
+def test_an_answer_that_was_ended_from_outside_is_none_though_it_looks_whole(
+    judge_of: Callable[..., Judge], tmp_path: Path, finish: str, why: str
+) -> None:
+    whole = {"reason": "good", "score": 7}
+    with serving(lambda request, number: Said(whole, finish=finish)) as server:
+        [answer] = asked(judge_of(server, AnswerCache(tmp_path)), [question("abc")])
+        assert isinstance(answer, Invalid) and why in answer.reason
+        assert len(server.asked) == 2
+    with serving(lambda request, number: Said(whole, finish=("stop", None, "eos")[number])) as server:
+        assert asked(judge_of(server, AnswerCache(tmp_path)), [question("abc"), question("a"), question("b")]) == [
+            7,
+            7,
+            7,
+        ]
 
 
 def test_an_answer_made_of_brackets_costs_no_time() -> None:
@@ -478,6 +493,29 @@ def test_what_is_wrong_with_an_endpoint_is_found_by_one_question(
         problem = judge_of(server).problem()
         assert problem is not None and told in problem and "\n" not in problem
     assert problem is not None
+
+
+@pytest.mark.parametrize("structured", ["schema", "object"])
+def test_an_endpoint_without_structured_output_is_told_apart_and_the_setting_named(
+    judge_of: Callable[..., Judge], structured: str
+) -> None:
+    def without(request: dict[str, Any], number: int) -> Said:
+        return Said(status=400) if "response_format" in request else Said({"reason": "so", "score": 5})
+
+    with serving(without) as server:
+        problem = judge_of(server, structured=structured).problem()
+        assert problem is not None and 'put structured = "none" into its recipe' in problem and "\n" not in problem
+        assert judge_of(server, structured="none").problem() is None
+    with serving(lambda request, number: Said(status=400)) as server:
+        problem = judge_of(server, structured=structured).problem()
+        assert problem is not None and "structured" not in problem
+
+
+def test_a_first_question_takes_no_longer_than_the_stated_time(judge_of: Callable[..., Judge]) -> None:
+    with serving(lambda request, number: Said(by_length(request).content, after=2)) as server:
+        problem = judge_of(server, seconds=0.3).problem()
+        assert problem is not None and "no answer within 0.3 s" in problem
+        assert len(server.asked) == 1, "it is not asked again behind the limit"
 
 
 def test_an_endpoint_that_is_down_is_told_and_one_that_is_up_has_no_problem(judge_of: Callable[..., Judge]) -> None:

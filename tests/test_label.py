@@ -140,9 +140,9 @@ def test_a_file_that_was_cut_off_within_a_block_is_continued_without_repetitions
 
 
 def test_an_outage_costs_no_labels_and_is_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain.training.verbs import label
+    from posttrain.training.verbs import label as label_verb
 
-    monkeypatch.setattr(label, "BLOCK", 1)
+    monkeypatch.setattr(label_verb, "BLOCK", 1)
     (place / "down").touch()
     Path("may.py").write_text(
         "import os\nfrom posttrain import Invalid\n\ndef reward(task, reply):\n"

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import generated_runs
 import pytest
@@ -87,6 +88,17 @@ def test_a_printed_rollout_says_which_it_is_and_what_became_of_it(capsys: pytest
     assert all(f"{name} " in said for name in row["parts"])
     assert "1 of 4 rollouts of step 2: --number shows more" in said
     assert row.keys() == {*ROLLOUTS.names, "id"}, "what is not known is null, not missing"
+
+
+def test_those_that_are_asked_for_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(order: str) -> list[dict[str, Any]]:
+        assert main(["rollouts", "a", "--json", "--number", "99", "--order", order]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    invalid = [row["invalid"] is not None for row in rows("invalid")]
+    assert invalid == sorted(invalid, reverse=True)
+    rewards = [row["reward"] for row in rows("worst") if row["reward"] is not None]
+    assert rewards == sorted(rewards) and next(row["reward"] for row in rows("best")) == rewards[-1]
 
 
 def test_rollouts_of_a_task_are_found_by_its_name_or_that_of_its_group(capsys: pytest.CaptureFixture[str]) -> None:

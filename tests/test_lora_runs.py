@@ -17,7 +17,7 @@ from conftest import tiny
 from safetensors.torch import load_file
 
 from posttrain.cli.main import main
-from posttrain.config import SFT as SFT_OPTIONS
+from posttrain.config.training import SFT as SFT_OPTIONS
 from posttrain.core.protocols import Alone
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import is_adapter

@@ -12,7 +12,8 @@ import pytest
 import posttrain
 from posttrain.core.types import Invalid, Outcome, Reply, Rollout
 from posttrain.envs.play.call_recording import CallJournal
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
 from posttrain.runs.record.rollout_reading import read_file, read_rollouts, rows_of
 from posttrain.runs.record.rollout_tables import rollouts_table

@@ -34,14 +34,15 @@ from torch import Tensor
 from transcriptions import LOSSES, TEXTS, Played
 
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.credit import Baselined, PassAtK, StepRewards, equal_rewards
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.policy_table import TABLE, find
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.algorithms.surrogate import Clip
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner

@@ -14,15 +14,16 @@ from posttrain.cli.main import main
 from posttrain.core.types import Sampling, Turn, UserError
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.check import check
+from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.models.checkpoint_summary import Outline, outline
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.custom_template import CHATML, around, read_template
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.tokenizer.tokenizer_training import EOS
 from posttrain.training.playground import viewer_of
-from posttrain.training.sources.sft_source import demonstrate
 
 TEXTS = ["what is it called", "it is 12", CHATML]
 TALK = [

@@ -14,6 +14,7 @@ from posttrain.algorithms.describe import (
     cited,
     describe,
     differences,
+    index,
     objective,
     page,
     parts,
@@ -39,6 +40,13 @@ def test_page_of_every_row_is_what_the_table_says(row: Row) -> None:
     assert written == page(row, beside(row)), "write it again: posttrain algorithms --pages docs/algorithms"
 
 
+def test_page_that_leads_to_all_others_is_what_the_tables_say() -> None:
+    written = (PAGES / "index.md").read_text(encoding="utf-8")
+    assert written == index(list(EVERY.values())), "write it again: posttrain algorithms --pages docs/algorithms"
+    assert all(f"[`{row.name}`]({row.name}.md) | {row.idea} |" in written for row in EVERY.values())
+    assert all(0 < len(row.idea.split()) <= 8 for row in EVERY.values())
+
+
 @ALL
 def test_page_fits_one_screen_and_its_curve_exists(row: Row) -> None:
     text = page(row, beside(row))
@@ -49,7 +57,7 @@ def test_page_fits_one_screen_and_its_curve_exists(row: Row) -> None:
 
 
 def test_no_page_is_left_of_a_row_that_is_gone() -> None:
-    assert {p.stem for p in PAGES.glob("*.md")} == set(EVERY)
+    assert {p.stem for p in PAGES.glob("*.md")} == {"index", "expected-gradients", *EVERY}
 
 
 @ALL

@@ -32,9 +32,10 @@ from posttrain.core.types import (
     UserError,
 )
 from posttrain.engines.local.local_engine import LocalEngine
-from posttrain.envs.play.env_pool import Done, EnvPool, Event
-from posttrain.envs.play.episode import RunningEpisode
-from posttrain.envs.play.player import LONGEST_PAUSE, Episode, EpisodeLimits, Player, cut_observation
+from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.episode import Episode, RunningEpisode
+from posttrain.envs.play.player import LONGEST_PAUSE, EpisodeLimits, Player, cut_observation
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.kernels import binder, build
 from posttrain.models.tokenizer.tokenizer import Tokenizer

@@ -22,7 +22,8 @@ import pytest
 from processes import descendants, gone, is_running
 
 from posttrain.core.types import Invalid, Reply, StopReason, Turn, UserError
-from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_pool import EnvPool
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = {"id": "t", "prompt": "p"}

@@ -388,14 +388,14 @@ def from_rows(row: Preference, tokens: int = 10**6) -> Comparisons:
     return Comparisons(items, row, learner, 4, tokens, 0, Reference(range(len(items)), arrays))
 
 
-def log_ratio(source: Comparisons, prompt: str, reply: str, known: Sequence[float]) -> float:
-    """Of a reply to a prompt, alone, with the reference's log-probabilities of its tokens."""
+def log_ratios(source: Comparisons, prompt: str, reply: str, known: Sequence[float]) -> list[float]:
+    """Of each token of a reply to a prompt, alone, with the reference's log-probabilities of its tokens."""
     model = source.learner.weights()
     start, end = WORDS.encode(prompt, start=True), [*WORDS.encode(reply), WORDS.eos_id or 0]
     tokens = torch.tensor([*start, *end])
     logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T).log_softmax(-1)  # type: ignore[operator]
     own = [logs[t - 1, tokens[t]].item() for t in range(len(start), len(tokens))]
-    return math.fsum(own) - math.fsum(known)
+    return [lp - ref for lp, ref in zip(own, known, strict=True)]
 
 
 @pytest.mark.parametrize("tokens", [1, 10**6])
@@ -416,7 +416,7 @@ def test_drift_of_kto_is_the_mean_over_the_whole_batch_of_prompts_with_other_pro
         known = source.reference.of_mismatched(place).tolist()
         for prompt, reply in pairs:
             n = len(reply) + 1
-            ratios.append(log_ratio(source, prompt, reply, known[:n]) / (n if mean else 1))
+            ratios.append(math.fsum(log_ratios(source, prompt, reply, known[:n])) / (n if mean else 1))
             known = known[n:]
         assert not known
     expected = sum(ratios) / len(ratios)
@@ -445,8 +445,14 @@ def test_kto_without_a_reference_measures_its_drift_on_likelihoods() -> None:
     assert math.isfinite(added(source.learner, row, batches)[0])  # type: ignore[arg-type]
 
 
-def test_shift_of_bco_is_the_running_mean_of_earlier_rewards() -> None:
-    source = from_rows(PREFERENCES["bco"])
+def desensitised(ratios: Sequence[float], other: Sequence[float], tail: float) -> float:
+    """The sum, what lies behind the length of the other one counting `tail`."""
+    return math.fsum(x * (1 if place < len(other) else tail) for place, x in enumerate(ratios))
+
+
+@pytest.mark.parametrize("tail", [1.0, 0.3])
+def test_shift_of_bco_is_the_running_mean_of_earlier_rewards_as_they_were_compared(tail: float) -> None:
+    source = from_rows(changed("bco", tail=tail))
     rewards: list[float] = []
     learner = source.learner
     assert isinstance(learner, LocalLearner)
@@ -461,10 +467,11 @@ def test_shift_of_bco_is_the_running_mean_of_earlier_rewards() -> None:
             texts = row.get("responses") or [row["chosen"], row["rejected"]]
             own = []
             for text in texts:
-                own.append(0.1 * log_ratio(source, row["prompt"], text, known[: len(text) + 1]))
+                own.append(log_ratios(source, row["prompt"], text, known[: len(text) + 1]))
                 known = known[len(text) + 1 :]
             pairs = [(0, 1), (0, 2), (1, 2)] if len(own) == 3 else [(0, 1)]
-            rewards += [own[i] for pair in pairs for i in pair]
+            for i, j in pairs:
+                rewards += [0.1 * desensitised(own[i], own[j], tail), 0.1 * desensitised(own[j], own[i], tail)]
         stats = learner.update(batches, PreferenceObjective(source.row))
         source.learned(step, stats)
         again = replace(source, rewards=(0.0, 0.0))
@@ -473,14 +480,17 @@ def test_shift_of_bco_is_the_running_mean_of_earlier_rewards() -> None:
     assert abs(expected) > 1e-3
 
 
-def test_measures_are_those_of_pairs_counted_by_hand() -> None:
-    plain, row = case(), PREFERENCES["dpo"]
+@pytest.mark.parametrize("tail", [1.0, 0.3])
+def test_measures_are_those_of_pairs_counted_by_hand(tail: float) -> None:
+    plain, row = case(), changed(tail=tail)
     _, _, stats = through_the_library(plain, row, range(len(plain.items)), 25)
-    said, won, margins, chosen, lost, kl, tokens = asked(plain), [], [], [], [], [], 0
+    said, won, margins, rewards, chosen, lost, kl, tokens = asked(plain), [], [], [], [], [], [], 0
     for item in said:
         for better, worse, _, _ in item.compared:
             w, v = item.responses[better], item.responses[worse]
-            margin = 0.1 * (w.ratio - v.ratio).item()
+            of = [[lp.item() - ref for lp, ref in zip(y.lp, y.ref, strict=True)] for y in (w, v)]
+            rewards.append(0.1 * desensitised(of[0], of[1], tail))
+            margin = rewards[-1] - 0.1 * desensitised(of[1], of[0], tail)
             margins.append(margin)
             won.append(float(margin > 0))
             chosen.append(w.likelihood.item() / w.n)
@@ -492,6 +502,7 @@ def test_measures_are_those_of_pairs_counted_by_hand() -> None:
     for name, total, number in (
         ("accuracy", sum(won), count),
         ("margin", sum(margins), count),
+        ("implicit_reward/chosen", sum(rewards), count),
         ("logp_per_token/chosen", sum(chosen), count),
         ("logp/rejected", sum(lost), count),
         ("kl/data", sum(kl), tokens),

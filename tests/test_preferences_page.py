@@ -16,7 +16,7 @@ from items_place import read
 from posttrain.cli.main import _known
 from posttrain.config import VERBS
 
-PAGE = ROOT / "docs" / "preferences.md"
+PAGE = ROOT / "docs" / "guides" / "preferences.md"
 
 
 @pytest.mark.long

@@ -22,18 +22,19 @@ from processes import in_processes
 import posttrain
 from posttrain.cli import launch_processes
 from posttrain.cli.main import main
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.types import Sampling, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.answer_journal import AnswerJournal
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.learners.data_parallel import DataParallelLearner, deal
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_files import made_by_run
 from posttrain.runs.run_reading import read_metrics, rollout_steps
-from posttrain.training.verbs import reward_model
+from posttrain.training.verbs import reward_model_training
 
 SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
         for a in range(5) for b in range(5)]  # fmt: skip
@@ -89,7 +90,7 @@ def free_port() -> int:
 def one_of_two(rank: int, port: int, out: str) -> None:
     joined(rank, port)
     if rank:
-        reward_model.replace = forbidden  # type: ignore[attr-defined]
+        reward_model_training.replace = forbidden  # type: ignore[attr-defined]
     everything(Path(out))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.config import RL, SFT
 from posttrain.config.resolve import filled, validate
+from posttrain.config.training import RL, SFT
 from posttrain.core.types import UserError
 from posttrain.envs.builtin import arithmetic
 

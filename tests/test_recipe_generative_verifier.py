@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 from recipe_modules import recipe_module
 
-from posttrain.config import RL, SFT, RewardModelling
 from posttrain.config.resolve import filled, validate
-from posttrain.verify import final_verdict
+from posttrain.config.training import RL, SFT, RewardModelling
+from posttrain.verify.verdict import final_verdict
 
 
 @pytest.fixture(scope="module")

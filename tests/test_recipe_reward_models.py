@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 from recipe_modules import recipe_module
 
-from posttrain.config import RewardModelling
 from posttrain.config.resolve import filled, validate
+from posttrain.config.training import RewardModelling
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, to_tasks
 

@@ -12,13 +12,14 @@ from recipe_modules import recipe_module
 from retrieved import small_index
 from said_by_script import Scripted
 
-from posttrain.config import RL, SFT
 from posttrain.config.resolve import filled, validate
+from posttrain.config.training import RL, SFT
 from posttrain.core.types import Sampling, UserError
 from posttrain.envs.builtin.search_qa import SEARCH
-from posttrain.envs.load import load_env
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.load_env import load_env
+from posttrain.envs.play.player import Player
 from posttrain.envs.play.service_client import Services
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import PassageIndex, open_index

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from posttrain.algorithms.policy_table import find
-from posttrain.config import RL, VERBS
+from posttrain.algorithms.all_algorithms import find
+from posttrain.config import VERBS
 from posttrain.config.resolve import filled, validate
+from posttrain.config.training import RL
 from posttrain.core.types import UserError
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.envs.builtin.word_problems import row_to_task
-from posttrain.envs.load import load_env, success_of
+from posttrain.envs.play.load_env import load_env, success_of
 from posttrain.training.adjust import adjust
 from posttrain.verify.expression import evaluate
 

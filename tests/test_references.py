@@ -22,9 +22,9 @@ from conftest import tiny
 from feeding import WORDS
 from test_resume import there, traces
 
-from posttrain.algorithms.preference_table import find_preference
+from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.cli.main import main
-from posttrain.config import Prefer
+from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed
 from posttrain.data import arrow_store
 from posttrain.data.preference_examples import to_item

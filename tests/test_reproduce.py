@@ -43,10 +43,10 @@ from experiments.gspo_variance import slope, spreads
 from experiments.length_bias import told
 from experiments.overlong import answered_and_ended
 from posttrain.cli.main import main
+from posttrain.core.intervals import student_quantile
 from posttrain.core.types import Ask, Reply, StopReason, Task, UserError
 from posttrain.envs.builtin import arithmetic
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.student import student_quantile
 
 SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "lesson_steps": 2, "practice_steps": 2, "questions": 16, "held_out": 8,
              "demonstrations": 64, "samples": 1, "steps": 2, "prompts": 2, "group": 4}  # fmt: skip

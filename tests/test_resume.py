@@ -262,7 +262,7 @@ def test_damaged_checkpoint_is_told_and_the_one_before_gives_the_identical_end(
     damage(run / "checkpoints" / "step-000010" / file)
     capsys.readouterr()
     assert main(["rl", "--out", run.name, "--resume", "--quiet"]) == 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert f"step-000010 is damaged ({told}" in said and "using the one before it" in said
     assert traces(run) == expected
 

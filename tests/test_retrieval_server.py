@@ -174,7 +174,7 @@ def opened(port: int, sent: bytes) -> socket.socket:
     return connection
 
 
-HEAD = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
+HEAD = b"POST /retrieve HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b'\r\n{"queries"'], ids=["nothing", "half a head", "half a body"])
@@ -203,7 +203,7 @@ def test_a_client_that_takes_no_answer_is_hung_up_on(index: PassageIndex, monkey
 
     with served(Long()) as port:
         body = b'{"queries": ["x"]}'
-        head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = b"POST /retrieve HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body)
         connection = opened(port, head + body)
         time.sleep(1.0)
         received = 0
@@ -228,7 +228,7 @@ def test_a_client_that_goes_away_is_forgotten(index: PassageIndex) -> None:
     with served(Slow()) as port:
         body = b'{"queries": ["x"]}'
         connection = opened(
-            port, b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            port, b"POST /retrieve HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         )
         assert begun.wait(20)
         connection.close()
@@ -409,10 +409,10 @@ def test_a_port_in_use_and_an_address_that_is_none_are_told(
     for words, told in (
         (
             ["--port", str(port)],
-            f"127.0.0.1:{port} cannot be used: Address already in use; choose another --port, or 0",
+            f"--port {port} cannot be used on 127.0.0.1: Address already in use; choose another --port, or 0",
         ),
         (["--host", "256.1.1.1"], "--host 256.1.1.1 is no address of this machine"),
-        (["--host", "192.0.2.1", "--port", "0"], "192.0.2.1:0 cannot be used: Cannot assign requested address"),
+        (["--host", "192.0.2.1", "--port", "0"], "--port 0 cannot be used on 192.0.2.1: Cannot assign requested address"),
         (["--port", "65536"], "--port must be at least 0 and at most 65535, not 65536"),
         (["--topk", "0"], "--topk must be above 0"),
     ):

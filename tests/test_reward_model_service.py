@@ -100,7 +100,11 @@ def test_messages_are_rendered_by_the_reward_models_template(
     tmp_path: Path, tokenizer: Tokenizer, folder: Path
 ) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    [answer] = asked(RewardModelService(folder), [{"messages": messages}])
+    turns = [messages[0], {"role": "assistant", "content": "c"}, *messages]
+    [answer, one, plain] = asked(
+        RewardModelService(folder), [{"messages": turns}, {"messages": messages}, {"prompt": "a", "response": "b"}]
+    )
+    assert one == plain, "a single message is the prompt of a row"
     assert isinstance(answer, Invalid) and "cannot read it" in answer.reason and "template" in answer.reason
     words = Tokenizer.train(["<|im_start|>user\nassistant\nab<|im_end|>"], 64, "characters")
     words.chat_template = CHATML

@@ -18,6 +18,7 @@ from test_reward_rows import LABELLED, SEVERAL
 
 import posttrain
 from posttrain.cli.main import main
+from posttrain.core.intervals import share_interval
 from posttrain.core.types import UserError
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import hold_out, order, to_tasks
@@ -28,7 +29,6 @@ from posttrain.models.reward_model import load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.services.reward_model_service import RewardModelService as Service
-from posttrain.training.intervals import ratio_interval
 from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longer_wins
 from posttrain.training.reward_model_evaluation import _area, _by_margin, _calibration_error
 from posttrain.training.trainer import Trainer
@@ -157,7 +157,7 @@ def test_the_report_is_what_naive_code_finds_of_the_held_out_rows(
     assert figures["accuracy"]["mean"] == pytest.approx(sum(sums) / sum(counts))
     assert figures["longer wins"]["mean"] + figures["shorter wins"]["mean"] == pytest.approx(1)
     assert figures["calibration error"]["mean"] == pytest.approx(calibration(margins), abs=1e-5)
-    assert (figures["accuracy"]["low"], figures["accuracy"]["high"]) == ratio_interval(sums, counts)
+    assert (figures["accuracy"]["low"], figures["accuracy"]["high"]) == tuple(share_interval(sums, counts))
     assert report["offset"] == model.offset and sum(p["n"] for p in report["by_margin"]) == len(margins)
     assert run.metrics[-1]["eval/accuracy"] == figures["accuracy"]["mean"]
 
@@ -262,7 +262,7 @@ def test_the_bag_of_words_is_an_averaged_perceptron() -> None:
     assert found.wins(test) == expected
 
 
-def test_intervals_draw_whole_prompts() -> None:
+def test_intervals_are_over_whole_prompts() -> None:
     drawn = np.random.default_rng(4)
     sums, counts = [], []
     for _ in range(30):  # the comparisons of a prompt agree: as independent ones they would look surer than they are
@@ -272,7 +272,7 @@ def test_intervals_draw_whole_prompts() -> None:
     for _ in range(4000):
         picked = drawn.integers(30, size=30)
         ratios.append(sum(sums[i] for i in picked) / sum(counts[i] for i in picked))
-    low, high = ratio_interval(sums, counts)
+    low, high = share_interval(sums, counts)
     assert (low, high) == pytest.approx(np.quantile(ratios, [0.025, 0.975]), abs=0.03)
     share, total = sum(sums) / sum(counts), sum(counts)
     assert high - low > 1.5 * 2 * 1.96 * (share * (1 - share) / total) ** 0.5

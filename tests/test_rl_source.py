@@ -13,13 +13,14 @@ import torch
 from conftest import make_rollouts, tiny
 
 from posttrain.algorithms.aggregate import ConstantLength
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.credit import PassAtK
 from posttrain.algorithms.critic_loss import SoftQ
 from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining, policy_objective
-from posttrain.algorithms.policy_table import TABLE, find
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.shaping import SoftOverlong
-from posttrain.config import RL, Distill
 from posttrain.config.resolve import filled
+from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.component import Need
 from posttrain.core.types import (
@@ -38,6 +39,7 @@ from posttrain.core.types import (
 )
 from posttrain.data.tasks import draw, order, to_tasks
 from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
@@ -53,7 +55,6 @@ from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.minibatches import Minibatches
 from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.scoreboard import describe, refuse_broken, scoreboard, usable
-from posttrain.training.sources.sft_source import demonstrate
 from posttrain.training.sources.teacher_targets import TEACHER, Teachers
 from posttrain.training.sources.token_recording import SAMPLE
 
@@ -136,7 +137,7 @@ def weights(learner: LocalLearner) -> torch.Tensor:
 
 def learned_from(build: Any) -> Sequence[Rollout]:
     """The rollouts of one update."""
-    _, _, credited, _, _ = build.args
+    _, _, credited, *_ = build.args
     assert isinstance(credited, Credited)
     return credited.rollouts
 
@@ -181,7 +182,7 @@ def test_groups_stay_whole_within_an_update(tokenizer: Tokenizer) -> None:
 def test_minibatches_have_an_order_of_their_own_for_every_step_epoch_and_seed(tokenizer: Tokenizer) -> None:
     def orders(seed: int) -> list[tuple[str, ...]]:
         experience = source(tokenizer, row("grpo", epochs=2, minibatches=6, prompts=6), seed=seed, size=(6, 4))
-        _, _, _, coefficients, _ = experience.produce(1).updates[0].args
+        _, _, _, coefficients, *_ = experience.produce(1).updates[0].args
         credited = experience._watched
         assert credited is not None
         found = []
@@ -513,6 +514,7 @@ def test_a_single_token_that_succeeded_is_imitated_with_the_whole_coefficient() 
 
 class Learnt:
     device = torch.device("cpu")
+    moves_every_token = False
 
 
 def test_gradient_that_is_not_finite_is_counted_and_moves_nothing(tokenizer: Tokenizer) -> None:

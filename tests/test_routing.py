@@ -23,15 +23,17 @@ from torch import Tensor
 from trees import grown
 
 import posttrain
-from posttrain.config import RL
+from posttrain.algorithms.policy import Algorithm
+from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.protocols import Alone, World
-from posttrain.core.types import Completion, Sampling, StopReason, Transcript, UserError
+from posttrain.core.types import Completion, Sampling, StopReason, Task, Transcript, UserError
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.router_losses import RouterLosses, measured
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf.backed import Backed
 from posttrain.models.hf.experts import find_routers, watching
 from posttrain.models.hf.transformers_folder import replay_routing
@@ -524,3 +526,41 @@ def test_experts_of_a_second_turn_do_not_change_those_of_the_first() -> None:
     assert told.tolist() == [4, 4, 4, 4, 7, 7, 7, -1]
     again = Transcript.from_dict(json.loads(json.dumps(transcript.as_dict())))
     assert np.array_equal(np.concatenate([s.experts for s in again.spans])[:, 0, 0], told)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("algorithm", ["dr-grpo", "dapo", "gspo", "lite-ppo"])
+@pytest.mark.parametrize("equal", ["some", "every"])
+def test_routers_losses_are_of_all_rollouts_of_the_batch_those_without_an_advantage_too(
+    algorithm: str, equal: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = make("qwen3_moe", tmp_path / "start", vocab_size=tokenizer.vocab_size)
+    tokenizer.save(start)
+
+    def coarse(task: Task, reply: str) -> float:
+        return len(reply.encode()) / 20 if equal == "some" and task["prompt"] < "2" else 1.0
+
+    how: dict[str, Any] = dict(
+        model=str(start), algorithm=algorithm, prompts=4, group=4, max_tokens=5, threads=1, env_workers=0, quiet=True,
+        steps=1, router_balance=0.01, router_z=1e-3,
+        **({"dynamic_sampling": 0, "overlong_filter": False} if algorithm == "dapo" else {}),
+    )  # fmt: skip
+    found = []
+    for every in (False, True):
+        with monkeypatch.context() as patch:
+            if every:
+                patch.setattr(Algorithm, "moves_every_token", property(lambda self: True))
+            out = tmp_path / f"every-{every}"
+            row = posttrain.rl(TASKS, coarse, out=str(out), **how).metrics[-1]
+            found.append({name: row.get(name) for name in ("routing/balance", "routing/z", "grad_norm")})
+    assert found[0] == found[1] and found[0]["routing/balance"] > 1.0 and found[0]["grad_norm"] > 0
+
+
+def test_routers_stand_still_with_the_policy_while_a_critic_warms_up(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    start = make("qwen3_moe", tmp_path / "start", vocab_size=tokenizer.vocab_size)
+    tokenizer.save(start)
+    run = posttrain.rl(
+        TASKS, digits, model=str(start), algorithm="ppo", critic_warmup=1, prompts=2, max_tokens=4, threads=1, steps=2,
+        env_workers=0, quiet=True, router_balance=0.1, save_every=1, minibatches=1, out=str(tmp_path / "run"),
+    )  # fmt: skip
+    before, after = (load_model(folder).state_dict() for folder in (start, tmp_path / "run/checkpoints/step-000001"))
+    assert run.metrics[-2]["routing/balance"] > 1.0 and all(torch.equal(before[name], after[name]) for name in before)

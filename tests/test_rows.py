@@ -19,7 +19,7 @@ from posttrain.data import rows as rows_module
 from posttrain.data import tasks as tasks_module
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
-from posttrain.envs.load import load_converter
+from posttrain.envs.play.load_env import load_converter
 
 
 @pytest.fixture(params=["small", "large"])
@@ -247,6 +247,28 @@ def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     write_jsonl(tmp_path / "gsm8k.jsonl", ROWS)
     refused(lambda: load_rows("gsm8k"), "there is no file gsm8k", "'gsm8k.jsonl'", "the hub gave no such dataset")
+
+
+def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets", reason="hub datasets need the library `datasets`")
+    from huggingface_hub import constants
+
+    seen = []
+
+    def load(*name: Any, split: Any) -> None:
+        seen.append((*name, constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
+        raise ConnectionError("no")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    refused(lambda: load_rows("openai/gsm8k:main"), "127.0.0.1 cannot be reached", "none was downloaded before")
+    assert seen == [("openai/gsm8k", "main", True, True)]
+    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
 
 
 def test_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,7 @@ def cases_of(expected: int) -> tuple[list[str], list[str]]:
         f"expected = {expected}\nassert answer(lambda n: n + expected) == expected * 2",
         f"given = [{expected}]\nanswer(given)\nassert given == [{expected}, 1]",
         f"value = answer(1)\nassert value\nassert value == {expected}",
+        *(shape.replace("{n}", str(expected)) for shape in hostile_programs.SHAPES),
     ]
     return compared, played
 
@@ -207,6 +208,8 @@ def test_no_program_passes_a_test_whose_answer_it_does_not_know(
         tests = cases_of(expected)[kind == "played"]
         limits = ProgramLimits(life=0.4, cpu=1) if busy else ProgramLimits(life=60.0)
         grade = graded(hostile_programs.CHEATS[name], tests, limits=limits)
-        return "" if isinstance(grade, Grade) and not any(grade.passed) else f"{name}: {grade} {expected}"
+        if not isinstance(grade, Grade):
+            return f"{name}: {grade}"
+        return "\n".join(f"{name}: {test}" for test, passed in zip(tests, grade.passed, strict=True) if passed)
 
     assert not together(played, hostile_programs.CHEATS)

@@ -16,9 +16,10 @@ from said_by_script import Scripted
 from posttrain.cli.main import main
 from posttrain.core.types import Ask, Invalid, Reply, Sampling, SpanKind, StopReason, Task, Turn, UserError
 from posttrain.envs.builtin.search_qa import LONGEST_QUERY, row_to_task, search_qa
-from posttrain.envs.load import load_env, success_of
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, EpisodeLimits, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.load_env import load_env, success_of
+from posttrain.envs.play.player import EpisodeLimits, Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import open_index
 

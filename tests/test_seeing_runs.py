@@ -25,13 +25,13 @@ from posttrain.cli.merge_command import merge_adapter
 from posttrain.core.pictures import MOST_PIXELS, PICTURES, PictureError, Pictures, png
 from posttrain.core.types import Invalid, Reply, Task, Turn, UserError
 from posttrain.envs.builtin.shapes import draw, tasks
+from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_outputs import read_turn
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
-from posttrain.training.sources.sft_source import demonstrate
 
 transformers = pytest.importorskip("transformers")
 

@@ -21,7 +21,7 @@ from served import TOOLS, Scripted, Served, served
 
 from posttrain.cli.main import main
 from posttrain.cli.serve_command import serve_policy
-from posttrain.config import ServePolicy
+from posttrain.config.inference import ServePolicy
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.local_engine import LocalEngine
@@ -458,5 +458,5 @@ def test_a_port_that_is_taken_is_told_in_one_line(folder: Path, capsys: pytest.C
         other.listen()
         port = str(other.getsockname()[1])
         assert main(["serve-policy", "--model", str(folder), "--port", port]) == 2
-    assert capsys.readouterr().err.startswith(f"posttrain: --port {port} cannot be used: Address already in use")
+    assert capsys.readouterr().err.startswith(f"posttrain: --port {port} cannot be used on 127.0.0.1: Address already in use")
     assert main(["serve-policy"]) == 2 and "--model is missing" in capsys.readouterr().err

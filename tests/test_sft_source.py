@@ -15,9 +15,10 @@ from posttrain.core.types import Transcript, UserError
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, order, to_tasks
 from posttrain.data.tasks_from_rows import Conversion
+from posttrain.envs.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.length_filter import TooLong
-from posttrain.training.sources.sft_source import Demonstrations, Transcripts, demonstrate
+from posttrain.training.sources.sft_source import Demonstrations, Transcripts
 
 CPU = torch.device("cpu")
 NEED = ("prompt", "response")

@@ -20,7 +20,7 @@ from test_processes import PAIRS, SMALL, SUMS, free_port, joined, nearness
 from torch import Tensor
 
 import posttrain
-from posttrain.config import SFT
+from posttrain.config.training import SFT
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.protocols import Alone, Objective
 from posttrain.core.token_probe import Found, TokenSink
@@ -450,8 +450,8 @@ def test_a_process_that_is_lost_while_the_canary_is_told_what_to_hear_is_told_in
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--shard deals the weights out to several processes: give --processes too"):
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
-    from posttrain.algorithms.policy_table import find
-    from posttrain.config import RL
+    from posttrain.algorithms.all_algorithms import find
+    from posttrain.config.training import RL
     from posttrain.training.adjust import adjust
 
     with pytest.raises(UserError, match="trpo: its step is found from whole gradients"):

@@ -23,7 +23,8 @@ from posttrain.envs.builtin import nim
 from posttrain.envs.check import check
 from posttrain.envs.play.env_outputs import Done, read_turn, read_verdict
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer

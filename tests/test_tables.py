@@ -113,7 +113,7 @@ def test_a_row_has_all_that_was_known_of_a_rollout(tmp_path: Path) -> None:
     assert (first["reward"], first["shaping"], first["penalty"], first["used"]) == (1.5, -0.25, 0.125, 1.125)
     assert (first["advantage"], first["fate"], first["flags"]) == (-0.75, "trained", ["moved by KL"])
     assert (first["stop"], first["truncated"], first["version"], first["versions"]) == ("turns", True, 3, [3, 4])
-    assert (first["sampled"], first["scored"], first["length"]) == (9, 9, 17)
+    assert (first["sampled"], first["scored"], first["length"], first["total"]) == (9, 9, 9, 17)
     assert first["answers"] == [
         {"service": "judge", "answer": {"score": 3}},
         {"service": "search", "invalid": "no answer"},

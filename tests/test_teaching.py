@@ -17,8 +17,9 @@ from feeding import OTHER, WORDS, chosen_row, new_learner, new_player
 from torch import Tensor
 
 import posttrain
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.policy_table import TABLE, find
+from posttrain.algorithms.policy_table import TABLE
 from posttrain.cli.main import main
 from posttrain.core.batch import Stats
 from posttrain.core.types import Rollout, SpanKind, Transcript, UserError

@@ -8,8 +8,8 @@ import pytest
 from conftest import tiny
 from labelled import train_on_labels
 
-from posttrain.config import SFT
 from posttrain.config.resolve import filled
+from posttrain.config.training import SFT
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_metrics

@@ -28,11 +28,11 @@ from posttrain.core.types import (
     Turn,
     UserError,
 )
-from posttrain.envs.load import is_async
 from posttrain.envs.play.call_recording import CURRENT, MOST_RECORDS, CallJournal
-from posttrain.envs.play.env_outputs import read_turn
-from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_outputs import Done, Event, read_turn
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner
+from posttrain.envs.play.load_env import is_async
 from posttrain.envs.play.worker_protocol import CallRecord, Garbled, read_answer, write_record
 from posttrain.envs.tool_schemas import schema_of
 from posttrain.envs.tools import LONGEST_RESULT, ToolFailed
@@ -327,7 +327,9 @@ def test_tools_belong_to_the_beginning_of_a_context_and_to_a_template_that_shows
     with pytest.raises(UserError, match="where a context begins"):
         played(late, speaker, count=1, context=2048)
     blind = Tokenizer(tokenizer.backend, tokenizer.config, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UserError, match="does not show the tool 'weather'"):
+    with pytest.raises(
+        UserError, match=r"does not show the tool 'weather': take one that does \(--chat-template chatml\)"
+    ):
         played(assistant, blind, count=1, context=2048)
     found = read_turn(Turn("text", tools=[weather]))
     assert isinstance(found, Invalid) and "need messages" in found.reason

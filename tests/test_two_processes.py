@@ -13,8 +13,8 @@ from feeding import ROWS, Case, board, chosen_row, credit, feed, gathered, new_c
 from processes import in_processes
 from torch import Tensor, nn
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.policy_table import find
 from posttrain.core.batch import Batch, Scores
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import Rollout

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import RL, SFT, Evaluation
+from posttrain.config.inference import Evaluation
+from posttrain.config.training import RL, SFT
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.runs import fingerprint

@@ -21,47 +21,19 @@ import pytest
 
 import posttrain.verify as verify
 from posttrain.core.types import Invalid, UserError
-from posttrain.verify import (
-    bleu,
-    chrf,
-    cited,
-    cites_every_sentence,
-    cites_what_was_shown,
-    clean,
-    code_in,
-    contains_answer,
-    count,
-    defines,
-    distinct,
-    edit_similarity,
-    exact_match,
-    f1,
-    fenced,
-    find_json,
-    in_language,
-    language_share,
-    length_error,
-    length_penalty,
-    longest_repeat,
-    looping,
-    matches,
-    matches_schema,
-    parses,
-    quotes_verbatim,
-    refusal_rates,
-    refusal_reward,
-    refuses,
-    repetition_penalty,
-    rouge_l,
-    sections,
-    tags,
-    toxicity,
-    tree_similarity,
-    within,
-)
-from posttrain.verify.language import language
-from posttrain.verify.length import sentences, words
-from posttrain.verify.short_answer import normalised
+from posttrain.verify import cited, clean, contains_answer, distinct, fenced, toxicity
+from posttrain.verify.citation import cites_every_sentence, cites_what_was_shown, quotes_verbatim
+from posttrain.verify.fenced import code_in
+from posttrain.verify.format import sections, tags
+from posttrain.verify.json_schema import find_json, matches_schema
+from posttrain.verify.language import in_language, language, language_share
+from posttrain.verify.length import count, length_error, length_penalty, sentences, within, words
+from posttrain.verify.pattern import matches
+from posttrain.verify.refusal import refusal_rates, refusal_reward, refuses
+from posttrain.verify.repetition import longest_repeat, looping, repetition_penalty
+from posttrain.verify.short_answer import exact_match, f1, normalised
+from posttrain.verify.similarity import bleu, chrf, edit_similarity, rouge_l
+from posttrain.verify.syntax import defines, parses, tree_similarity
 
 VECTORS = Path(__file__).parent / "vectors"
 MODULES = (

@@ -19,7 +19,8 @@ from posttrain.core.types import Invalid, Rollout, Sampling, SpanKind, StopReaso
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.bridges.verifiers import Taskset, rollouts
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, EpisodeLimits, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import EpisodeLimits, Player
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.packing import collate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,13 @@ def test_math_vectors() -> None:
         return "invalid" if isinstance(verdict, Invalid) else verdict
 
     assert wrong(rows(VECTORS / "math.jsonl"), judge, "reward") == []
+
+
+def test_a_ratio_is_its_fraction_unless_it_is_not_to_be() -> None:
+    for answer, gold in (("8:17", r"\frac{8}{17}"), ("16:34", "8:17"), (r"\frac{8}{17}", "8:17"), ("3", "3:1")):
+        assert verify(rf"\boxed{{{answer}}}", gold) == 1.0
+        assert verify(rf"\boxed{{{answer}}}", gold, ratios=False) == float(":" in gold or ":" not in answer)
+    assert verify(r"\boxed{17:8}", r"\frac{8}{17}") == verify(r"\boxed{3:2}", "3:1", ratios=False) == 0.0
 
 
 def test_numeric_vectors() -> None:
@@ -141,6 +149,31 @@ def test_every_gold_of_math_is_reached_by_its_own_solution_and_not_by_its_neighb
         if gold != other
     ]
     assert [found for found in foreign if found[2] != 0.0] == []
+
+
+SETTINGS: tuple[tuple[str, str], ...] = (
+    (r"\\pi(?![a-zA-Z])", r"{\\pi}"),
+    (r"\\sqrt\{([^{}]*)\}", r"{\\sqrt{\1}}"),
+    (r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"{\1 \\over \2}"),
+    (r"(?<![\\a-zA-Z{])([a-z])\^", r"{\1}^"),
+    (r"\(([^(){}]*)\)", r"{(\1)}"),
+    (r"^(.*)$", r"{\1}"),
+    (r"^(.*)$", r"\\boldsymbol{\1}"),
+    (r"^(.*)$", r"$\\displaystyle \1\\ $"),
+)
+"""What a gold may be rewritten by without a change that is seen."""
+
+
+def test_a_gold_of_math_is_reached_however_it_is_set() -> None:
+    golds = {last_boxed(problem["solution"]) or "" for problem in rows(DATA / "math" / "math_test.jsonl")[::9]}
+    cases = [
+        {"reply": rf"\boxed{{{written}}}", "gold": gold, "reward": 1.0}
+        for pattern, replacement in SETTINGS
+        for gold in sorted(golds)
+        if (written := re.sub(pattern, replacement, gold)) != gold and r"\left" not in gold
+    ]
+    assert len(cases) > 800
+    assert wrong(cases, lambda case: verify(case["reply"], case["gold"]), "reward") == []
 
 
 def test_every_gold_of_gsm8k_verifies_and_its_successor_does_not() -> None:

@@ -24,21 +24,21 @@ from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.apps.view import sql_worker, training_reasons
 from posttrain.apps.view.api import Answers
-from posttrain.apps.view.filters import ViewQuestion
 from posttrain.apps.view.html_export import STATIC, Selection, bundled, exported
 from posttrain.apps.view.open_run import OpenRun, threshold
 from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.rollout_filters import ViewQuestion
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.verdict_texts import verdicts
 from posttrain.apps.view.web_server import application
 from posttrain.cli.main import main
+from posttrain.core.intervals import paired_interval
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_reading import read_file, read_rollouts
-from posttrain.runs.record.schema import KEY
+from posttrain.runs.record.schema import KEY, VERSION
 from posttrain.runs.record.sql_query import Questions
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_reading import divides_by_sampler, read_run
-from posttrain.training.intervals import paired_interval
 
 TOKEN = "a-token"
 LOCAL = "http://127.0.0.1"
@@ -94,7 +94,7 @@ FILTERS: list[tuple[dict[str, str], Any]] = [
     ({"q": "it's"}, lambda r: "it's" in r["text"]),
     ({"col__level": "2"}, lambda r: r["columns"]["level"] == 2),
     ({"task": "8"}, lambda r: r["task"] == "8"),
-    ({"where": "length > 30 and contains(text, 'cat')"}, lambda r: r["length"] > 30 and "cat" in r["text"]),
+    ({"where": "total > 30 and contains(text, 'cat')"}, lambda r: r["total"] > 30 and "cat" in r["text"]),
     ({"ask": "cut"}, lambda r: r["truncated"]),
 ]
 
@@ -160,7 +160,7 @@ def test_bins_of_a_histogram_hold_every_value_once(run: OpenRun, folder: Path) -
 
 
 MEANT: list[dict[str, str]] = [
-    {"reward": "0.5..1"}, {"step": "3"}, {"q": "bunny"}, {"ask": "wrong"}, {"where": "length > 30 and animal > 0"},
+    {"reward": "0.5..1"}, {"step": "3"}, {"q": "bunny"}, {"ask": "wrong"}, {"where": "total > 30 and animal > 0"},
     {"fate": "invalid"}, {"reward": "0.5..1", "stop": "length", "step": "2..6"},
 ]  # fmt: skip
 
@@ -302,7 +302,7 @@ def test_of_more_tokens_than_can_be_looked_at_the_last_steps_are_and_the_answer_
     run: OpenRun, monkeypatch: Any
 ) -> None:
     rows = run.store.rows
-    size = rows.number("length")[(rows.number("step") >= 7) & ~rows.flag("held_out")].sum()
+    size = rows.number("total")[(rows.number("step") >= 7) & ~rows.flag("held_out")].sum()
     monkeypatch.setattr("posttrain.apps.view.token_conditions.TOKENS", int(size))
     question = ViewQuestion.of({"held": "0", "token": "learned and place > 0"}, run.store)
     page = question.page(0, 10_000)
@@ -327,7 +327,7 @@ def count(store: Store, step: int) -> int:
 
 def shorten(file: Path) -> None:
     """Leave 40 rollouts in a file."""
-    write_table(file, read_file(file).slice(0, 40).replace_schema_metadata({KEY: b"1"}))
+    write_table(file, read_file(file).slice(0, 40).replace_schema_metadata({KEY: VERSION.encode()}))
 
 
 def test_a_run_that_goes_on_is_followed_and_what_a_resume_deletes_is_gone(folder: Path, tmp_path: Path) -> None:
@@ -355,11 +355,13 @@ def damaged(file: Path, how: str) -> None:
     if how == "torn":
         file.write_bytes(file.read_bytes()[:-20])
     elif how == "columns":
-        parquet.write_table(table.drop_columns(["group", "parts"]).replace_schema_metadata({KEY: b"1"}), file)
+        parquet.write_table(
+            table.drop_columns(["group", "parts"]).replace_schema_metadata({KEY: VERSION.encode()}), file
+        )
     else:
         name, values = other[how]
         table = table.set_column(table.schema.get_field_index(name), name, values)
-        parquet.write_table(table.replace_schema_metadata({KEY: b"1"}), file)
+        parquet.write_table(table.replace_schema_metadata({KEY: VERSION.encode()}), file)
 
 
 @pytest.mark.parametrize("how", ["torn", "types", "columns", "step"])
@@ -474,7 +476,7 @@ def test_a_long_rollout_comes_in_windows(run: OpenRun, monkeypatch: pytest.Monke
     answers = Answers([run])
     whole = answers.of("0/rollout/3/0", {})
     monkeypatch.setattr("posttrain.apps.view.rollout_page.WINDOW", 10)
-    parts = [answers.of("0/rollout/3/0", {"begin": str(begin)}) for begin in range(0, whole["length"], 10)]
+    parts = [answers.of("0/rollout/3/0", {"begin": str(begin)}) for begin in range(0, whole["total"], 10)]
     assert [p for part in parts for p in part["pieces"]] == whole["pieces"]
     joined = np.concatenate([numbers(part["numbers"]["engine"]) for part in parts])
     np.testing.assert_array_equal(joined, numbers(whole["numbers"]["engine"]))
@@ -546,8 +548,8 @@ def test_two_runs_are_paired_task_by_task(run: OpenRun, folder: Path, tmp_path: 
         sides.append({row["task"]: row["reward"] for row in rows if row["reward"] is not None})
     both = [task for task in sides[0] if task in sides[1]]
     assert data["n"] == len(both)
-    expected = paired_interval([sides[1][t] for t in both], [sides[0][t] for t in both], resamples=1000)
-    assert (data["difference"]["low"], data["difference"]["high"]) == pytest.approx(expected, abs=0.12)
+    expected = paired_interval([sides[1][t] for t in both], [sides[0][t] for t in both])
+    assert (data["difference"]["low"], data["difference"]["high"]) == pytest.approx(tuple(expected), abs=1e-4)
     assert data["difference"]["mean"] == pytest.approx(np.mean([sides[1][t] - sides[0][t] for t in both]))
     assert data["worse"] == sum(sides[1][t] < sides[0][t] for t in both) and any("seeds" in w for w in data["warnings"])
     assert [o["name"] for o in data["options"]] == ["seed"]

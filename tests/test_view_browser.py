@@ -23,7 +23,9 @@ playwright = pytest.importorskip(
 
 from posttrain.apps.view.api import Answers, Query  # noqa: E402
 from posttrain.apps.view.html_export import Selection, exported  # noqa: E402
-from posttrain.apps.view.view_command import HOST, _bound, opened  # noqa: E402
+from posttrain.apps.view.view_command import opened
+from posttrain.system.http_front import HOST
+from posttrain.system.http_front import bound as bind
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the pages are tested in Chromium: apt-get install chromium")
@@ -42,7 +44,7 @@ def served(folders: list[Path]) -> Iterator[str]:
     runs = opened([str(folder) for folder in folders])
     for run in runs:
         run.begin()
-    with _bound(0) as bound:
+    with bind(HOST, 0) as bound:
         config = uvicorn.Config(application(runs, "token"), log_level="error", lifespan="off", ws="none")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)

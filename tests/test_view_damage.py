@@ -15,14 +15,14 @@ import pyarrow as pa
 import pytest
 
 from posttrain.apps.view.api import Answers
-from posttrain.apps.view.filters import ViewQuestion
 from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.rollout_filters import ViewQuestion
 from posttrain.apps.view.rollout_store import Store
 from posttrain.cli.main import main
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_reading import read_file
 from posttrain.runs.record.rollout_rows import transcripts_of
-from posttrain.runs.record.schema import KEY
+from posttrain.runs.record.schema import KEY, VERSION
 from posttrain.runs.record.table_writer import write_table
 
 LARGE = 2**30
@@ -47,7 +47,7 @@ def rewritten(folder: Path, copy: Path, step: int, change: Callable[[list[dict[s
     table = read_file(file)
     rows = table.to_pylist()
     change(rows)
-    write_table(file, pa.Table.from_pylist(rows, schema=table.schema).replace_schema_metadata({KEY: b"1"}))
+    write_table(file, pa.Table.from_pylist(rows, schema=table.schema).replace_schema_metadata({KEY: VERSION.encode()}))
     return copy
 
 
@@ -81,12 +81,12 @@ def test_spans_that_are_not_within_their_tokens_are_refused_in_one_line_and_noth
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 50e6
-    assert answers.of("0/rollout/2/0", {})["length"] > 60
+    assert answers.of("0/rollout/2/0", {})["total"] > 60
 
 
 def test_a_row_whose_spans_are_not_its_tokens_is_no_transcript(folder: Path) -> None:
     row = read_file(folder / "rollouts" / "step-000001.parquet", None, [0]).to_pylist()[0]
-    assert sum(map(len, transcripts_of(row))) == row["length"]
+    assert sum(map(len, transcripts_of(row))) == row["total"]
     row["spans"][1]["length"] = LARGE
     with pytest.raises(ValueError, match="spans of 1,073,741"):
         transcripts_of(row)

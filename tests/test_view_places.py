@@ -41,7 +41,8 @@ def row(learned: tuple[bool, ...]) -> Row:
         "kept": (scored % 2 == 0).tolist(),
         "sampled": len(sampled),
         "scored": len(scored),
-        "length": len(places),
+        "length": len(sampled) or len(scored),
+        "total": len(places),
     }
 
 

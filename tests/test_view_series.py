@@ -17,6 +17,7 @@ from posttrain.apps.view.column_table import RolloutColumns
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.step_series import _pairs, series
+from posttrain.core.intervals import mean_interval
 from posttrain.runs.record.rollout_reading import read_rollouts
 
 STEPS = [1, 2, 3, 4, 5]
@@ -58,7 +59,8 @@ def test_series_of_groups_are_what_a_loop_finds(run: OpenRun) -> None:
         means = [statistics.fmean(rewards) for rewards in valid]
         said = {
             "reward": statistics.fmean(means),
-            "error": statistics.stdev(means) / len(means) ** 0.5,
+            "least": mean_interval(means).low,
+            "most": mean_interval(means).high,
             "right": np.mean([all(r >= limit for r in rewards) for rewards in valid]),
             "wrong": np.mean([not any(r >= limit for r in rewards) for rewards in valid]),
             "equal": np.mean([len(set(rewards)) == 1 for rewards in valid]),

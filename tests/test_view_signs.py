@@ -12,9 +12,9 @@ import pytest
 from posttrain.apps.view import reward_and_length as lengths_of
 from posttrain.apps.view import silent_defects
 from posttrain.apps.view.api import Answers
-from posttrain.apps.view.filters import ViewQuestion
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.reward_and_length import lengths
+from posttrain.apps.view.rollout_filters import ViewQuestion
 from posttrain.apps.view.verdict_texts import verdicts
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_reading import read_file, read_rollouts

@@ -25,7 +25,8 @@ from posttrain.engines.pool.replicas import Many, open_pool
 from posttrain.engines.vllm.vllm_engine import BLOCK, VLLMEngine
 from posttrain.engines.vllm.vllm_worker import PREFILL_TOKENS
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import Decoder, causal, new_decoder

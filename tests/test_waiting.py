@@ -12,8 +12,9 @@ from environments import Scorer, asking, asking_too, closing, delegating, echo, 
 from episodes import played, said
 
 from posttrain.core.types import Invalid, InvalidKind, Reply, StopReason, Turn, UserError
-from posttrain.envs.load import load_env
-from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import load_env
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 TASK = {"prompt": "p"}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
-from posttrain.envs.play.env_outputs import read_verdict
-from posttrain.envs.play.env_pool import Done, EnvPool
-from posttrain.verify import Weighted
+from posttrain.envs.play.env_outputs import Done, read_verdict
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.verify.weighted import Weighted
 
 
 def constant(value: Any) -> Any:

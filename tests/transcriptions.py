@@ -161,12 +161,13 @@ def reinforce_baseline(rollouts: list[Played]) -> Tensor:
 
 
 def off_policy_pg(rollouts: list[Played]) -> Tensor:
+    """Precup et al. 2000: a reward counts by the product of ratios up to it, for each token before. Here it ends a reply."""
     total = ZERO
     for r in rollouts:
         product = 1.0 + ZERO
         for lp, old in zip(r.lp, r.old, strict=True):
             product = product * (lp.detach() - old).exp()
-            total = total + product * lp * over_batch(r, rollouts)
+        total = total + product * sum(r.lp) * over_batch(r, rollouts)
     return -total / len(rollouts)
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import PolicyObjective
-from posttrain.algorithms.policy_table import find
 from posttrain.core.types import Completion, StopReason, Transcript
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.intervals import share_interval
 from posttrain.services.retrieval.bm25 import K1, B
 from posttrain.services.retrieval.passage_index import build, open_index
-from posttrain.training.intervals import bootstrap_interval
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "retrieval"
 KS = (1, 3, 5, 10, 20)
@@ -165,10 +165,8 @@ def measure_recall(data: Path, folder: Path) -> None:
                 next((place for place, hit in enumerate(hit_list) if hit.passage.id in question["gold_ids"]), max(KS))
                 for hit_list, question in zip(found, own, strict=True)
             ]
-            cells = []
-            for hits in ([float(rank < k) for rank in ranks] for k in KS):
-                low, high = bootstrap_interval(hits)
-                cells.append(f"{statistics.fmean(hits):.3f} ({low:.3f} to {high:.3f})")
+            of_ks = [[float(rank < k) for rank in ranks] for k in KS]
+            cells = [f"{statistics.fmean(hits):.3f} {share_interval(hits, of='questions').text()}" for hits in of_ks]
             shown = " | ".join(cells)
             print(f"| {name}, k1 {k1:g}, b {b:g} | {len(own):,} | {shown} |")
 

@@ -90,7 +90,8 @@ def measure(env: str, episodes: int, workers: int, runs: int, max_tokens: int, c
     from posttrain.core.types import Rollout, Sampling
     from posttrain.engines.local.local_engine import LocalEngine
     from posttrain.envs.play.env_pool import EnvPool
-    from posttrain.envs.play.player import Episode, Player
+    from posttrain.envs.play.episode import Episode
+    from posttrain.envs.play.player import Player
     from posttrain.models.native.decoder import new_decoder
     from posttrain.models.native.decoder_shape import DecoderConfig
     from posttrain.models.native.kernels import build

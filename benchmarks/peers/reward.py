@@ -22,7 +22,8 @@ def ours(place: Path, data: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from posttrain.algorithms.reward_model_table import ScoringObjective, find_scoring
+    from posttrain.algorithms.all_algorithms import find_scoring
+    from posttrain.algorithms.reward_model_table import ScoringObjective
     from posttrain.core.batch import Stats
     from posttrain.data.preference_examples import to_item
     from posttrain.data.tasks import to_tasks

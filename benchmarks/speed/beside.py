@@ -330,7 +330,7 @@ def distill(machine: Machine, plan: Plan) -> list[Table]:
         common = {
             "model": machine.model(lesson.student),
             "teacher": machine.model(lesson.teacher),
-            "precision": "float32",  # TRL would learn in float32 anyway: see the README
+            "precision": "float32",  # TRL would learn in float32 anyway: see README.md here
             "divergence": lesson.divergence,
             "max_tokens": lesson.max_tokens,
         }

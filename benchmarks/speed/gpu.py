@@ -31,7 +31,7 @@ from rich.console import Console
 from tables import Figure, Table, number
 from work import LEARNING_RATE
 
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model

@@ -24,9 +24,9 @@ import torch
 from side import Memory, use_threads
 from tables import Figure
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.policy_table import find
-from posttrain.config import RL
+from posttrain.config.training import RL
 from posttrain.core.batch import Batch
 from posttrain.core.protocols import Alone
 from posttrain.core.types import Completion, StopReason, Transcript

@@ -22,9 +22,9 @@ from rewards import REWARDS
 from side import Laps, Line, Memory, use_threads
 from work import DISTILLED, GROUP, LEARNING_RATE, PAIRS, PROMPTS, SFT_ROWS, pairs, requests, rows, tasks, tokens_of
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import policy_objective
-from posttrain.algorithms.policy_table import find
-from posttrain.config import RL, SFT, Distill, Prefer, RewardModelling
+from posttrain.config.training import RL, SFT, Distill, Prefer, RewardModelling
 from posttrain.core.batch import Batch
 from posttrain.core.types import Completion, Sampling, Transcript
 from posttrain.engines.local.compiled_step import KINDS as KINDS_OF_STEP
@@ -38,7 +38,8 @@ from posttrain.training import trainer as course
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import FinishedStep
 from posttrain.training.sources.packing import collate, split_microbatches
-from posttrain.training.verbs import prefer, reward_model, rl, sft
+from posttrain.training.verbs import prefer, reward_model_training, rl
+from posttrain.training.verbs import sft as sft_verb
 
 DECODED = 64  # tokens of each reply where decoding steps are timed
 
@@ -282,7 +283,7 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
         return None
 
     also(after)
-    sft.sft(config)
+    sft_verb.sft(config)
 
 
 def dpo(line: Line, settings: dict[str, Any]) -> None:
@@ -292,7 +293,7 @@ def dpo(line: Line, settings: dict[str, Any]) -> None:
 
 def reward(line: Line, settings: dict[str, Any]) -> None:
     """The trainer of `posttrain reward-model`."""
-    reward_model.reward_model(RewardModelling(**_of_pairs(line, settings), lr=LEARNING_RATE))
+    reward_model_training.reward_model(RewardModelling(**_of_pairs(line, settings), lr=LEARNING_RATE))
 
 
 def _of_pairs(line: Line, settings: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def work(way: str, folder: Path, precision: str) -> None:
     """One process of one way; prints its figures."""
     import torch
 
-    from posttrain.config import SFT
+    from posttrain.config.training import SFT
     from posttrain.core.protocols import Alone, World
     from posttrain.core.types import Transcript
     from posttrain.learners import fsdp, process_group  # noqa: F401  loaded before memory is measured

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from posttrain.algorithms.lookup import lookup
+from collections.abc import Mapping
+from typing import cast
+
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.reward_model_table import SCORINGS, Scoring
 from posttrain.algorithms.row import Row
+from posttrain.algorithms.settings import AnyRow, check_parts
+from posttrain.core.messages import near, short
+from posttrain.core.types import UserError
+from posttrain.system.user_code import load_named
 
 EVERY: dict[str, Row] = {**TABLE, **PREFERENCES, **SCORINGS}
 
@@ -33,3 +39,47 @@ def beside(row: Row) -> Row:
     if isinstance(row, Scoring):
         return SCORINGS["bradley-terry"]
     return PREFERENCES["dpo"] if isinstance(row, Preference) else TABLE["grpo"]
+
+
+def find(name: str) -> Algorithm:
+    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
+    return lookup(name, TABLE, {Algorithm: "posttrain.algorithms.policy"})
+
+
+def find_preference(name: str) -> Preference:
+    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
+    return lookup(name, PREFERENCES, {Preference: "posttrain.algorithms.preference"})
+
+
+def find_scoring(name: str) -> Scoring:
+    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
+    return lookup(name, SCORINGS, {Scoring: "posttrain.algorithms.reward_model_table"})
+
+
+def lookup(name: str, table: Mapping[str, AnyRow], kinds: Mapping[type[AnyRow], str]) -> AnyRow:
+    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows.
+
+    `kinds`: the classes of which a row of one's own may be made, and where each is imported from.
+    """
+    if name in table:
+        return table[name]
+    if ":" in name:
+        row = load_named(name)
+        if not isinstance(row, tuple(kinds)):
+            made = " or ".join(f"{_article(kind)}(...) of {module}" for kind, module in kinds.items())
+            raise UserError(f"{name} is {short(row)}, not a row: make it {made}")
+        assert isinstance(row, Row)
+        check_parts(row)
+        return cast(AnyRow, row)
+    from posttrain.algorithms.all_algorithms import EVERY, verb_of  # which looks its own rows up here
+
+    if name in EVERY:
+        raise UserError(f"{name} is a row of posttrain {verb_of(EVERY[name])}; here there are {', '.join(table)}")
+    raise UserError(
+        f"unknown algorithm {name!r}{near(name.lower(), table).rstrip('?')}; "
+        f"there are {', '.join(table)}; your own is my.py:row"
+    )
+
+
+def _article(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"

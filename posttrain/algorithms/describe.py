@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import singledispatch
 from typing import Any
@@ -21,7 +21,8 @@ from posttrain.core.component import Component, Need
 SYMBOLS = (
     "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "
     "reference, the engine. B rollouts of n_i sampled tokens that are learned from, R_i the reward of one, sg() without a "
-    "gradient. m_i: all tokens sampled in an episode, over its replies; budget: the most that may be."
+    "gradient. A behind the last token is 0. m_i: all tokens sampled in an episode, over its replies; budget: the most that "
+    "may be."
 )
 OF_TEACHERS = "p, q: the policy's and the teacher's probabilities over the vocabulary; tea: log q of a sampled token."
 SYMBOLS_OF_PREFERENCES = (
@@ -174,14 +175,36 @@ def cited(row: Row) -> str:
 
 
 def line(row: Row) -> str:
-    """The row as one line of the README's table: name and page, idea, paper."""
+    """The row as one line of the table of all: name and page, idea, paper."""
     assert isinstance(row, Algorithm | Preference | Scoring)
     linked = re.sub(r"(?:arXiv )?\b(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", cited(row))
-    return f"| [`{row.name}`](docs/algorithms/{row.name}.md) | {row.idea} | {linked} |"
+    return f"| [`{row.name}`]({row.name}.md) | {row.idea} | {linked} |"
+
+
+def index(rows: Sequence[Row]) -> str:
+    """The page that leads to those of all rows, Markdown: a table of each kind, and what each needs."""
+    kinds = (
+        (Algorithm, "Policy gradients and distillation", "`posttrain rl` and `posttrain distill`: the policy samples."),
+        (Preference, "Preferences", "`posttrain prefer`: learns from comparisons or labels, without sampling."),
+        (Scoring, "Reward models", "`posttrain reward-model`: learns to score replies."),
+    )
+    lines = ["# Algorithms", "", ABOUT]
+    for kind, title, about in kinds:
+        lines += [f"## {title}", "", about, "", "| name | idea | paper |", "|---|---|---|"]
+        lines += [*(line(row) for row in rows if isinstance(row, kind)), ""]
+    return "\n".join([*lines, "## What each of them needs", "", *requirements(rows), ""])
+
+
+ABOUT = """\
+An algorithm is a set of components: advantage, surrogate, aggregation, KL, critic, filters. Each name leads to its
+objective, its components with paper and equation, and what differs from GRPO or DPO. `posttrain algorithms NAME` prints the
+same and lists every setting; `--json` gives it as data. How to choose one, change a setting or write your own:
+[the guide](../guides/algorithms.md). All policy gradients have been run on [one common task](../results/algorithms.md).
+"""
 
 
 def requirements(rows: Iterable[Row]) -> list[str]:
-    """The README's table of what methods need, lines of Markdown: those that need the same stand together."""
+    """The table of what methods need, lines of Markdown: those that need the same stand together."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         alike.setdefault(_required(row), []).append(f"`{row.name}`")
@@ -299,7 +322,10 @@ def _use(row: Row) -> list[str]:
 
 @_use.register
 def _(row: Algorithm) -> list[str]:
-    every = f"every setting: `posttrain algorithms {row.name}`."
+    exact = "What is exact and what is biased: [expected gradients](expected-gradients.md)."
+    if row.multiplies:
+        exact += " [Other weights](expected-gradients.md#the-weights-of-off-policy-pg), and which is exact for what."
+    every = f"every setting: `posttrain algorithms {row.name}`. {exact}"
     if row.branching is not None:  # nor any tools
         use = f"`posttrain rl --algorithm {row.name}`"
         return [f"Figures: [agents](../results/agents.md#arpo). In use: {use}; {every}", ""]

@@ -122,11 +122,17 @@ class TopEntropy(Component):
 class Replay(Component):
     """Uses each rollout more than once, where sampling is what costs.
 
-    Every update learns from as many rollouts as a minibatch of the step has, drawn from the last `capacity` ones.
+    Every update learns from as many rollouts as a minibatch of the step has, drawn from the last `capacity` ones. Older
+    weights have sampled most of them: a correction makes up for that, or a ratio to the sampler.
     """
 
     capacity: int = setting(
-        4096, "replay", "Rollouts to remember and draw from (0: only the step's own).", above=0, absent=0
+        4096,
+        "replay",
+        "Rollouts to remember and draw from (0: only the step's own). A --correction, or a ratio with --old-policy sampler, "
+        "makes up for the weights that sampled them.",
+        above=0,
+        absent=0,
     )
     source = "Lin 1992; soft actor-critic, arXiv 1812.05905, algorithm 1"
 

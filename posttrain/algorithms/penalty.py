@@ -74,17 +74,21 @@ class KL(Component):
 
     Estimated per token, with x = ref - lp (Schulman 2020, "Approximating KL divergence"):
 
-    k1 = -x: unbiased, high variance. k2 = x^2 / 2: biased, low variance; its gradient is that of the reverse KL on policy.
-    k3 = exp(x) - 1 - x: unbiased, low variance; but in the loss its *gradient* is not that of the reverse KL.
-    `exact` sums over the vocabulary at every sampled token; `forward` = exp(x) x - (exp(x) - 1) estimates the other
-    direction, KL(ref || policy).
+    k1 = -x: unbiased, high variance. k2 = x^2 / 2: biased, low variance; in the loss its gradient is that of the reverse KL
+    per token, on policy. k3 = exp(x) - 1 - x: unbiased, low variance; but in the loss its *gradient* is not that of the
+    reverse KL. `exact` sums over the vocabulary at every sampled token; `forward` = exp(x) x - (exp(x) - 1) estimates the
+    other direction, KL(ref || policy).
 
-    All this holds at tokens that the policy itself has sampled. In a step's later updates, and of rollouts that lag behind
-    (`ahead`, `tokens_per_step`), older weights have sampled them, and nothing makes up for that in the loss: ratio and
-    correction weigh the gain alone. `exact` is the true KL at each token then too, but where the older weights went.
+    `loss`: beta k is subtracted from what is maximised, token by token. So what was sampled before a token is held fixed:
+    `k2` and `exact` have the gradient of the KL at each token, and none of them that of the KL of a reply, in which a token
+    also counts for where it leads. `reward`: beta times the sum of k over the response is subtracted from the rollout's
+    reward, before advantages. There `k1` has the gradient of the KL of a reply; the others, whose own gradient is then left
+    out, have that of no KL (docs/algorithms/expected-gradients.md).
 
-    `loss`: beta k is subtracted from what is maximised, token by token. `reward`: beta times the sum of k over the
-    response is subtracted from the rollout's reward, before advantages.
+    All this holds at tokens that the policy itself has sampled. In a step's later updates, and of rollouts of older weights
+    (`ahead`, `tokens_per_step`, `replay`), others have sampled them, and nothing makes up for that in the loss: ratio and
+    correction weigh the gain alone. `exact` is the true KL at each token then too, but where the older weights went. The
+    KL that steers a `control` weighs each token as the row's correction does (truncate, where it has none).
 
     against   `reference`: the frozen starting model. `old`: the policy before the step's updates, from which the tokens
               were sampled, so that the estimators stand for KL(old || policy) (PPO's penalty, arXiv 1707.06347, eq. 8).
@@ -93,7 +97,10 @@ class KL(Component):
     """
 
     estimator: Literal["k1", "k2", "k3", "exact", "forward"] = setting(
-        "k3", "kl-estimator", "How the KL is estimated; exact: over the whole vocabulary."
+        "k3",
+        "kl-estimator",
+        "How the KL is estimated; exact: over the whole vocabulary. In the loss k2 and exact have the gradient of the KL "
+        "per token, in the reward k1 that of a reply.",
     )
     beta: float = setting(
         0.04,
@@ -159,7 +166,8 @@ class Entropy(Component):
 
     H is the entropy of the whole distribution at each sampled token. With a `target`, in nats per token, the coefficient is
     tuned: after each step it grows by rate (target - H), and is never below 0 (Haarnoja et al.
-    2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312).
+    2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312). That H is estimated from what the
+    step sampled; where older weights did (`ahead`, `tokens_per_step`), it is the policy's own at the tokens they chose.
     """
 
     coefficient: float = setting(

@@ -137,6 +137,22 @@ class Algorithm(Row):
         return not isinstance(self.advantage, Unrewarded) or (self.teacher is not None and self.teacher.sampled)
 
     @property
+    def weighs_older(self) -> bool:
+        """Whether it makes no difference which weights sampled, as far as the row can see to that."""
+        exact = not self.reinforces or not self.surrogate.samples  # over the vocabulary, wherever the sampler went
+        return exact or self.correction is not None or (self.old == "sampler" and self.surrogate.uses_ratio)
+
+    @property
+    def weighs_updates(self) -> bool:
+        """The same of the weights that the step's own updates leave behind."""
+        return self.weighs_older or (self.surrogate.uses_ratio and self.replay is None)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether its ratio is a product over tokens that nothing bounds, which is exact to whatever sampled."""
+        return self.surrogate.uses_ratio and not self.surrogate.clips and any(step.multiplies for step in self.ratio)
+
+    @property
     def moves_every_token(self) -> bool:
         """Whether a rollout can have a gradient, or bound the step, though its advantage is 0."""
         penalised = self.kl is not None and self.kl.where == "loss"
@@ -206,7 +222,7 @@ class PolicyObjective:
         ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
         gain = row.surrogate(ratio, replace(outputs, logp=logp), batch)
         if batch.sampler_logp is not None and row.correction is not None:
-            gain = gain * row.correction(old - batch.sampler_logp, batch)
+            gain = gain * row.correction(old - batch.sampler_logp, batch.rollout)
         self._measure(ratio.detach(), start, first, batch, stats)
         return gain
 

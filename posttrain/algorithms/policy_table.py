@@ -7,7 +7,6 @@ from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import GAE, Baselined, Earned, PassAtK, StepRewards, ToGo, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
-from posttrain.algorithms.lookup import lookup
 from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining
 from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, SequenceValueTokenGradient
@@ -36,14 +35,14 @@ _ROWS = (
     ),
     Algorithm(
         "off-policy-pg",
-        "Off-policy policy gradient with causal products of ratios (Precup et al. 2000; Degris et al. 2012)",
+        "Off-policy policy gradient, rewards weighed by products of ratios (Precup et al. 2000; Degris et al. 2012)",
         advantage=Baselined("batch", "none"),
         ratio=(Causal(),),
-        surrogate=WeightedLogProbability(),
+        surrogate=WeightedLogProbability(at="reward"),
         aggregate=SequenceSum(),
         minibatches=2,
         stated="no number of updates is part of the method: two, so that the ratios differ from 1",
-        idea="Causal products of ratios as importance weights",
+        idea="Each reward weighed by the ratios before it",
     ),
     Algorithm(
         "reinforce++",
@@ -349,8 +348,3 @@ _ROWS = (
     ),
 )
 TABLE: dict[str, Algorithm] = {row.name: row for row in _ROWS}
-
-
-def find(name: str) -> Algorithm:
-    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
-    return lookup(name, TABLE, {Algorithm: "posttrain.algorithms.policy"})

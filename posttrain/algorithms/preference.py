@@ -144,25 +144,33 @@ class PreferenceObjective:
         return loss
 
     def measure(self, outputs: Outputs, batch: Batch, stats: Stats, before: str = "") -> None:
-        """Add what is known of these responses to the metrics, their names beginning with `before`."""
+        """Add what is known of these responses to the metrics, their names beginning with `before`.
+
+        Rewards and margins are of the scores that are compared: where there is a tail, those that it weighs.
+        """
         said = batch.preferences
         assert said is not None
         with torch.no_grad():
-            responses = Responses.of(batch)
+            responses, beta = Responses.of(batch), getattr(self.row.link, "beta", 1.0)
             everyone = torch.arange(len(responses.length), device=batch.transcript.device)
-            scores = self.row.score(outputs, batch, responses, everyone, None)
-            reward = getattr(self.row.link, "beta", 1.0) * scores
             logp = responses.total(outputs.logp, everyone)
-            sides = {"chosen": said.better, "rejected": said.worse}
-            if not len(said.better):
-                good = said.label > 0.5
-                sides = {"chosen": said.labelled[good], "rejected": said.labelled[~good]}
-            for name, which in sides.items():
-                stats.add(f"{before}logp/{name}", logp[which].sum().item(), len(which))
-                stats.add(f"{before}logp_per_token/{name}", (logp / responses.length)[which].sum().item(), len(which))
-                stats.add(f"{before}implicit_reward/{name}", reward[which].sum().item(), len(which))
+
+            def score(side: Tensor) -> Tensor:
+                return self.row.score(outputs, batch, responses, side, None)
+
             if len(said.better):
-                margin = reward[said.better] - reward[said.worse]
+                which = said.better, said.worse
+                scores = self._compared(outputs, batch, said, responses)
+            else:
+                good = said.label > 0.5
+                which = said.labelled[good], said.labelled[~good]
+                scores = (score(which[0]), score(which[1]))
+            for name, side, own in zip(("chosen", "rejected"), which, scores, strict=True):
+                stats.add(f"{before}logp/{name}", logp[side].sum().item(), len(side))
+                stats.add(f"{before}logp_per_token/{name}", (logp / responses.length)[side].sum().item(), len(side))
+                stats.add(f"{before}implicit_reward/{name}", beta * own.sum().item(), len(side))
+            if len(said.better):
+                margin = beta * (scores[0] - scores[1])
                 won = (margin > 0).double() + 0.5 * (margin == 0).double()
                 stats.add(f"{before}accuracy", won.sum().item(), len(margin))
                 stats.add(f"{before}margin", margin.sum().item(), len(margin))
@@ -171,11 +179,17 @@ class PreferenceObjective:
                 ratio = (outputs.logp - batch.ref_logp).double()
                 stats.add(f"{before}kl/data", (0.5 * ratio.square()).sum().item(), ratio.numel())
 
+    def _compared(
+        self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [C] and [C] of the two sides, each behind the length of the shorter one as the row weighs it."""
+        shorter = torch.minimum(responses.length[said.better], responses.length[said.worse])
+        better, worse = (self.row.score(outputs, batch, responses, w, shorter) for w in (said.better, said.worse))
+        return better, worse
+
     def _pairs(self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses) -> Tensor:
         row = self.row
-        shorter = torch.minimum(responses.length[said.better], responses.length[said.worse])
-        better = row.score(outputs, batch, responses, said.better, shorter)
-        worse = row.score(outputs, batch, responses, said.worse, shorter)
+        better, worse = self._compared(outputs, batch, said, responses)
         margin = torch.zeros_like(better) if row.margin is None else row.margin(said.margin.double())
         losses = row.link.compare(Pairs(better, worse, margin, said.better, batch.coefficients))
         if row.weight is not None:

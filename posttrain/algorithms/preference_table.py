@@ -19,7 +19,6 @@ from posttrain.algorithms.links import (
     Sigmoid,
     Square,
 )
-from posttrain.algorithms.lookup import lookup
 from posttrain.algorithms.preference import Imitated, Margin, Preference
 from posttrain.algorithms.responses import LogRatio, Odds, ResponseLikelihood
 
@@ -138,8 +137,3 @@ _ROWS = (
     ),
 )
 PREFERENCES: dict[str, Preference] = {row.name: row for row in _ROWS}
-
-
-def find_preference(name: str) -> Preference:
-    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
-    return lookup(name, PREFERENCES, {Preference: "posttrain.algorithms.preference"})

@@ -26,6 +26,11 @@ LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in f
 class RatioStep(Component):
     """One step. `formula` completes "r_it = ..." for a reader."""
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether it makes a product over tokens: the probability of a whole prefix or reply over that of sampling it."""
+        return False
+
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError
 
@@ -39,6 +44,10 @@ class OverSequence(RatioStep):
     """
 
     reduce: Literal["mean", "sum"] = "mean"
+
+    @property
+    def multiplies(self) -> bool:
+        return self.reduce == "sum"
 
     @property
     def source(self) -> str:
@@ -92,14 +101,16 @@ class PessimisticClip(RatioStep):
 
 @dataclass(frozen=True)
 class Causal(RatioStep):
-    """Weighs each token by how likely the policy is to reach it: off-policy policy gradient without approximation.
+    """Weighs each token by how likely the policy is to get so far: the product of the ratios up to and including it.
 
-    The product of the ratios up to and including the token (Precup et al. 2000; Degris et al. 2012). Its variance grows with
-    length.
+    Exact for what is known at that token, as a reward that is earned there (`--weight-at reward`, Precup et al. 2000) or an
+    action value of the policy itself. Rewards that come later depend on later tokens, which it leaves as they were sampled.
+    Its variance grows with length.
     """
 
     formula = "exp(sum_{s<=t} (lp_s - old_s))"
-    source = "Precup et al. 2000; Degris et al. 2012"
+    source = "Precup et al. 2000"
+    multiplies = True
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
         _, sizes = batch.rollout.unique_consecutive(return_counts=True)
@@ -117,13 +128,19 @@ class Correction(Component):
                secretly brings you off-policy RL training").
     icepop     c within [1 / cap, cap], else 0: the token is masked (Ling team 2025, arXiv 2510.18855, eq. 3).
     sequence   1 if the geometric mean of c over the rollout is within [1 / cap, cap], else 0 for all of its tokens.
+    sequence-truncate   min(product of c over the rollout, cap) for all of its tokens (Liu et al. 2025, "When speed kills
+               stability").
+
+    As far as the cap is not reached, a weight per token is unbiased for replies of one token alone: it leaves the tokens
+    before and behind as the sampler chose them. It takes away much of the bias at little variance. The product over the
+    rollout has no such bias, but the more variance the longer the reply: nearly all weights of long ones are 0 or the cap.
     """
 
-    kind: Literal["truncate", "icepop", "sequence"] = setting(
+    kind: Literal["truncate", "icepop", "sequence", "sequence-truncate"] = setting(
         "truncate",
         "correction",
-        "Weight for an engine whose log-probabilities differ from the learner's, or whose weights lag behind, as with "
-        "--ahead (none: no weight).",
+        "Weight for an engine whose log-probabilities differ from the learner's, or whose weights are older, as with "
+        "--ahead and --replay (none: no weight). One per token is unbiased for replies of one token alone.",
         absent="none",
     )
     cap: float = setting(2.0, "correction-cap", "Bound of that weight, above 1.", above=1)
@@ -135,6 +152,7 @@ class Correction(Component):
             "truncate": f"c = min(exp(old - mu), {self.cap:g})",
             "icepop": f"c = exp(old - mu) where {inside}, else 0",
             "sequence": f"c = 1 where exp(sum_t (old_t - mu_t) / n_i) is {inside}, else 0",
+            "sequence-truncate": f"c = min(exp(sum_t (old_t - mu_t)), {self.cap:g})",
         }[self.kind]
 
     @property
@@ -143,12 +161,15 @@ class Correction(Component):
             "truncate": "truncated importance sampling, Yao et al. 2025",
             "icepop": "IcePop, arXiv 2510.18855, eq. 3",
             "sequence": "geometric sequence masking, Liu et al. 2025, When speed kills stability",
+            "sequence-truncate": "sequence-level truncation, Liu et al. 2025, When speed kills stability",
         }[self.kind]
 
-    def __call__(self, gap: Tensor, batch: Batch) -> Tensor:
-        """gap [N] = old - mu, without a gradient -> weight [N]."""
-        if self.kind == "sequence":
-            total, count, inverse = over_rollouts(gap, batch.rollout)
+    def __call__(self, gap: Tensor, rollout: Tensor) -> Tensor:
+        """gap [N] = old - mu, without a gradient, and whose each token is [N] -> weight [N]."""
+        if self.kind in ("sequence", "sequence-truncate"):
+            total, count, inverse = over_rollouts(gap, rollout)
+            if self.kind == "sequence-truncate":
+                return total.clamp(max=math.log(self.cap)).exp()[inverse]
             return ((total / count).abs() <= math.log(self.cap))[inverse].to(gap.dtype)
         ratio = gap.exp()
         if self.kind == "truncate":

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison, PerPrompt
 from posttrain.algorithms.links import CrossEntropy, Pairs, PlackettLuce, PreferenceLink, Sigmoid, SquaredError
-from posttrain.algorithms.lookup import lookup
 from posttrain.algorithms.preference import Margin
 from posttrain.algorithms.row import Row
 from posttrain.core.batch import Batch, Outputs, Preferences, Stats
@@ -155,11 +154,6 @@ _ROWS = (
     ),
 )
 SCORINGS: dict[str, Scoring] = {row.name: row for row in _ROWS}
-
-
-def find_scoring(name: str) -> Scoring:
-    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
-    return lookup(name, SCORINGS, {Scoring: "posttrain.algorithms.reward_model_table"})
 
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ mask, a prompt or a world size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.component import Component, setting
@@ -26,6 +26,7 @@ class Surrogate(Component):
     """What is maximised for each token."""
 
     uses_ratio = True
+    samples = True  # whether it is a mean over sampled tokens, so that it matters which weights sampled them
 
     @property
     def clips(self) -> bool:
@@ -120,11 +121,33 @@ class Clip(Surrogate):
 class WeightedLogProbability(Surrogate):
     """Learns off policy from every token: a capped weight shrinks a gradient, where PPO's clip removes it.
 
-    sg(r) lp A, the off-policy policy gradient, its importance weight without a gradient (Precup et al. 2000). With `high`,
-    the weight is capped at 1 + high (CISPO, arXiv 2506.13585, eq. 4). The cap is on the weight and so always above 1.
+    sg(r) lp A, the off-policy policy gradient, its importance weight without a gradient. With `high`, the weight is capped
+    at 1 + high (CISPO, arXiv 2506.13585, eq. 4). The cap is on the weight and so always above 1.
+
+    at   what a weight r_t multiplies. `token`: the advantage of token t. `reward`: what is earned at token t, A_t - A_{t+1},
+         wherever that counts: sg(sum_{k>=t} r_k (A_k - A_{k+1})) lp, A_{n+1} = 0: per-decision importance sampling (Precup
+         et al. 2000).
+
+    Which weight makes the expected gradient the true one, whoever sampled, depends on A (r without a cap):
+
+    --ratio causal,       each reward by the product of ratios up to it: exact for sums of rewards, also less a baseline.
+      --weight-at reward  As the next where only the whole reply is rewarded, and usually less variance where its steps are.
+    --ratio sequence-sum  the product over the whole reply: exact for every A that is exact on policy.
+    --ratio causal,       the product up to the token: exact where A is the action value of the policy itself, as of an
+      --weight-at token   exact critic (--advantage gae --gae-lambda 0; one that learns from older rollouts is of their
+                          weights). Of rewards that come later, where other weights have chosen the tokens between, it is
+                          an approximation.
+    --ratio token         the token's own ratio (Degris et al. 2012): an approximation also then, for the tokens before it
+                          are taken as they were sampled. Exact for replies of one token.
     """
 
     high: float | None = setting(None, "clip-high", "The ratio is clipped at 1 + this.", least=0)
+    at: Literal["token", "reward"] = setting(
+        "token",
+        "weight-at",
+        "What a ratio weighs: the advantage of its token, or the reward that is earned at it (with --ratio causal exact for "
+        "rewards, whoever sampled).",
+    )
 
     @property
     def clips(self) -> bool:
@@ -132,15 +155,26 @@ class WeightedLogProbability(Surrogate):
 
     @property
     def formula(self) -> str:
-        return "sg(r) lp A" if self.high is None else f"sg(min(r, {1 + self.high:g})) lp A"
+        r = "r" if self.at == "token" else "r_k"
+        weight = r if self.high is None else f"min({r}, {1 + self.high:g})"
+        return f"sg({weight}) lp A" if self.at == "token" else f"sg(sum_{{k>=t}} {weight} (A_k - A_{{k+1}})) lp"
 
     @property
     def source(self) -> str:
-        return "Precup et al. 2000" if self.high is None else "CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4"
+        if self.high is not None:
+            return "CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4"
+        return "Precup et al. 2000, per-decision" if self.at == "reward" else "Precup et al. 2000; Degris et al. 2012"
 
     def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
-        weight = ratio.detach()
-        return (weight if self.high is None else weight.clamp(max=1 + self.high)) * outputs.logp * _advantage(batch)
+        weight, advantage = ratio.detach(), _advantage(batch)
+        if self.high is not None:
+            weight = weight.clamp(max=1 + self.high)
+        if self.at == "token":
+            return weight * outputs.logp * advantage
+        _, sizes = batch.rollout.unique_consecutive(return_counts=True)
+        rollouts = zip(weight.split(sizes.tolist()), advantage.split(sizes.tolist()), strict=True)
+        earned = [(w * (a - torch.cat([a[1:], 0 * a[:1]]))).flip(0).cumsum(0).flip(0) for w, a in rollouts]
+        return torch.cat([*earned, weight[:0]]) * outputs.logp
 
     def measure(self, ratio: Tensor, batch: Batch, stats: Stats) -> None:
         if self.high is not None:
@@ -157,6 +191,7 @@ class ExpectedQ(Surrogate):
     formula = "sum_a pi(a) min(Q_1(a), Q_2(a))"
     source = "discrete soft actor-critic, Christodoulou 2019, arXiv 1910.07207, eq. 12"
     uses_ratio = False
+    samples = False
     wants = frozenset({"expected_q"})
 
     def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:

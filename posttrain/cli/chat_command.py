@@ -7,14 +7,17 @@ from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from posttrain.config import SCORERS, Chat, named_services
-from posttrain.core.messages import safe
+from posttrain.config.inference import Chat
+from posttrain.config.service_options import SCORERS, named_services
+from posttrain.core.messages import clip, safe
 from posttrain.core.types import Ask, Env, Invalid, Reply, StopReason, Task, Turn, UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.envs.builtin.service_reward import question
-from posttrain.envs.play.player import MAX_TURNS, Episode
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import MAX_TURNS
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.chat_choice import system_of
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.playground import open_dialogue
 from posttrain.training.setup import choose_device, use_threads
@@ -39,7 +42,10 @@ def converse(model: str, config: Chat) -> None:
         )
     kinds = {kind.replace("_", "-"): getattr(config, kind) for kind in SCORERS}
     raters = {name: kind for kind, given in kinds.items() for name, _ in named_services(given, kind)}
-    with open_dialogue(config, dialogue(_ask, _say, config.system, chat, raters), device) as ground:
+    system = system_of(folder) if config.system is None and chat else config.system
+    with open_dialogue(config, dialogue(_ask, _say, system, chat, raters), device) as ground:
+        if system is not None:
+            _say(f"the system message{'' if config.system is not None else ' of its run'}: {clip(system)}")
         print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
         player = ground.player(embedded(decoder, tokenizer, slots=1), tokenizer, decoder.config.context)
         for played in player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))]):

@@ -8,34 +8,30 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from posttrain.config import (
-    RL,
-    SFT,
-    VERBS,
+from posttrain.config import VERBS, Check
+from posttrain.config.inference import (
     Chat,
-    Check,
-    Distill,
     Evaluation,
     Label,
-    Launch,
-    Plan,
-    Prefer,
     RetrieverBuild,
     RetrieverServe,
-    RewardModelling,
     Sample,
     ServeEngine,
     ServePolicy,
-    Training,
 )
 from posttrain.config.resolve import AnyConfig, AnyTraining, check_bounds, validate
+from posttrain.config.scale import Launch, Plan
+from posttrain.config.training import RL, SFT, Distill, Prefer, RewardModelling, Training
 from posttrain.core import user_files
+from posttrain.core.doing import watch
+from posttrain.core.extras import install, lacking
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
@@ -136,13 +132,15 @@ def reward_model(
         A setting of a part of the algorithm by its place: --set margin.constant=0.5 (posttrain algorithms ROW names them).
     """
     from posttrain.runs.run_files import REPORT
-    from posttrain.training.verbs import reward_model
+    from posttrain.training.verbs import reward_model_training
 
     def trained(config: RewardModelling) -> Run:
-        run = reward_model.reward_model(config)
+        run = reward_model_training.reward_model(config)
         if (run.path / REPORT).exists() and _speaks():
-            print("\n".join(reward_model.lines(reward_model.read_report(run.path))))
-            print(f"report      {run.path / REPORT}")
+            _say(
+                *reward_model_training.lines(reward_model_training.read_report(run.path)),
+                f"report      {run.path / REPORT}",
+            )
         return run
 
     return _trained(_read(RewardModelling, config, set), trained)
@@ -178,23 +176,31 @@ def _setting(text: str) -> tuple[str, str]:
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
-    from posttrain.runs.terminal.printing import table
+    from posttrain.core.intervals import told
+    from posttrain.runs.terminal.printing import examples, table
     from posttrain.training.verbs import evaluate
 
     found = evaluate.evaluate(config)
+    chosen = {name: found.rollouts[place] for name, place in found.examples.items()}
+    examples(f"Replies of {config.model}", {f"{name}, reward {r.reward:.4g}": r for name, r in chosen.items()})
     names = [n for n in found.figures if isinstance(found.figures[n], dict)]
+    sides = [(config.model, found.figures), *([(config.against, found.against)] if found.against is not None else [])]
 
-    def row(name: str, figures: dict[str, Any]) -> list[str]:
-        return [name, *(_interval(figures[n]) for n in names)]
+    def cell(figure: dict[str, Any]) -> str:
+        return f"{figure['mean']:.3f}" if "why" in figure else told(figure)
 
-    rows = [row(config.model, found.figures)]
-    if found.against is not None:
-        rows.append(row(config.against or "", found.against))
-    table(f"{found.figures['tasks']} tasks, {config.samples} samples each", ["model", *names], rows)
+    rows = [[name, *(cell(figures[name]) for _, figures in sides)] for name in names]
+    title = f"{found.figures['tasks']} tasks, {config.samples} samples each"
+    table(title, ["", *(str(model) for model, _ in sides)], rows)
     for name, difference in (found.differences or {}).items():
-        print(f"difference in {name}, task by task: {_interval(difference)} (95% interval)")
-    for note in found.notes:
-        print(note)
+        _say(
+            f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}"
+        )
+    reasons: dict[str, dict[str, None]] = {}  # why there is no interval -> of which figures
+    for name, figure in [(n, side[n]) for side in (found.figures, found.against or {}) for n in names if n in side]:
+        if "why" in figure:
+            reasons.setdefault(figure["why"], {})[name] = None
+    _say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
     if config.out:
         evaluate.save(found, Path(config.out))
     return 0
@@ -205,7 +211,7 @@ def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B0
     from posttrain.training.verbs import sample
 
     found = sample.sample(config)
-    print("\n".join([*found.notes, f"items       {found.items} prompts: {found.path}"]))
+    _say(*found.notes, f"items       {found.items} prompts: {found.path}")
     return 0
 
 
@@ -229,11 +235,7 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
         ("best", found.best, config.best),
         ("pairs", found.pairs, config.pairs),
     ]
-    print(
-        "\n".join(
-            [*found.notes, *(f"{name:<11} {n} rows: {file}" for name, n, file in files if file and n is not None)]
-        )
-    )
+    _say(*found.notes, *(f"{name:<11} {n} rows: {file}" for name, n, file in files if file and n is not None))
     return 0
 
 
@@ -289,7 +291,8 @@ def serve_engine(*, config: Annotated[ServeEngine, Options] = ServeEngine()) -> 
 def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment against sample replies, before any training."""
     from posttrain.envs.check import check as run_check
-    from posttrain.envs.load import about
+    from posttrain.envs.play.load_env import about
+    from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
@@ -301,18 +304,25 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
             lines = user_files.text(config.replies).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
-    viewer = None
+    viewer, chat = None, Chatting()
     if config.model is not None:
         from posttrain.models.checkpoint_summary import outline
         from posttrain.runs.checkpoint import resolve
 
-        viewer = viewer_of(outline(resolve(config.model), config.chat_template))
-    elif config.chat_template is not None:
-        raise UserError("--chat-template has no effect without --model: the folder whose tokenizer reads what it shows")
-    tasks = load_tasks(config, None)
+        folder = resolve(config.model)
+        known = outline(folder, config.chat_template)
+        viewer, chat = viewer_of(known), chatting(config, folder, known.tokenizer, known.ends)
+    elif given := next(
+        (name for name in ("chat_template", "chat", "system") if getattr(config, name) is not None), None
+    ):
+        option = f"--{given.replace('_', '-')}"
+        raise UserError(f"{option} has no effect without --model: the folder whose tokenizer reads what it shows")
+    tasks = chat.of(load_tasks(config, None))
     told = about(config.env) if config.env else []
     with open_services(config, choose_device("auto")) as services:
         report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services, viewer)
+    chat.check(config.chat, report.first)
+    report = replace(report, told=tuple(chat.lines(tasks, report.first)))
     width = columns(Output(sys.stdout))
     print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))
     return 0 if report.ok else 2
@@ -426,6 +436,8 @@ def _speaks() -> bool:
 def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
     """Train, in this process or in several, and say how it ended."""
     check_bounds(config)
+    if config.quiet:
+        watch(None)
     if config.processes > 1 and "RANK" not in os.environ:
         if not config.resume:
             validate(config)
@@ -440,28 +452,42 @@ def _ended(verb: str, run: Run) -> int:
     final = run.final
     shown = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "divergence", "eval/divergence", "kl")
     figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
-    print(
+    _say(
         ": ".join(
             ["stopped" if run.stopped else "interrupted" if run.interrupted else "done", *filter(None, [figures])]
         )
     )
-    print(f"checkpoint  {run.checkpoint}")
-    print(f"curves      {run.path / 'curves.png'}")
+    _say(f"checkpoint  {run.checkpoint}")
+    _say(f"curves      {run.path / 'curves.png'}")
+    path = quote(str(run.path))
     if any((run.path / "rollouts").glob("step-*")):
-        print(f"rollouts    {run.path / 'rollouts'}\nlook at it  posttrain view {run.path}")
+        _say(f"rollouts    {run.path / 'rollouts'}")
+        _say(*_looked_at(path))
     if run.stopped:
-        print(f"stopped     {run.stopped}")
-        print(f"continue    posttrain {verb} --out {run.path} --resume")
+        _say(f"stopped     {run.stopped}")
+        _say(f"continue    posttrain {verb} --out {path} --resume")
         return 3
     if run.interrupted:
-        print(f"continue    posttrain {verb} --out {run.path} --resume")
+        _say(f"continue    posttrain {verb} --out {path} --resume")
         return 130
     if verb == "reward-model":
-        print(f"ask it      posttrain rl --reward-model {run.path} ..., or label --with reward-model={run.path}")
+        _say(f"ask it      posttrain rl --reward-model {path} ..., or label --with reward-model={path}")
     else:
-        print(f"talk to it  posttrain chat {run.path}")
+        _say(f"talk to it  posttrain chat {path}")
     return 0
 
 
-def _interval(figure: dict[str, float]) -> str:
-    return f"{figure['mean']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
+def _say(*lines: str) -> None:
+    """Print lines, on a terminal broken between words; what follows the first part stands beside the label."""
+    from posttrain.runs.terminal.output import Output, columns, wrapped
+
+    width = columns(Output(sys.stdout))
+    for line in "\n".join(lines).split("\n") if lines else ():
+        print(wrapped(line, width, 12))
+
+
+def _looked_at(path: str) -> list[str]:
+    """How a run's rollouts are looked at: in a browser, or where that is not installed in the terminal."""
+    if not lacking("view"):
+        return [f"look at it  posttrain view {path}"]
+    return [f"look at it  posttrain rollouts {path}", f"or          {install('view')}, then posttrain view {path}"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.config import ServeEngine
+from posttrain.config.inference import ServeEngine
 from posttrain.engines.pool.listener import listen
 from posttrain.engines.pool.pool_protocol import read_token
 from posttrain.engines.pool.replicas import setup_of

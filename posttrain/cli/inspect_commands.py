@@ -6,14 +6,15 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
+from shlex import quote
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from posttrain.core.extras import install, lacking, runnable
 from posttrain.core.messages import clip, inline, one_line, safe_json
 from posttrain.core.types import UserError
 
@@ -36,7 +37,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         Write a page for every row into this folder.
     """
     from posttrain.algorithms.all_algorithms import EVERY, beside, find_any
-    from posttrain.algorithms.describe import as_data, describe, differences, page, settings, symbols
+    from posttrain.algorithms.describe import as_data, describe, differences, index, page, settings, symbols
     from posttrain.algorithms.policy_table import TABLE
     from posttrain.algorithms.preference_table import PREFERENCES
     from posttrain.algorithms.reward_model_table import SCORINGS
@@ -47,6 +48,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
             folder.mkdir(parents=True, exist_ok=True)
             for row in EVERY.values():
                 (folder / f"{row.name}.md").write_text(page(row, beside(row)), encoding="utf-8")
+            (folder / "index.md").write_text(index(list(EVERY.values())), encoding="utf-8")
         except (OSError, ValueError) as error:  # of a name that no system takes
             raise UserError(f"--pages {clip(pages)} cannot be written: {one_line(error)}") from error
         return 0
@@ -133,7 +135,7 @@ def rollouts(
     step: int | None = None,
     group: str | None = None,
     number: int = 3,
-    order: Literal["first", "best", "worst", "longest"] = "first",
+    order: Literal["first", "best", "worst", "longest", "invalid"] = "first",
     held_out: bool = False,
     json: bool = False,
 ) -> int:
@@ -150,7 +152,8 @@ def rollouts(
     number
         How many are shown.
     order
-        Which come first: as they were played, those with the highest or the lowest reward, or the longest.
+        Which come first: as they were played, those with the highest or the lowest reward, the longest, or
+        those whose reward is invalid.
     held_out
         Those of the held-out tasks, as they were played after that step.
     json
@@ -170,6 +173,7 @@ def rollouts(
     keys: dict[str, Callable[[dict[str, Any]], float]] = {
         "best": lambda row: -math.inf if row["reward"] is None else row["reward"],
         "worst": lambda row: -math.inf if row["reward"] is None else -row["reward"],
+        "invalid": lambda row: row["invalid"] is not None,
         "longest": lambda row: sum(turn["length"] for turn in row["turns"]),
     }
     if order in keys:
@@ -184,7 +188,8 @@ def rollouts(
                 f"{again} rollouts of earlier steps, replayed in this one, are not shown: they stand in its table alone"
             )
         if number < len(rows):
-            print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more, posttrain view all of them")
+            all_of_them = f", {runnable(f'posttrain view {quote(run)}')} all of them" if Path(run).is_dir() else ""
+            print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more{all_of_them}")
     for row in rows[:number] if json else ():
         print(safe_json(dumps(plainly(row), ensure_ascii=False)))
     return 0
@@ -247,8 +252,8 @@ def view(
     where
         Which of them, as a condition in SQL: "step > 100 and reward < 1".
     """
-    if missing := [name for name in ("duckdb", "starlette", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"posttrain view needs {', '.join(missing)}: pip install 'posttrain[view]'")
+    if missing := lacking("view"):
+        raise UserError(f"posttrain view needs {', '.join(missing)}: {install('view')}")
     from posttrain.apps.view import view_command
     from posttrain.cli import input_bounds
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from posttrain.config import Training
+from posttrain.config.training import Training
 from posttrain.runs.run_files import CHECKPOINTS, RUN
 
 CRASHED = 1  # the exit code of a mistake of ours, and of processes that lost another one

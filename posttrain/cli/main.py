@@ -27,9 +27,11 @@ from cyclopts.exceptions import (
 
 from posttrain import __version__
 from posttrain.core import user_files
+from posttrain.core.doing import doing, watch
 from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
+    from posttrain.runs.terminal.live_region import Passing
     from posttrain.runs.terminal.output import Output
 
 LONGEST = 450  # characters of a message
@@ -164,6 +166,9 @@ def _unused(word: str, verb: str) -> str:
 
     if verb == "query":
         return 'the question stands in quotes: posttrain query RUN "select ..."'
+    name, equals, _ = word.partition("=")
+    if equals and verb in VERBS:  # as Hydra has them, and with it verl
+        return f"options are written --name value, not {word!r:.60}{_suggested(f'--{name}', verb)}"
     option = "--env" if ":" in word else "--tasks" if Path(word).suffix else "--model"
     such = f", such as {option} {word}" if verb in VERBS else ""
     return f"{word!r:.60} has no option in front of it{such}: posttrain {verb} --help lists them"
@@ -205,7 +210,11 @@ def entry() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # training has handlers of its own
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _stop)
+    passing = _watched(out)
     code = main()
+    watch(None)
+    if passing is not None:
+        passing.erase()
     out.flush()
     lost = getattr(out.lost, "errno", None)
     if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # whoever read it had not seen enough
@@ -230,6 +239,20 @@ def _prepare_streams() -> Output:
     out, told = Output(sys.stdout), Output(sys.stderr)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, told)
     return out
+
+
+def _watched(out: Output) -> Passing | None:
+    """Show what is being done in a line that passes, where somebody looks: on the terminal of standard error."""
+    from posttrain.runs.terminal.live_region import Passing
+    from posttrain.runs.terminal.output import fancy
+
+    told = cast("Output", sys.stderr)
+    if not fancy(told) or "--quiet" in sys.argv or os.environ.get("RANK", "0") != "0":
+        return None
+    passing = Passing(told, [out] if out.isatty() else [])
+    watch(passing.show)
+    doing("loading libraries")
+    return passing
 
 
 def _recipe(arguments: list[str]) -> list[str]:

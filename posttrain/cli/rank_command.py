@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from posttrain.config import Label
+from posttrain.config.inference import Label
 from posttrain.core.messages import safe
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError

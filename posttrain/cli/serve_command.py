@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from contextlib import closing, suppress
 
-from posttrain.config import ServePolicy
+from posttrain.config.inference import ServePolicy
 from posttrain.core.protocols import Engine
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.serving.engine_policy import EnginePolicy

@@ -11,7 +11,8 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 
-from posttrain.config import Launch, Training
+from posttrain.config.scale import Launch
+from posttrain.config.training import Training
 from posttrain.core.messages import clip
 from posttrain.core.types import UserError
 

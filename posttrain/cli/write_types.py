@@ -8,20 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from posttrain.config import (
-    RL,
-    SFT,
-    Data,
-    Distill,
-    Evaluation,
-    FromRows,
-    Label,
-    Passes,
-    Prefer,
-    RewardModelling,
-    Sample,
-    Training,
-)
+from posttrain.config.inference import Evaluation, Label, Sample
+from posttrain.config.row_options import Data, FromRows
+from posttrain.config.training import RL, SFT, Distill, Passes, Prefer, RewardModelling, Training
 
 GIVEN = {"tasks", "env", "model", "teacher", "items", "with_", "human", "rater", "agreement"}
 """What the functions of the front door take by position, if at all."""

@@ -93,7 +93,7 @@ class Chat:
     """Talk to a checkpoint (to one without a chat template: give it text to continue)."""
 
     system: str | None = None
-    """A system message."""
+    """A system message; default: that of the run that the model is of."""
     chat_template: str | None = None
     """How messages become text: a file of Jinja, or chatml; default: what the model's folder holds."""
     temperature: float = option(0.7, least=0)

@@ -8,32 +8,17 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from posttrain.config import (
-    FREE_TO_CHANGE,
-    LABELLERS,
-    OF_ONE_CALL,
-    RL,
-    SERVICES,
-    Chat,
-    Check,
-    Distill,
-    Evaluation,
-    FromRows,
-    Label,
-    Prefer,
-    RewardModelling,
-    Sample,
-    ServeEngine,
-    ServePolicy,
-    Training,
-    named_services,
-)
+from posttrain.config import FREE_TO_CHANGE, OF_ONE_CALL, Check
+from posttrain.config.inference import Chat, Evaluation, Label, Sample, ServeEngine, ServePolicy
+from posttrain.config.row_options import FromRows
+from posttrain.config.service_options import LABELLERS, SERVICES, named_services
+from posttrain.config.training import RL, Distill, Prefer, RewardModelling, Training
 from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
 from posttrain.core.component import knob_of
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
-from posttrain.envs.load import BUILTIN, split_options
+from posttrain.envs.play.load_env import BUILTIN, split_options
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)
 AnyConfig = TypeVar("AnyConfig", bound=FromRows)

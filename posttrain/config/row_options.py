@@ -37,8 +37,8 @@ class FromRows:
         return given
 
     tasks: str = ""
-    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a dataset, or a function that makes rows without
-    end: my.py:rows."""
+    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a Hugging Face dataset, with its configuration
+    where it has several (openai/gsm8k:main), or a function that makes rows without end: my.py:rows."""
     split: str | None = None
     """Which split of a dataset that has several."""
     limit: int | None = option(None, above=0)
@@ -70,3 +70,10 @@ class Data(FromRows):
     chat_template: str | None = None
     """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is written
     into the checkpoints of a run. Default: what the model's folder holds."""
+    chat: bool | None = None
+    """Show plain prompts of rows as messages of a user, in the model's chat template; responses of sft, prefer and
+    reward-model are then the assistant's. --no-chat: as bare text. Default: as the run did that the model is of, or else in
+    the template of instruct models (one that ends replies as the model does). Rows of messages are in it anyway."""
+    system: str | None = None
+    """A system message before these prompts, and before rows of messages that have none. Default: that of the run that the
+    model is of."""

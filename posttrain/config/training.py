@@ -8,6 +8,7 @@ from typing import Any, Literal
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.reward_model_table import Scoring
+from posttrain.algorithms.settings import flags
 from posttrain.config.row_options import Data, Precision
 from posttrain.config.service_options import play_the_only_service
 from posttrain.core.component import option
@@ -25,7 +26,7 @@ class Training(Data):
     resume: bool = False
     """Continue the run in --out from its newest undamaged checkpoint, exactly."""
     accept_changes: bool = False
-    """Resume even though tasks or model have changed, or part of the record is lost; run.json notes it."""
+    """Resume even though tasks, model or reward have changed, or part of the record is lost; run.json notes it."""
     overwrite: bool = False
     """Delete a run that is already in --out."""
     seed: int = option(0, least=-(2**62), most=2**62)
@@ -244,7 +245,8 @@ class RL(Training):
     clock; default: no limit."""
     ahead: int = option(0, least=0, most=1000)
     """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
-    (0: by the newest). The ratio, or a --correction, accounts for that."""
+    (0: by the newest). A --correction, or a ratio with --old-policy sampler, makes up for most of that: only for replies of
+    one token is a weight per token exact."""
     tokens_per_step: int = option(0, least=0)
     """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and its
     group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""
@@ -319,6 +321,11 @@ class RL(Training):
 
     def __post_init__(self) -> None:
         play_the_only_service(self)
+
+    def chooses(self, flag: str) -> bool:
+        """Whether a setting of the row is the run's own choice, by its flag or by its place."""
+        named = {flag, *(".".join(place) for place, _ in flags(Algorithm)[flag].places)}
+        return any(name.replace("-", "_") in named or name in named for name in self.settings)
 
 
 @dataclass(frozen=True)

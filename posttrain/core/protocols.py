@@ -100,6 +100,11 @@ class Learner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def moves_every_token(self) -> bool:
+        """Whether an update has losses of its own over all tokens that it is given, whatever the objective weighs them."""
+        ...
+
     def evaluate(
         self,
         batches: Sequence[Packed],

@@ -544,6 +544,7 @@ class Rollout:
     pieces: list[Piece] = field(default_factory=list)  # all scored tokens, in order; []: its group does not branch
     branch: Branch | None = None  # where it left another one; None: it began with the prompt
     notes: dict[str, Any] = field(default_factory=dict)  # what its environment noted: JSON data; for reading only
+    asked: str = ""  # of a prompt of messages, what its user said last: what tells it from others; for reading only
     seconds: float = field(default=0.0, compare=False)  # from its last turn to its reward: depends on the clock
 
     @property

@@ -18,6 +18,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from posttrain.core.extras import install
 from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
 from posttrain.data.arrow_store import Table, digest, fingerprint, keep_table
@@ -34,6 +35,7 @@ from posttrain.data.row_files import (
     read_value,
     rows_of,
 )
+from posttrain.system.hub import as_far_as_reached
 from posttrain.system.user_code import describe_error
 
 if TYPE_CHECKING:
@@ -269,10 +271,14 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
         raise UserError(missing)
     name, _, configuration = str(source).partition(":")
     datasets = _library("datasets")
-    try:
-        found = datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # the network, the name, the configuration, the split: any of many types
-        raise UserError(f"{missing}, and the hub gave no such dataset: {one_line(error)}") from error
+    with as_far_as_reached(datasets.config) as unreached:
+        try:
+            found = datasets.load_dataset(name, configuration or None, split=split)
+        except Exception as error:  # the network, the name, the configuration, the split: any of many types
+            if unreached:
+                why = f"{unreached}, where a dataset of that name may be, and none was downloaded before"
+                raise UserError(f"{missing}, and {why}") from None
+            raise UserError(f"{missing}, and the hub gave no such dataset: {one_line(error)}") from error
     return _of_dataset(found, None, name, limit)
 
 
@@ -368,7 +374,7 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise UserError(f"this source needs {package}: pip install 'posttrain[datasets]'") from error
+        raise UserError(f"this source needs {package}: {install('datasets')}") from error
 
 
 def no_column(column: str, row: Row) -> str:

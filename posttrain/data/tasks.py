@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from posttrain.core.messages import clip
 from posttrain.core.types import Task, UserError
 from posttrain.data.arrow_store import Arrays, digest, keep_arrays
+from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.row_files import Row, check_row
 from posttrain.data.rows import Listed, Rows, load_rows
 from posttrain.data.tasks_from_rows import Conversion, identified, key_of, own_id, question, quoted
@@ -42,6 +43,7 @@ class Tasks(Sequence[Task]):
     left_out: int = 0  # rows for which `convert` returned None
     merged: int = 0  # rows equal in every column to one before them, kept once
     draws: tuple[int, Floats] | None = None  # (seed, [n] numbers that decide who is held out), if known
+    chat: AsMessages | None = None  # what makes plain prompts messages
 
     def __len__(self) -> int:
         return len(self.at)
@@ -54,7 +56,7 @@ class Tasks(Sequence[Task]):
         if isinstance(place, slice):
             return self.some(np.arange(len(self))[place])
         row = int(self.at[place])
-        return self._make(row, self.rows[row])
+        return self._shown(self._make(row, self.rows[row]))
 
     def __iter__(self) -> Iterator[Task]:
         if 10 * len(self) < len(self.rows):
@@ -70,6 +72,10 @@ class Tasks(Sequence[Task]):
         draws = self.draws and (self.draws[0], self.draws[1][places])
         return replace(self, at=self.at[places], draws=draws)
 
+    def shown(self, chat: AsMessages | None) -> Tasks:
+        """The same with plain prompts that are messages too, or that are none."""
+        return replace(self, chat=chat)
+
     def first(self, count: int) -> Tasks:
         return self[:count]
 
@@ -80,15 +86,19 @@ class Tasks(Sequence[Task]):
 
     def taken(self) -> str:
         """What was taken for what, in words: "prompt from 'question', response from 'answer'"."""
-        return self.conversion.taken(self.rows[int(self.at[0])], self[0])
+        row = int(self.at[0])
+        return self.conversion.taken(self.rows[row], self._make(row, self.rows[row]))
 
     def _all(self) -> Iterator[Task]:
         first, done = 0, 0
         for block in self.rows.blocks():
             upto = int(np.searchsorted(self.at, first + len(block)))
             for row in self.at[done:upto].tolist():
-                yield self._make(row, block[row - first])
+                yield self._shown(self._make(row, block[row - first]))
             first, done = first + len(block), upto
+
+    def _shown(self, task: Task) -> Task:
+        return task if self.chat is None else self.chat(task)
 
     def _make(self, number: int, row: Row) -> Task:
         try:
@@ -113,8 +123,9 @@ class Stream(Sequence[Task]):
         make: Callable[[], Iterable[Mapping[str, Any]]],
         conversion: Conversion,
         keep: Callable[[Task], bool] = lambda task: True,
+        chat: AsMessages | None = None,
     ) -> None:
-        self.make, self.conversion, self.keep = make, conversion, keep
+        self.make, self.conversion, self.keep, self.chat = make, conversion, keep, chat
         self._begin()
 
     def __len__(self) -> int:
@@ -133,7 +144,11 @@ class Stream(Sequence[Task]):
         while place >= self._count:
             self._last = next(self._made)
             self._count += 1
-        return self._last[2]
+        return self._last[2] if self.chat is None else self.chat(self._last[2])
+
+    def shown(self, chat: AsMessages | None) -> Stream:
+        """The same with plain prompts that are messages too, or that are none."""
+        return Stream(self.make, self.conversion, self.keep, chat)
 
     def where(self, place: int) -> str:
         self[place]
@@ -144,13 +159,13 @@ class Stream(Sequence[Task]):
         return self[:count]
 
     def taken(self) -> str:
-        task = self[0]
-        return self.conversion.taken(self._last[1], task)
+        self[0]
+        return self.conversion.taken(self._last[1], self._last[2])
 
     def first(self, count: int) -> Tasks:
         read = list(islice(self._read(), count))
         listed = Listed([row for _, row, _ in read], "row ", [number for number, _, _ in read])
-        return Tasks(Rows([listed]), self.conversion, np.arange(len(read)))
+        return Tasks(Rows([listed]), self.conversion, np.arange(len(read)), chat=self.chat)
 
     def _begin(self) -> None:
         self._made, self._count, self._last = self._read(), 0, (0, Row(), Task())
@@ -249,7 +264,7 @@ def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tas
         raise UserError(f"the held-out fraction is {fraction}; it must be between 0 and 1, for example 0.1")
     some = tasks.first(round(HELD_OUT / fraction)) if isinstance(tasks, Stream) else tasks
     known = some.draws is not None and some.draws[0] == seed
-    draws = some.draws[1] if known and some.draws else _draws(seed, map(_asked, some))
+    draws = some.draws[1] if known and some.draws else _draws(seed, map(_asked, some.shown(None)))
     if len(draws) > 1 and (draws == draws[0]).all() and not isinstance(tasks, Stream):  # one prompt for all
         draws = _draws(seed, (quoted(task["id"]) for task in some))
     held_out = draws < fraction
@@ -257,7 +272,11 @@ def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tas
         side = "held out" if not held_out.any() else "left to train on"
         raise UserError(f"with fraction {fraction} none of the {len(some)} tasks is {side}; change it, or add tasks")
     if isinstance(tasks, Stream):
-        left = Stream(tasks.make, tasks.conversion, lambda task: bool(_draws(seed, [_asked(task)])[0] >= fraction))
+
+        def kept(task: Task) -> bool:
+            return bool(_draws(seed, [_asked(task)])[0] >= fraction)
+
+        left = Stream(tasks.make, tasks.conversion, kept, tasks.chat)
         return left, some.some(np.flatnonzero(held_out))
     return tasks.some(np.flatnonzero(~held_out)), tasks.some(np.flatnonzero(held_out))
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, bare
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.service_client import Services
 
 PAUSE = 0.001  # seconds between looks at services where nothing else is to be done

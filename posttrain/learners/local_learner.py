@@ -141,6 +141,10 @@ class LocalLearner:
             eps=optimization.eps,
         )
 
+    @property
+    def moves_every_token(self) -> bool:
+        return bool(self.router_losses)
+
     def evaluate(
         self,
         batches: Sequence[Packed],
@@ -215,7 +219,8 @@ class LocalLearner:
                 outputs = self._tapped(batch, objective.wants)
             loss = objective(outputs, batch, stats)
             of_routers = routing.loss(routed)
-            whole = loss if of_routers is None else loss + of_routers.to(loss.dtype)
+            warming = batch.coefficients.get("policy", 1.0) == 0  # a critic: the policy stands still, its routers too
+            whole = loss if warming or of_routers is None else loss + of_routers.to(loss.dtype)
             whole.backward()
             stats.add("loss", whole.item(), 0)
 

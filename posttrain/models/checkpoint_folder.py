@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.core.doing import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import ADAPTER, CLASSIFIER, PREFIX, is_adapter, read_adapter_config
@@ -65,6 +66,7 @@ def load_model(
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
     damaged, of the wrong shape or unknown.
     """
+    doing(f"opening {folder}")
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
         pass

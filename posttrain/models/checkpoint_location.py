@@ -8,6 +8,7 @@ from pathlib import Path
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
+from posttrain.system.hub import as_far_as_reached
 
 
 def checkpoint_folder(name: str | Path) -> Path:
@@ -29,10 +30,11 @@ def checkpoint_folder(name: str | Path) -> Path:
         raise UserError(f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json")
     import huggingface_hub
 
-    try:
-        return Path(huggingface_hub.snapshot_download(str(name)))
-    except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
-        raise UserError(
-            f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
-            f"({type(error).__name__}): give a local checkpoint folder"
-        ) from None
+    with as_far_as_reached() as unreached:
+        try:
+            return Path(huggingface_hub.snapshot_download(str(name)))
+        except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
+            raise UserError(
+                f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
+                f"({unreached or type(error).__name__}): give a local checkpoint folder"
+            ) from None

@@ -19,6 +19,7 @@ class Outline(NamedTuple):
 
     tokenizer: Tokenizer
     context: int  # tokens of prompt and replies together
+    ends: tuple[int, ...] = ()  # ids that end a reply, as far as they are known
 
 
 def outline(folder: str | Path, chat_template: str | None = None) -> Outline:
@@ -26,7 +27,20 @@ def outline(folder: str | Path, chat_template: str | None = None) -> Outline:
     folder = checkpoint_folder(folder)
     described = described_in(folder)
     source = read_json(described / "config.json")
-    return Outline(Tokenizer.load(folder, chat_template), context_of(described, source))
+    tokenizer = Tokenizer.load(folder, chat_template)
+    return Outline(tokenizer, context_of(described, source), ends_of(described, source, tokenizer))
+
+
+def ends_of(folder: Path, source: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end a reply; what of them is wrong is told where the model is loaded."""
+    text = source.get("text_config")
+    places = (
+        read_json(folder / "generation_config.json", optional=True),
+        source,
+        text if isinstance(text, dict) else {},
+    )
+    found = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), tokenizer.eos_id)
+    return tuple(id for id in (found if isinstance(found, list) else [found]) if isinstance(id, int))
 
 
 def context_of(folder: Path, source: Mapping[str, Any]) -> int:

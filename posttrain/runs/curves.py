@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from posttrain.core import user_files
+from posttrain.core.intervals import student_interval
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import CURVES, Folder
 from posttrain.runs.run_reading import read_health, read_metrics, read_timing
-from posttrain.runs.student import student_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,9 @@ PANELS = {
     "groups/no_signal": "Share of groups without signal",
     "invalid": "Share of rewards that are invalid",
     "diversity/similarity": "Similarity of replies within a group",
-    "tokens_per_second": "Speed, tokens per second",
+    "tokens_per_second/sampled": "Speed, sampled tokens per second",
+    "tokens_per_second/read": "Speed, tokens read per second",
+    "tokens_per_second/learned": "Speed, learned tokens per second",
 }
 """Metric -> title in `curves`, in the order in which they are drawn. `PARTS` stands for all parts of the reward at once."""
 SILENT = ("truncated", "invalid", "kl")  # worth no panel while they are 0
@@ -214,7 +216,7 @@ def _dress(axes: Axes, name: str, bottom: bool) -> None:
     axes.spines["bottom"].set(visible=True, color="#999999", linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
-    if name == "tokens_per_second":
+    if name.startswith("tokens_per_second"):
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.set_ylim(bottom=0)  # so that noise does not look like a trend
     axes.set_xlabel("step" if bottom else "", fontsize=9, color="#555555")
@@ -244,7 +246,7 @@ def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
         steps = sorted(set.intersection(*(set(own.tolist()) for own, _ in runs)))
         smooth = [_smoothed(values) for _, values in runs]
         picked = np.array([values[np.isin(own, steps)] for (own, _), values in zip(runs, smooth, strict=True)])
-        bounds = np.array([student_interval(column) for column in picked.T]).reshape(-1, 2)
+        bounds = np.array([tuple(student_interval(column)) for column in picked.T]).reshape(-1, 2)
         if picked.min() >= 0:
             bounds = bounds.clip(min=0.0)  # a norm or a length is not below
         axes.fill_between(steps, bounds[:, 0], bounds[:, 1], color=colour, alpha=0.18, linewidth=0)

@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.core import user_files
 from posttrain.core.json_text import known
 from posttrain.core.types import UserError
-from posttrain.envs.load import split_options
+from posttrain.envs.play.load_env import split_options
 from posttrain.system.user_code import source_file
 
 READ = {".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet", ".arrow", ".safetensors", ".jinja", ".model"}

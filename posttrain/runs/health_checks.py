@@ -122,7 +122,7 @@ def signal(history: History) -> str | None:
         return (
             f"every reply since the first step got the reward {reward:g}: there is nothing to learn from\n"
             "usual causes: a reward that cannot read the replies or ignores them, or tasks that are all too hard or too "
-            "easy; read some replies in rollouts/, and try posttrain check"
+            "easy; read some replies (posttrain rollouts RUN), and try posttrain check"
         )
     equal = history.equal_groups
     if equal is None or history.solved:
@@ -131,8 +131,8 @@ def signal(history: History) -> str | None:
     if equal.right is None or equal.wrong is None:
         return (
             f"{figures}; without a reward that counts as right (--success) it is unknown whether these tasks are solved\n"
-            "usual causes: tasks too easy or too hard, or a policy that always says the same thing; read some replies in "
-            f"rollouts/, and try {_tries(history, 'other tasks', 'a larger --group')}"
+            "usual causes: tasks too easy or too hard, or a policy that always says the same thing; read some replies "
+            f"(posttrain rollouts RUN), and try {_tries(history, 'other tasks', 'a larger --group')}"
         )
     if equal.wrong >= equal.right:
         return (
@@ -181,8 +181,9 @@ def jump(history: History) -> str | None:
         return None
     return (
         f"the reward leapt from {before:.3g} to {series.now:.3g}, more in {limits.window} steps than in all before\n"
-        "a new skill looks like this, and so does a loophole in the reward or a broken verifier: read the best replies in "
-        f"rollouts/step-{history.step:06d}.parquet; if it is one, fix the reward and go back to an earlier checkpoint"
+        "a new skill looks like this, and so does a loophole in the reward or a broken verifier: read the best replies "
+        f"(posttrain rollouts RUN --step {history.step} --order best); if it is one, fix the reward and go back to an "
+        "earlier checkpoint"
     )
 
 
@@ -230,8 +231,9 @@ def invalid(history: History) -> str | None:
     return (
         f"{series.now:.0%} of the rewards are invalid{slow}, {series.start:.0%} were at the start: a reply that cannot be "
         "scored leaves its group, so the policy can dodge a bad reward\n"
-        'usual causes: replies that make the reward slow or make it fail; read those with "invalid" in '
-        f"rollouts/step-{history.step:06d}.parquet, give them a low reward instead, or raise --env-seconds"
+        "usual causes: replies that make the reward slow or make it fail; read those "
+        f"(posttrain rollouts RUN --step {history.step} --order invalid), give them a low reward instead, or raise "
+        "--env-seconds"
     )
 
 

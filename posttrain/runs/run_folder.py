@@ -13,19 +13,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self
 
-from posttrain.config import RL, SERVICES, Training, named_services
 from posttrain.config.resolve import AnyTraining, as_dict, continued, own_judge
+from posttrain.config.service_options import SERVICES, named_services
+from posttrain.config.training import RL, Training
 from posttrain.core import run_date
 from posttrain.core.pictures import PICTURES
 from posttrain.core.protocols import Alone, Lasting, World
 from posttrain.core.types import UserError
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs import fingerprint, run_files
+from posttrain.runs.chat_choice import CHAT, Chatting
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
 from posttrain.runs.run_files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
 from posttrain.runs.run_reading import missing_steps, read_run
 from posttrain.runs.run_record import RunRecord, Unwritten
+from posttrain.runs.terminal.notices import tell, warn
 
 READ = (
     "tasks",
@@ -40,7 +43,7 @@ READ = (
     "algorithm",
     *SERVICES,
 )
-"""Options that may name files. Another content of one of them would be another run; `env` may be corrected in its course."""
+"""Options that may name files. Another content of one of them would be another run; so would another content of `env`."""
 
 
 class RunFolder(Generic[AnyTraining]):
@@ -54,6 +57,7 @@ class RunFolder(Generic[AnyTraining]):
         self.world = world or Alone()
         self.config: AnyTraining = config
         self.checkpoint: Path | None = None  # what the run goes on from
+        self.chat = Chatting()  # how plain prompts reach the model
         self._rows, self._env = rows, env
         self._noted: dict[str, Any] = {}  # what run.json is to say of this resumption
         self._lock: Lock | None = None
@@ -72,7 +76,7 @@ class RunFolder(Generic[AnyTraining]):
         if not isinstance(self.world, Lasting) or not self.world.marked(self._begun_here):
             return config
         saved = any((self.path / CHECKPOINTS).glob("step-*"))
-        print(f"started again {'from the newest checkpoint' if saved else 'from the beginning'}")
+        tell(f"started again {'from the newest checkpoint' if saved else 'from the beginning'}")
         given = {name: getattr(config, name) for name in config.given}
         return type(config)(**{**given, "resume": saved, "overwrite": not saved})
 
@@ -143,7 +147,7 @@ class RunFolder(Generic[AnyTraining]):
         if self.world.rank:
             return Unwritten()
         initial = str(self.start) if self.start else None
-        told = {"initial": initial, "day": self.day, **told, "inputs": self._inputs}
+        told = {"initial": initial, "day": self.day, CHAT: self.chat.recorded(), **told, "inputs": self._inputs}
         options = as_dict(self.config)
         if isinstance(self.world, Lasting):
             self.world.mark(self._begun_here)
@@ -184,16 +188,16 @@ class RunFolder(Generic[AnyTraining]):
         self.config = chosen
         before = run.get("inputs", {})
         other = fingerprint.changed(before, self._inputs)
-        refused = [self._named(name) for name in other if name != "env"]
+        refused = [self._named(name) for name in other]
         if refused and not config.accept_changes:
             raise UserError(
                 f"cannot resume {self.path}: {', '.join(refused)} changed since the run began; put back what was there, "
                 "begin a new run in another --out, or continue with what is there now with --accept-changes"
             )
         for name in other:
-            print(f"{self._named(name)} changed since the run began: the run goes on with it, and {RUN} says so")
+            warn(f"{self._named(name)} changed since the run began: the run goes on with it, and {RUN} says so")
         for name in fingerprint.rewritten(before, self._inputs):
-            print(f"{self._named(name)} was written since the run began; its size and samples of it are the same")
+            tell(f"{self._named(name)} was written since the run began; its size and samples of it are the same")
         self._noted = {
             **({"changed": {name: before[name] for name in other}} if other else {}),
             **({"lost": lost} if lost else {}),
@@ -206,7 +210,7 @@ class RunFolder(Generic[AnyTraining]):
         for folder, damage in checkpoints.examined(self.path):
             if damage is None:
                 for other, why in passed:
-                    print(f"checkpoint {other} is damaged ({why}): using the one before it")
+                    warn(f"checkpoint {other} is damaged ({why}): using the one before it")
                 return folder
             passed.append((folder, damage))
         over = "to start over, give --overwrite instead of --resume"

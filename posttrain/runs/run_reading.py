@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.extras import runnable
 from posttrain.core.messages import clip
 from posttrain.core.types import UserError
 from posttrain.runs.jsonl import FILE, Row, checked, content_of, damaged, lines, parsed, unreadable
@@ -49,7 +50,8 @@ def _where_runs_are(folder: Path) -> str:
     if above is not None:
         return f"it is part of the run {os.path.relpath(above) if not folder.is_absolute() else above}: pass that"
     if folder.is_file():
-        also = "; posttrain rollouts and posttrain query take files of rollouts" if folder.suffix == ".parquet" else ""
+        both = f"posttrain rollouts and {runnable('posttrain query')}"
+        also = f"; {both} take files of rollouts" if folder.suffix == ".parquet" else ""
         return f"it is a file, not a folder with a {RUN}{also}"
     if not folder.exists() and not folder.parent.is_dir():
         return "there is no such folder"

@@ -7,9 +7,13 @@ compares with never leaves this jail.
 
 An object of the program's that is no plain data is a `RemoteObject`. It may be called, indexed and iterated over, its attributes
 may be read and set, it has a length and a text. Whether it is equal, true, or less, it may not say: a test that asks the
-program for a verdict fails. What the program raises is raised here as Python's own exception of that name, so that a test can expect it,
-but for those by which Python itself says that something has ended: `map`, `zip` and their kin would take such a one for the end of
-the tests' data, and leave out what was to be compared. They come from the program's own iterators alone. A function of the tests' that is passed as an argument can be called by the program, no more.
+program for a verdict fails. A function of the tests' that is passed as an argument can be called by the program, no more.
+
+What the program raises is raised here too, so that a test may expect it. Python itself takes some exceptions for signals:
+`map` ends at StopIteration, iteration by `__getitem__` at IndexError, and `hasattr` says no at AttributeError. No program
+may end a test's loop by them. StopIteration and StopAsyncIteration come as `ProgramRaised`, unless the test asks an iterator
+of the program's for its next value. Any other exception of a function has to be caught by the tests' own code (`except`,
+`with`): if Python's machinery has taken it for a sign, the test has failed.
 
     host -> examiner   {"do": "examine", "setup": ..., "names": [...]}, then for each test {"do": "test", "source": ...}
     examiner -> host   {"verdict": "passed" | "failed" | "broken", "why": ...}; before it, perhaps several times,
@@ -19,6 +23,7 @@ the tests' data, and leave out what was to be compared. They come from the progr
 from __future__ import annotations
 
 import builtins
+import dis
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -30,9 +35,16 @@ from posttrain.sandbox.plain_values import NotPlain, decode, encode, named
 LONGEST_ANSWER = 64 << 20
 LONGEST_WHY = 300  # characters
 MOST_REFERENCES = 1 << 31
-
-
-SIGNALS = (StopIteration, StopAsyncIteration)
+TESTS = "<test>"  # the file of the tests' code
+SIGNALS: dict[str, tuple[type[Exception], ...]] = {
+    "next": (StopIteration,),
+    "get": (AttributeError,),
+    "item": (IndexError, KeyError),
+    "len": (TypeError,),
+}
+"""What is asked of an object of the program's -> exceptions that are an answer to that."""
+LOOP_ENDS = (StopIteration, StopAsyncIteration)
+MOST_RAISED = 1000  # exceptions that are held at once, each with its traceback
 
 
 class Unfit(TypeError):
@@ -40,7 +52,7 @@ class Unfit(TypeError):
 
 
 class ProgramRaised(Exception):
-    """The program raised what Python itself has no exception for."""
+    """The program raised what Python itself has no exception for, or takes for the end of a loop."""
 
 
 def exception(raised: Iterable[Any], other: type[Exception]) -> Exception:
@@ -65,6 +77,7 @@ class Examiner:
         self._asked = False  # whether the program has done anything yet
         self._remotes: dict[int, RemoteObject] = {}
         self._exported: list[Callable[..., Any]] = []
+        self._raised: list[Exception] = []  # by the program's functions, during this test
 
     def serve(self, request: dict[str, Any]) -> NoReturn:
         """Begin with this request, and answer until the host is gone."""
@@ -78,11 +91,14 @@ class Examiner:
 
     def _played(self, source: str, names: list[str]) -> dict[str, str]:
         """The verdict on what this code did. A failure is the code's own fault where the program cannot have caused it."""
+        self._raised = []
         try:
             if names:
                 self._names = names
                 self._bind(names)
-            exec(compile(source, "<test>", "exec", dont_inherit=True), self._namespace)
+            exec(compile(source, TESTS, "exec", dont_inherit=True), self._namespace)
+            if uncaught := [error for error in self._raised if not was_caught(error)]:
+                raise ProgramRaised(f"{_text(uncaught[0])}, which no code of the test caught")
         except BaseException as error:
             own = not self._asked and (not self._names or isinstance(error, Unfit | ImportError))
             return {"verdict": "broken" if own else "failed", "why": _text(error)}
@@ -104,11 +120,23 @@ class Examiner:
         while "callback" in (answer := receive(self._descriptor, LONGEST_ANSWER)):
             send(self._descriptor, {"ask": self._called_back(answer)})
         if "raised" in answer:
-            error = exception(answer["raised"], ProgramRaised)
-            if isinstance(error, SIGNALS) and not (request["do"] == "next" and type(error) is StopIteration):
-                raise ProgramRaised(_text(error))
-            raise error
+            raise self._raising(answer["raised"], SIGNALS.get(request["do"], ()))
         return answer
+
+    def _raising(self, raised: Iterable[Any], answers: tuple[type[Exception], ...]) -> Exception:
+        """What to raise for what the program raised. `answers`: kinds that the test's own question may be answered with."""
+        error = exception(raised, ProgramRaised)
+        if isinstance(error, answers):
+            return error
+        if isinstance(error, LOOP_ENDS):
+            error = ProgramRaised(_text(error))
+        if len(self._raised) >= MOST_RAISED:
+            self._raised = [error for error in self._raised if not was_caught(error)]
+        self._raised.append(error)
+        try:
+            raise error  # a traceback from the beginning: Python 3.11 notes it only where an exception is caught
+        except Exception:
+            return error
 
     def value(self, request: dict[str, Any]) -> Any:
         return decode(self.ask(request)["value"], self._resolved)
@@ -131,6 +159,7 @@ class Examiner:
             kwargs = {name: decode(form, self._resolved) for name, form in request["kwargs"]}
             return {"value": self.form(function(*args, **kwargs))}
         except Exception as error:  # it was called with what the program chose
+            error.__traceback__ = None  # the program is told
             return {"raised": [type(error).__name__, _text(error), ""]}
 
     # -- forms ---------------------------------------------------------------------------------------------------------
@@ -244,6 +273,22 @@ def change(value: Any, other: Any) -> None:
     elif isinstance(value, tuple):
         for mine, theirs in zip(value, other, strict=False):
             change(mine, theirs)
+
+
+def was_caught(error: Exception) -> bool:
+    """Whether code of the tests has caught what the program raised, rather than something of Python's own.
+
+    A traceback grows by each frame through which its exception passes. Where the exception ends, in the outermost of them,
+    there is a handler if that frame's code has caught it. Without a traceback somebody took it away who had caught it, as
+    unittest's `assertRaises` does.
+    """
+    end = error.__traceback__
+    if end is None:
+        return True
+    code = end.tb_frame.f_code
+    bytecode: Any = dis.Bytecode(code)
+    handled = any(entry.start <= end.tb_lasti < entry.end for entry in bytecode.exception_entries)
+    return handled and code.co_filename == TESTS
 
 
 def _exactly(kind: type, value: Any) -> Any:

@@ -16,7 +16,7 @@ from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
 from posttrain.services.answer_cache import AnswerCache
 from posttrain.services.judge_prompt import (
-    CUT,
+    ENDED,
     JudgeAnswer,
     JudgeQuestion,
     again,
@@ -33,6 +33,8 @@ from posttrain.system.endpoint import Endpoint, EndpointFailure, key_in
 FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """What a comparison is worth to the reply that was shown as A."""
 PATH = "chat/completions"
+REFUSING = (400, 415, 422, 500, 501)
+"""What endpoints answer to a form of output that they do not have."""
 TRIED = ("What is 2 + 2?", "2 + 2 is 4.", "2 + 2 is 5.")
 
 
@@ -107,6 +109,12 @@ class Judge:
         found = self.endpoint.try_once(self._call(body, retries=1))
         if not isinstance(found, EndpointFailure):
             return None
+        if "response_format" in body and found.status in REFUSING:
+            plain = {name: value for name, value in body.items() if name != "response_format"}
+            if not isinstance(self.endpoint.try_once(self._call(plain, retries=1)), EndpointFailure):
+                where = f"{self.name} at {self.recipe.endpoint}"
+                fix = f'cannot do structured = "{self.recipe.structured}": put structured = "none" into its recipe'
+                return f"{where} {fix}; it says {found.reason}"
         key = f"look at {self.recipe.key_env}" if self.recipe.key_env else "name its variable as key_env"
         way = found.way(key, "the recipe's endpoint and model")
         return f"{self.name} at {self.recipe.endpoint} does not answer: {found.reason}; {way}"
@@ -162,19 +170,22 @@ class Judge:
             if isinstance(said, EndpointFailure) and not said.rubbish:
                 return self._invalid(said.reason), texts
             if isinstance(said, JudgeAnswer):
-                found, texts = read_verdict(said.text, wanted), [kept(said.text)]
-                if said.cut:  # what would have come behind might have been another verdict
-                    found = CUT[said.cut].format(most=self.recipe.max_tokens)
+                found, texts = self._read(said, wanted), [kept(said.text)]
                 if not isinstance(found, str):
                     if self.cache is not None:
                         self.cache.put(self._asks, first, said.text)
                     return found, texts
-                problem = found
-                body = again(body, said.text, found)
+                problem, body = found, again(body, said.text, found)
             else:
                 problem = said.reason
             self._counts["rubbish"] += 1
         return self._invalid(f"rubbish twice: {problem}"), texts
+
+    def _read(self, said: JudgeAnswer, wanted: dict[str, Any]) -> dict[str, Any] | str:
+        """The verdict of an answer, or what is wrong with it."""
+        if said.ended:
+            return ENDED[said.ended].format(most=self.recipe.max_tokens)
+        return read_verdict(said.text, wanted)
 
     async def _call(self, body: dict[str, Any], retries: int | None = None) -> JudgeAnswer | EndpointFailure:
         said = await self.endpoint.call(PATH, _written(body), read_completion, retries)

@@ -1,14 +1,17 @@
 """What a judge is asked and how its answers are read: text in, JSON out. No call is made here.
 
 Decided here: the judge sees the reply between marks that follow from the content of the question, so that a reply cannot
-close its own frame; answers are checked against a schema, and a score beyond the scale is rubbish, never clipped.
+close its own frame; answers are checked against a schema, and a score beyond the scale is rubbish, never clipped. So is an
+answer that can be read in two ways (a key twice, two objects), and one that was ended from outside, however whole it looks:
+what the judge had still to say is not known.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +27,8 @@ FORMS = {
 }
 MOST_SAID = 1 << 14  # characters of an answer that are kept with a rollout
 MOST_TRIES = 100  # beginnings of an object that are tried in an answer
-CUT = {
-    "length": "an answer that max_tokens {most} cut off",
-    "content_filter": "an answer that the endpoint's content filter cut off",
-}
-"""By the finish_reason of an answer that is not whole: why it is no verdict, even where one stands in it."""
+ENDED = {"length": "max_tokens {most} cut it", "content_filter": "a content filter ended it"}
+"""What an endpoint calls an end of an answer that its model has not chosen."""
 AGAIN = "That cannot be read: {problem}. Answer again with the JSON object alone, as it was asked for."
 
 
@@ -72,6 +72,8 @@ def _asked(content: Mapping[str, Any]) -> str | None:
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):
         return None
+    if not prompt and [m["role"] for m in messages] == ["user"]:  # a prompt alone, in a chat template
+        return str(messages[0]["content"])
     return prompt or "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
@@ -121,7 +123,7 @@ class JudgeAnswer:
     text: str  # of the first choice
     prompt_tokens: int
     reply_tokens: int
-    cut: str  # why it is not whole: "length" (of its token budget) or "content_filter"; else ""
+    ended: str  # by whom from outside, as `ENDED` says; "": by itself
 
 
 def kept(text: str) -> str:
@@ -142,8 +144,8 @@ def read_completion(message: Any) -> JudgeAnswer | EndpointFailure:
         return EndpointFailure("JSON without choices[0].message.content", rubbish=True)
     usage = message.get("usage")
     tokens = [_count(usage, name) for name in ("prompt_tokens", "completion_tokens")]
-    reason = choice.get("finish_reason")
-    return JudgeAnswer(text, tokens[0], tokens[1], reason if reason in CUT else "")
+    ended = choice.get("finish_reason")
+    return JudgeAnswer(text, tokens[0], tokens[1], ended if isinstance(ended, str) and ended in ENDED else "")
 
 
 def _count(usage: Any, name: str) -> int:
@@ -152,56 +154,49 @@ def _count(usage: Any, name: str) -> int:
 
 
 def read_verdict(text: str, wanted: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The JSON object in an answer that follows the schema, or what is wrong with it.
-
-    Models put fences and talk around what they were asked for. A second verdict, or a second value under one name, is
-    refused: nothing says which one was meant.
-    """
-    validator, found, problem = jsonschema.Draft202012Validator(wanted), list[dict[str, Any]](), ""
-    for value in _objects(text):
-        wrong = value if isinstance(value, str) else next(iter(validator.iter_errors(value)), None)
-        if isinstance(wrong, str):
-            return wrong
-        if wrong is None:
-            found.append(value)
-        else:
-            place = ".".join(map(str, wrong.absolute_path)) or "the object"
-            problem = f"{place}: {clip(inline(wrong.message), 120)}"
-    if len(found) > 1:
-        return f"{len(found)} verdicts, {clip(inline(json.dumps(found[0])), 50)} and {clip(inline(json.dumps(found[1])), 50)}"
-    if found:
-        return found[0]
-    return problem or f"no JSON object in {clip(inline(repr(text)), 80)}"
+    """The JSON object in an answer if there is one alone and it follows the schema, or what is wrong with it."""
+    try:
+        found = _found_object(text)
+    except _Ambiguous as error:
+        return str(error)
+    if found is None:
+        return f"no JSON object in {clip(inline(repr(text)), 80)}"
+    problem = next(iter(jsonschema.Draft202012Validator(wanted).iter_errors(found)), None)
+    if problem is None:
+        return found
+    return f"{'.'.join(map(str, problem.absolute_path)) or 'the object'}: {clip(inline(problem.message), 120)}"
 
 
-def _objects(text: str) -> Iterator[Any]:
-    """The JSON objects in a text, one after the other; for one that has a name twice, that in words."""
+class _Ambiguous(Exception):
+    """A text can be read in several ways."""
+
+
+def _found_object(text: str) -> dict[str, Any] | None:
+    """The JSON object in a text: models put fences and talk around what they were asked for. Raises _Ambiguous."""
     decoder = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_once_each)
-    place = text.find("{")
+    found, place = None, text.find("{")
     for _ in range(MOST_TRIES):
         if place < 0:
-            return
+            return found
         end = place + 1
-        try:
-            found, end = decoder.raw_decode(text, place)
-            yield found
-        except _TwiceError as twice:
-            yield str(twice)
-        except (ValueError, RecursionError):
-            pass
+        with suppress(ValueError, RecursionError):
+            more, end = decoder.raw_decode(text, place)
+            if found is not None:
+                raise _Ambiguous("more than one JSON object")
+            if text.count("{", 0, place) > text.count("}", 0, place):
+                raise _Ambiguous("a JSON object within what is none")
+            found = more
         place = text.find("{", end)
+    raise _Ambiguous("too many braces")
 
 
-class _TwiceError(Exception):
-    """An object has two values under one name."""
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for place, (name, _) in enumerate(pairs) if name in [n for n, _ in pairs[:place]])
-        raise _TwiceError(f"an object with two values of {clip(inline(repr(twice)), 40)}")
-    return found
+def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise _Ambiguous(f"the key {clip(repr(key), 40)} twice in a JSON object")
+        content[key] = value
+    return content
 
 
 def _refuse(word: str) -> Any:

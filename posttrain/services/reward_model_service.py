@@ -23,6 +23,8 @@ from torch import Tensor
 from posttrain.core.batch import Layout
 from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, Transcript, UserError
+from posttrain.data.chat_prompts import AsMessages
+from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.adapters.adapter_config import described_in
 from posttrain.models.checkpoint_folder import stored_names
 from posttrain.models.checkpoint_location import checkpoint_folder
@@ -30,8 +32,7 @@ from posttrain.models.json_files import read_json
 from posttrain.models.reward_model import OFFSET, load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import SCORE
-from posttrain.training.sources.preferences import last_alone
-from posttrain.training.sources.sft_source import demonstrate
+from posttrain.runs.chat_choice import chatting
 
 TOGETHER = 4096  # tokens that are computed at once
 FORMS = '{"prompt": ..., "response": ...}, {"messages": [...]} or text'
@@ -49,8 +50,9 @@ class RewardModelService:
     """See `posttrain.core.protocols.Service`.
 
     Content: {"prompt", "response"}, or {"messages"} whose last is the assistant's, read as in training, with "cut" where
-    the response was cut off; or text, which is scored as it stands. Where the model has an offset, which centres its scores,
-    it is added.
+    the response was cut off; or text, which is scored as it stands. A prompt is read in the chat template where rows were
+    in training, and a single message without one where there is none. Where the model has an offset, which centres its
+    scores, it is added.
     """
 
     def __init__(self, folder: str | Path, device: str | torch.device = "cpu") -> None:
@@ -66,6 +68,7 @@ class RewardModelService:
         self.device = torch.device(device)
         self.tokenizer = Tokenizer.load(self.folder)
         self.eos_ids = self.model.eos_ids or tuple(id for id in [self.tokenizer.eos_id] if id is not None)
+        self.chat = chatting(None, self.folder, self.tokenizer, self.eos_ids)
         if not self.eos_ids:
             raise UserError(
                 f"--reward-model {folder} names no end-of-sequence token: set eos_token_id in its config.json"
@@ -157,7 +160,7 @@ class RewardModelService:
                 transcript = Transcript()
                 transcript.imitate(self.tokenizer.encode(content, start=True))
             elif (of == {"prompt", "response"} and _texts(content)) or (of == {"messages"} and _chat(content)):
-                whole = demonstrate(content, self.tokenizer, self.eos_ids)
+                whole = demonstrate(self._as_trained(content), self.tokenizer, self.eos_ids)
                 transcript = last_alone(whole, self.eos_ids if content.get("cut") else ())
             else:
                 return _invalid(f"a reward model is asked with {FORMS}")
@@ -171,6 +174,15 @@ class RewardModelService:
         if max(tokens) >= self.model.config.vocab:
             return _invalid(f"the tokenizer of the reward model {self.folder} has more tokens than its vocabulary")
         return _Text(tokens, at if self.model.shape.pooling == "mean" else at[-1:])
+
+    def _as_trained(self, content: dict[str, Any]) -> dict[str, Any]:
+        """What is asked, in the form that rows with a plain prompt had in training."""
+        if "prompt" in content and self.chat.on:
+            return AsMessages(self.chat.system, answered=True)(content)
+        messages = content.get("messages", ())
+        if self.tokenizer.chat_template is None and [m["role"] for m in messages] == ["user", "assistant"]:
+            return {"prompt": messages[0]["content"], "response": messages[1]["content"]}
+        return content
 
     def _read_score(self, score: float) -> float | Invalid:
         if math.isfinite(score):

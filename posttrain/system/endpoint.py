@@ -113,15 +113,28 @@ class Endpoint:
         """Run a coroutine to its end, from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def try_once(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same of a first question to an endpoint that may hang: where it takes its time, that is said."""
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def try_once(self, work: Coroutine[Any, Any, T | EndpointFailure]) -> T | EndpointFailure:
+        """The same of a first question to an endpoint that may hang: where it takes its time, that is said.
+
+        All of it, calls that are made again included, takes no longer than one call may.
+        """
+        running = asyncio.run_coroutine_threadsafe(self._in_time(work), self._loop)
         try:
             return running.result(PATIENCE_SECONDS)
         except TimeoutError:
             if not running.done():
                 print(f"waiting for {self.address} to answer, {self.seconds:g} s at most", file=sys.stderr, flush=True)
         return running.result()
+
+    async def _in_time(self, work: Coroutine[Any, Any, T | EndpointFailure]) -> T | EndpointFailure:
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await work
+        except TimeoutError:
+            return self._late()
+
+    def _late(self) -> EndpointFailure:
+        return EndpointFailure(f"no answer within {self.seconds:g} s", again=True)
 
     def wait_for_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Run coroutines to their ends, from another thread. What one of them raises ends all of them at once."""
@@ -160,7 +173,10 @@ class Endpoint:
             self.counts["retries"] += 1
             self._next = max(self._next, time.monotonic() + outcome.wait)
             if attempt:  # one failure passes unnoticed
-                self._tell_waiting(outcome.reason, sum(FIRST_WAIT * 2**n for n in range(attempt, most)))
+                waits = max(outcome.wait, FIRST_WAIT * 2**attempt) + sum(
+                    FIRST_WAIT * 2**n for n in range(attempt + 1, most)
+                )
+                self._tell_waiting(outcome.reason, waits + (most - attempt) * self.seconds)
             shaken = 0.75 + seed_of(0, "retry", len(body or b""), attempt) / 2**64  # so that not all come back at once
             await asyncio.sleep(max(outcome.wait, FIRST_WAIT * 2**attempt * shaken))
         self.counts["failures"] += 1
@@ -173,12 +189,12 @@ class Endpoint:
             self._thread.join(CLOSE_SECONDS)
 
     def _tell_waiting(self, reason: str, seconds: float) -> None:
-        """Say what is waited for, and for how long at most without the time of the calls themselves; not at every call."""
+        """Say what is waited for, and for how long at most; not at every call."""
         now = time.monotonic()
         if now - self._told > TELL_SECONDS:
             self._told = now
             print(
-                f"waiting for {self.address}: {reason}; it is asked again for {seconds:.0f} s",
+                f"waiting for {self.address}: {reason}; it is asked again for {seconds:.0f} s at most",
                 file=sys.stderr,
                 flush=True,
             )
@@ -235,7 +251,7 @@ class Endpoint:
             async with asyncio.timeout(self.seconds), self._connection() as connection:
                 answer = await connection.ask(address, self._headers, body, MOST_BYTES)
         except TimeoutError:
-            return EndpointFailure(f"no answer within {self.seconds:g} s", again=True)
+            return self._late()
         except PASSING as error:
             return EndpointFailure(_named(error), again=True)
         except (httpcore2.UnsupportedProtocol, httpcore2.LocalProtocolError, ValueError) as error:

@@ -78,7 +78,7 @@ def bound(host: str, port: int) -> socket.socket:
         listening.close()
         why = getattr(error, "strerror", None) or "ports end at 65535"
         way = "choose another --port, or 0 for any" if port else "look at --host"
-        raise UserError(f"{host}:{port} cannot be used: {why}; {way}") from None
+        raise UserError(f"--port {port} cannot be used on {host}: {why}; {way}") from None
     return listening
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from posttrain.algorithms.credit import GAE, Baselined, Decoupled, Earned, PassAtK, StepRewards, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.policy import Algorithm, Pretraining
-from posttrain.algorithms.ratio import Correction
-from posttrain.algorithms.settings import change, check_ranges, choose, flags
+from posttrain.algorithms.settings import change, check_ranges, choose
 from posttrain.algorithms.surrogate import ExpectedQ
 from posttrain.algorithms.teacher import Distillation
-from posttrain.config import RL, Distill
+from posttrain.config.training import RL, Distill
 from posttrain.core.component import Need, RunLimits
 from posttrain.core.types import UserError
+from posttrain.training import older
 
 
 def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
@@ -27,13 +27,12 @@ def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
     if isinstance(run, Distill) and row.teacher is None:
         row = replace(row, teacher=Distillation())
     row = change(_completed(choose(row, run.settings), run), run.settings)
-    if _lags(run):
-        row = _accounting(row, run)
-    if row.kl is None and not _given(run, "reference_every"):
+    if row.kl is None and not run.chooses("reference_every"):
         row = replace(row, refresh=0)
-    if not _given(run, "minibatches") and row.replay is None:
+    if not run.chooses("minibatches") and row.replay is None:
         # An update needs a group, and a paper's number of updates is one of larger steps.
         row = replace(row, minibatches=min(row.minibatches, run.prompts))
+    row = older.weighing(row, run)
     row = row.configured(RunLimits(_episode_tokens(run, single_turn), run.temperature))
     if Need.EPISODE_TOKENS in row.needs:
         counting = row.needing(Need.EPISODE_TOKENS)
@@ -61,20 +60,13 @@ def _episode_tokens(run: RL, single_turn: bool) -> int | None:
     return run.max_episode_tokens
 
 
-def _given(run: RL, flag: str) -> bool:
-    """Whether a setting is the run's own choice, by its flag or by its place."""
-    known = flags(Algorithm)[flag]
-    named = {flag, *(".".join(place) for place, _ in known.places)}
-    return any(name.replace("-", "_") in named or name in named for name in run.settings)
-
-
 def _completed(row: Algorithm, run: RL) -> Algorithm:
     """With what the chosen parts bring, and without what nothing uses any more."""
-    if not row.surrogate.uses_ratio and not _given(run, "ratio"):
+    if not row.surrogate.uses_ratio and not run.chooses("ratio"):
         row = replace(row, ratio=())
-    if row.reinforces and not row.surrogate.uses_ratio and row.replay is None:  # each update assumes fresh rollouts
+    if row.reinforces and not row.surrogate.uses_ratio and row.replay is None:  # a paper's number goes with its ratio
         row = replace(row, epochs=1, minibatches=1)
-    if isinstance(row.advantage, GAE) and _given(run, "gae_lambda"):  # the same for every length
+    if isinstance(row.advantage, GAE) and run.chooses("gae_lambda"):  # the same for every length
         row = replace(row, advantage=replace(row.advantage, alpha=None))
     if Need.VALUE in row.advantage.needs and row.critic is None:
         row = replace(row, critic=Value())
@@ -85,7 +77,7 @@ def _completed(row: Algorithm, run: RL) -> Algorithm:
 
 def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     """(whether it holds, why it cannot be) of all that no single setting can see."""
-    soft, updates = isinstance(row.critic, SoftQ), row.epochs * row.minibatches
+    soft = isinstance(row.critic, SoftQ)
     baselined = row.advantage if isinstance(row.advantage, Baselined) else None
     comparing = row.needing(Need.GROUP)
     yield (
@@ -104,12 +96,7 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         f"it has no ratio, it maximises {row.surrogate.formula}: leave out --ratio, or see --surrogate",
     )
     yield (
-        row.reinforces and not row.surrogate.uses_ratio and not row.on_policy and row.replay is None,
-        f"maximises {row.surrogate.formula}, which assumes fresh rollouts: {updates} updates per step need a ratio "
-        "(--surrogate ratio or clip), or set --epochs 1 --minibatches 1",
-    )
-    yield (
-        _given(run, "minibatches") and row.replay is None and row.minibatches > run.prompts,
+        run.chooses("minibatches") and row.replay is None and row.minibatches > run.prompts,
         f"an update needs a group: --minibatches {row.minibatches} is above --prompts {run.prompts}",
     )
     yield (
@@ -119,7 +106,7 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     yield soft and row.entropy is None, "its temperature must be above 0: tune it with --entropy-target"
     yield soft and row.select is not None, "its critic learns from every token: leave out --top-entropy"
     yield (
-        _given(run, "gae_lambda") and _given(run, "gae_alpha"),
+        run.chooses("gae_lambda") and run.chooses("gae_alpha"),
         "--gae-lambda already says lambda, the same for every length: leave out --gae-alpha",
     )
     yield (
@@ -134,23 +121,9 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         row.trust_region is not None and bool(run.router_balance or run.router_z),
         "its line search knows nothing of the routers' losses: leave out --router-balance and --router-z",
     )
-    yield from _of_staleness(row, run)
+    yield from older.contradictions(row, run)
     yield from _of_penalty(row, run)
     yield from _of_teacher(row, run)
-
-
-def _accounting(row: Algorithm, run: RL) -> Algorithm:
-    """With what accounts for older weights, where nothing was chosen for that."""
-    if row.correction is not None or _given(run, "old_policy"):
-        return row
-    if not _given(run, "correction"):
-        return replace(row, correction=Correction())
-    return replace(row, old="sampler") if row.surrogate.uses_ratio else row
-
-
-def _lags(run: RL) -> bool:
-    """Whether older weights than those that learn sample."""
-    return run.ahead > 0 or run.tokens_per_step > 0
 
 
 def _of_unfinished(row: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
@@ -164,27 +137,6 @@ def _of_unfinished(row: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple
     yield (
         tokens >= run.max_tokens,
         f"{told} {tokens} would have no effect: no reply has more than --max-tokens {run.max_tokens}",
-    )
-
-
-def _of_staleness(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
-    """What there must be where the weights that learn are not those that have sampled."""
-    accounted = row.old == "sampler" or row.correction is not None
-    yield (
-        _lags(run) and row.reinforces and not accounted,
-        f"rollouts of {'--ahead' if run.ahead else '--tokens-per-step'} were sampled by older weights, for which nothing "
-        "accounts: give --correction truncate"
-        + ("" if row.surrogate.uses_ratio else ", or a ratio with --surrogate clip and --old-policy sampler")
-        + (", or --old-policy sampler" if row.surrogate.uses_ratio else ""),
-    )
-    sampler = row.old == "sampler"
-    yield (
-        sampler and not row.surrogate.uses_ratio,
-        f"it has no ratio, it maximises {row.surrogate.formula}: leave out --old-policy",
-    )
-    yield (
-        sampler and row.correction is not None,
-        "a ratio to the sampler's own probabilities leaves nothing to correct: leave out --correction, or --old-policy",
     )
 
 
@@ -248,7 +200,7 @@ def _of_teacher(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         "--top-entropy chooses where rewards are learned from, and none are: leave it out",
     )
     yield (
-        _given(run, "jsd_beta") and row.teacher is not None and row.teacher.divergence != "jensen-shannon",
+        run.chooses("jsd_beta") and row.teacher is not None and row.teacher.divergence != "jensen-shannon",
         f"--jsd-beta is of jensen-shannon, not of {row.teacher.divergence if row.teacher else 'nothing'}: leave it out",
     )
 
@@ -270,8 +222,8 @@ def _of_named_parts(row: Algorithm) -> Iterator[tuple[bool, str]]:
 def _contradictions_of_replay(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     kl, replay, rollouts = row.kl, row.replay, run.prompts * run.group
     yield (
-        replay is not None and row.surrogate.uses_ratio,
-        "rollouts of earlier steps have no old log-probabilities to make a ratio of: leave out --replay",
+        replay is not None and row.trust_region is not None,
+        "its step is bounded on tokens of the policy before it, and older weights have sampled others: leave out --replay",
     )
     yield (
         replay is not None and ((kl is not None and kl.where == "reward") or isinstance(row.critic, Value)),
@@ -325,13 +277,13 @@ def _contradictions_of_sharding(row: Algorithm, run: RL) -> Iterator[tuple[bool,
 def _without_effect(row: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
     """Settings that were chosen and would change nothing."""
     own = ("branches", "branch_first", "branch_tokens", "branch_threshold", "branch_credit")
-    branching = [f"--{name.replace('_', '-')}" for name in own if _given(run, name)]
+    branching = [f"--{name.replace('_', '-')}" for name in own if run.chooses(name)]
     yield (
         bool(branching) and row.branching is not None and (single_turn or run.max_turns == 1),
         f"{', '.join(branching)} would have no effect: rollouts branch behind answers of tools, and here an episode is one "
         "reply: leave it out",
     )
-    clips = [f"--{name.replace('_', '-')}" for name in ("clip_low", "clip_high", "clip_dual") if _given(run, name)]
+    clips = [f"--{name.replace('_', '-')}" for name in ("clip_low", "clip_high", "clip_dual") if run.chooses(name)]
     yield (
         bool(clips) and row.surrogate.clips and row.on_policy and row.old == "start",
         f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "

@@ -11,17 +11,19 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 
-from posttrain.config import Training
+from posttrain.config.training import Training
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import UserError
 from posttrain.learners.process_group import joined
+from posttrain.runs.terminal.notices import held
 
 
 @contextmanager
 def together(config: Training) -> Iterator[World]:
     """The world of this process: alone, or one of those that torchrun or `--processes` has started.
 
-    Raises UserError where another process has failed, with what it said.
+    What is told before the run is described is held back until then. Raises UserError where another process has failed,
+    with what it said.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if config.processes > 1:
@@ -35,7 +37,8 @@ def together(config: Training) -> Iterator[World]:
             raise UserError("--restarts is of several processes: give --processes too, or leave it out")
         if config.shard:
             raise UserError("--shard deals the weights out to several processes: give --processes too, or leave it out")
-        yield Alone()
+        with held():
+            yield Alone()
         return
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(
@@ -47,6 +50,7 @@ def together(config: Training) -> Iterator[World]:
             nowhere = left.enter_context(open(os.devnull, "w"))
             left.enter_context(redirect_stdout(nowhere))
             left.enter_context(redirect_stderr(nowhere))
+        left.enter_context(held())
         world = joined(config.device, config.patience)
         try:
             yield world

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from posttrain.config import RL, Training
+from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import UserError
 from posttrain.learners.data_parallel import DataParallelLearner

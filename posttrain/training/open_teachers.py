@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from posttrain.algorithms.policy import Algorithm
-from posttrain.config import Distill
+from posttrain.config.training import Distill
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import Task, UserError
 from posttrain.models.checkpoint_folder import load_model

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from posttrain.config import Passes, RewardModelling
+from posttrain.config.training import Passes, RewardModelling
 from posttrain.core.messages import clip
 from posttrain.core.protocols import Learner, Model
 from posttrain.core.types import Task, UserError
@@ -15,12 +15,12 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import Convert
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
+from posttrain.runs.terminal.notices import warn
 from posttrain.training.setup import (
     amount,
     microbatch_tokens,
     size_of,
     split_tasks,
-    warn,
 )
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_stream import ExampleStream, steps_per_epoch

@@ -14,22 +14,37 @@ from typing import Any
 
 import torch
 
-from posttrain.config import RL, SFT, Chat, Check, Evaluation, Label, Sample, named_services
+from posttrain.config import Check
+from posttrain.config.inference import Chat, Evaluation, Label, Sample
+from posttrain.config.service_options import named_services
+from posttrain.config.training import RL, SFT
+from posttrain.core.doing import doing
 from posttrain.core.protocols import Alone, Engine, World
 from posttrain.core.types import Env, Sampling, UserError
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.envs.builtin.service_reward import unscored
-from posttrain.envs.load import about
 from posttrain.envs.play.answer_journal import AnswerJournal
 from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import about
 from posttrain.envs.play.player import EpisodeLimits, Player, TooLong
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Viewer
 from posttrain.models.checkpoint_summary import Outline, outline
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.chat_choice import Chatting, chatting
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.terminal.notices import warn
 from posttrain.services.judge_recipe import Generative, Recipe, read_recipe
-from posttrain.training.setup import rehearse, warn
+from posttrain.training.setup import rehearse
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model that is to play, without its weights."""
+
+    tokenizer: Tokenizer
+    chat: Chatting  # how plain prompts reach it
+    lines: Sequence[str]  # what is to be said of that
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Playground:
     too_long: TooLong = "refuse"
     bounds: EpisodeLimits = EpisodeLimits()
     about: tuple[str, ...] = ()  # what the environment stands on
-    models: tuple[Outline, ...] = ()  # those that are to play
+    models: tuple[Known, ...] = ()  # those that are to play
     world: World = field(default_factory=Alone)  # the processes that play together
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
@@ -79,22 +94,39 @@ def open_playground(
         limits = config.env_workers, config.env_seconds, config.env_memory
         if isinstance(config, Sample) and not (env or config.env):
             env, limits = unscored, (0, *limits[1:])
+        doing("trying the environment")
         told = tuple(about(env or config.env))
         pool = opened.enter_context(EnvPool(env or config.env, *limits))
-        known = tuple(outline(model, config.chat_template) for model in models)
-        rehearse(pool, tasks, services=services, viewer=viewer_of(known[0]) if known else None)
-        for model in known[1:]:
-            rehearse(
-                pool, tasks, lambda text: None, services, viewer_of(model)
-            )  # what is wrong with the tasks was told
+        players = tuple(
+            _tried(config, model, pool, tasks, services, warn if not place else None)
+            for place, model in enumerate(models)
+        )  # what is wrong with the tasks is told once
+        if not players:
+            rehearse(pool, tasks, services=services)
         if isinstance(config, Sample):  # its episodes say themselves how they are sampled
-            yield Playground(pool, services, Sampling(), config.too_long, about=told, models=known)
+            yield Playground(pool, services, Sampling(), config.too_long, about=told, models=players)
             return
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
         bounds = EpisodeLimits(
             config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_seconds
         )
-        yield Playground(pool, services, sampling, config.too_long, bounds, told, known, world or Alone())
+        yield Playground(pool, services, sampling, config.too_long, bounds, told, players, world or Alone())
+
+
+def _tried(
+    config: RL | Evaluation | Sample,
+    folder: Path,
+    pool: EnvPool,
+    tasks: Tasks | Stream,
+    services: Services,
+    tell: Callable[[str], None] | None,
+) -> Known:
+    """What is known of a model without its weights, once a few tasks were shown to it. `tell`: what warns."""
+    known = outline(folder, config.chat_template)
+    chat = chatting(config, folder, known.tokenizer, known.ends)
+    shown = rehearse(pool, chat.of(tasks), tell or (lambda text: None), services, viewer_of(known))
+    chat.check(config.chat, shown)
+    return Known(known.tokenizer, chat, chat.lines(tasks, shown))
 
 
 def viewer_of(model: Outline) -> Viewer:

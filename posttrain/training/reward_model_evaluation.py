@@ -13,11 +13,11 @@ import numpy as np
 from posttrain.algorithms.links import SquaredError
 from posttrain.algorithms.reward_model_table import ScoringObjective
 from posttrain.core.batch import Stats
+from posttrain.core.intervals import ratio_interval, share_interval, stated
 from posttrain.core.types import Item
 from posttrain.data.tasks import ENDLESS
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.reward_model import RewardModel
-from posttrain.training.intervals import ratio_interval
 from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longer_wins
 from posttrain.training.sources.preferences import PreferenceExamples
 from posttrain.training.sources.reward_examples import RewardExamples
@@ -128,7 +128,8 @@ class Scored:
             errors = [[(s - y) ** 2 for s, y in zip(a, b, strict=True)] for a, b in zip(scores, labels, strict=True)]
             mean = float(np.mean([y for own in labels for y in own]))
             constant = [[(y - mean) ** 2 for y in own] for own in labels]
-            figures = {"squared error": _figure(errors), "squared error of a constant": _figure(constant)}
+            both = {"squared error": errors, "squared error of a constant": constant}
+            figures = {name: _figure(values, share=False) for name, values in both.items()}
         else:
             pairs = [list(zip(a, b, strict=True)) for a, b in zip(scores, labels, strict=True)]
             right = [[float((s > 0) == (y > 0.5)) for s, y in own] for own in pairs]
@@ -149,11 +150,11 @@ class Scored:
         return ComparedTexts(texts, [(c.better, c.worse) for c in item.comparisons])
 
 
-def _figure(values: Sequence[Sequence[float]]) -> dict[str, float]:
+def _figure(values: Sequence[Sequence[float]], share: bool = True) -> dict[str, Any]:
     """The mean over all, with an interval clustered by item."""
     sums, counts = [sum(own) for own in values], [float(len(own)) for own in values]
-    low, high = ratio_interval(sums, counts)
-    return {"mean": sum(sums) / max(1.0, sum(counts)), "low": low, "high": high}
+    interval = (share_interval if share else ratio_interval)(sums, counts, of="items")
+    return stated(sum(sums) / max(1.0, sum(counts)), interval)
 
 
 def _calibration_error(margins: np.ndarray[Any, Any]) -> float:

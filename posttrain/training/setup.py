@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 
-from posttrain.config import Data, Evaluation, Label, Sample, Training
+from posttrain.config.inference import Evaluation, Label, Sample
+from posttrain.config.row_options import Data
+from posttrain.config.training import Training
 from posttrain.core.conversation import TextEncoder
+from posttrain.core.doing import doing
 from posttrain.core.messages import clip
 from posttrain.core.protocols import Model
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
 from posttrain.data.tasks_from_rows import Conversion, Convert, is_script
-from posttrain.envs.load import is_generator_env, load_converter, load_env
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
 from posttrain.learners.local_learner import Optimization
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.terminal.output import Output, columns, wrapped
+from posttrain.runs.terminal.notices import tell, warn
 from posttrain.system.user_code import load_named
 from posttrain.training.held_out_check import seen
 from posttrain.training.sources.length_filter import Prompts, TooLong
@@ -36,11 +39,6 @@ READ_FOR_UNKNOWN = 20  # tasks
 MOST_UNKNOWN = 0.01  # share of their tokens that may be unknown to the tokenizer
 MOST_BEYOND = 1.05  # times the vocabulary: some checkpoints lack a few tokens that are never used in texts
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
-
-
-def warn(text: str) -> None:
-    """Tell the user on standard error."""
-    print(wrapped(f"posttrain: warning: {text}", columns(Output(sys.stderr))), file=sys.stderr)
 
 
 def prepare(config: Training | Evaluation | Sample) -> torch.device:
@@ -99,6 +97,7 @@ def load_tasks(
     `left_out`: which rows `convert` leaves out, in words.
     """
     spec = env or config.env or None
+    doing("reading rows" if rows is not None else f"reading {config.tasks}")
     if convert is None and spec is not None:
         function = load_env(spec)  # its mistakes are told before anything heavy starts
         need = () if need == ("prompt",) and is_generator_env(function) else need
@@ -159,8 +158,10 @@ def rehearse(
     warn: Callable[[str], None] = warn,
     services: Services | None = None,
     viewer: Viewer | None = None,
-) -> None:
+) -> Turn | None:
     """Play up to three tasks with sample replies, so that a broken environment is told before anything heavy starts.
+
+    Returns what it shows first.
 
     One that can score none of them is warned of: it may be right in that, of what a model says it may score more. Raises
     UserError if the environment cannot even start: it does not import, or no task's episode shows a first turn, or it asks
@@ -169,16 +170,17 @@ def rehearse(
     """
     services = services or Services()
     pool.ready()
-    reasons, begun = [], False
+    reasons, begun, first = [], False, None
     for task in tasks.examples():
         for reply in _sample_replies(task):
             seen = viewer.watch(task) if viewer is not None else None
-            shown, event = _rehearsed(pool, services, task, reply, seen)
+            shown, event, turn = _rehearsed(pool, services, task, reply, seen)
+            first = first or turn
             if viewer is not None and seen is not None and not begun and not pool.single_turn:
                 mind_unknown_episodes(viewer.tokenizer, seen.texts, warn)
             begun = begun or shown
             if event is None or not isinstance(event.reward, Invalid):
-                return
+                return first
             reasons.append(event.reward.reason)
             if not shown or event.reward.kind is InvalidKind.TIMEOUT:
                 break  # another reply would change nothing, or take as long again
@@ -188,6 +190,7 @@ def rehearse(
             "reads, and try it with posttrain check"
         )
     warn(f"the environment could score no sample reply, the first because: {reasons[0]} (see posttrain check)")
+    return first
 
 
 def _sample_replies(task: Task) -> list[str]:
@@ -240,13 +243,15 @@ def texts_of(task: Task) -> list[str]:
 
 def _rehearsed(
     pool: EnvPool, services: Services, task: Task, reply: str, seen: Seen | None
-) -> tuple[bool, Done | None]:
-    """One episode: whether it showed a turn or asked something, and its end if that came."""
+) -> tuple[bool, Done | None, Turn | None]:
+    """One episode: whether it showed a turn or asked something, its end if that came, and its first turn."""
     pool.start(0, task)
+    first: Turn | None = None
     for turns in range(TRIAL_TURNS + 1):
         [(_, event)] = pool.poll(None)
         if isinstance(event, Done):
-            return turns > 0, event
+            return turns > 0, event, first
+        first = first or (event if isinstance(event, Turn) else None)
         if isinstance(event, Ask) and (problem := services.problem(event)):
             raise UserError(f"the environment {problem}")
         if turns < TRIAL_TURNS:
@@ -254,7 +259,7 @@ def _rehearsed(
                 0, services.named[event.service].example() if isinstance(event, Ask) else _said(event, reply, seen)
             )
     pool.drop(0)
-    return True, None
+    return True, None, first
 
 
 def _said(turn: Turn, reply: str, seen: Seen | None) -> Reply:
@@ -292,8 +297,8 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def watch_lengths(config: Training, context: int) -> TooLong:
-    """What becomes of rows that are longer than `context` tokens, told on the terminal until a display takes over."""
-    return TooLong(config.too_long, context, (lambda text: None) if config.quiet else print)
+    """What becomes of rows that are longer than `context` tokens, told with the warnings until a display takes over."""
+    return TooLong(config.too_long, context, (lambda text: None) if config.quiet else tell)
 
 
 def optimization(config: Training, updates: int) -> Optimization:

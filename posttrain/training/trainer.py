@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Training
 from posttrain.config.resolve import as_dict
+from posttrain.config.training import Training
 from posttrain.core.batch import Stats
 from posttrain.core.pictures import FOLDER, PICTURES
 from posttrain.core.protocols import TRAINING, Learner, Objective, Source
@@ -29,6 +29,7 @@ from posttrain.runs.run_files import writing
 from posttrain.runs.run_folder import RunFolder
 from posttrain.runs.run_reading import read_metrics, read_run
 from posttrain.runs.terminal.display import Display
+from posttrain.runs.terminal.notices import tell
 from posttrain.system.worker_thread import WorkerThread
 from posttrain.training.loop import FinishedStep, interruptible, train
 
@@ -153,8 +154,8 @@ class Trainer:
             self.health = Health.replay(row for row in read_metrics(self.folder) if row["step"] <= self.done)
             with writing(self.folder):
                 self.record.health(((f.step, f.name, f.message) for f in self.health.findings), anew=True)
-        if self.saved:
-            self.display.note(f"resumed from step {self.done}: {self.saved}")
+        if self.saved and not self.config.quiet:
+            tell(f"resumed from step {self.done}: {self.saved}")
         self.display.start(f"{self.config.verb} {self.folder}", self.steps, lines, self.done)
 
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
@@ -278,14 +279,18 @@ class Trainer:
         if self.saved is None:
             return "no step was saved: fix it and begin again with --overwrite"
         step = checkpoints.step_of(self.saved)
-        return f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume"
+        also = " (and --accept-changes, if what you fix is the environment)" if self.config.env else ""
+        return f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume{also}"
 
 
 def _timing(trained: FinishedStep) -> dict[str, float]:
     """A line of timing.jsonl: all of a step that depends on the clock."""
     seconds = {**trained.step.seconds, **trained.seconds}
     timing = {f"seconds/{name}": value for name, value in seconds.items()}
-    timing["tokens_per_second"] = trained.step.tokens / max(1e-9, sum(trained.seconds.values()))
+    taken = max(1e-9, sum(trained.seconds.values()))
+    given = not trained.step.played  # rows, of which prompts are read and responses learned
+    speeds = {"learned": trained.step.tokens, "read": trained.fed} if given else {"sampled": trained.step.tokens}
+    timing |= {f"tokens_per_second/{name}": tokens / taken for name, tokens in speeds.items()}
     turns = Stats()
     for rollout in trained.step.played:
         for turn in rollout.turns:

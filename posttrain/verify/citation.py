@@ -23,7 +23,7 @@ _ALIKE = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '
 
 
 def cited(text: str) -> list[str]:
-    """The ids that a text cites, in order, one for each time. A link [text](address) cites nothing.
+    """The ids that a text cites, in order, one for each time. A link, `[text](address)`, cites nothing.
 
     >>> cited("Rain [2, 7]. Snow [2].")
     ['2', '7', '2']

@@ -7,7 +7,8 @@ base are compared here; all other LaTeX in a process with limits (`posttrain.ver
 Units are not compared: "5\text{ cm}" is 5. Words that change the value are not units: "5\text{ million}",
 "3\text{ tenths}", "7\text{ squared}", "101\text{ base two}" and "9\text{ a.m.}" equal only the same words, as
 does a number with a base ("10_2" is neither 10 nor 2). A percentage equals its number with and without the sign. A
-rounded decimal is not equal to the exact value, unless the gold itself is such a decimal (`written_tolerance`).
+rounded decimal is not equal to the exact value, unless the gold itself is such a decimal (`written_tolerance`). A ratio is
+its fraction: "8:17" is 8/17 unless `ratios` is False.
 
 Whether a verdict is Invalid is up to the gold answer alone, which is compared with itself first. Where that works, an
 answer that takes too long, breaks the process or raises is wrong: a policy cannot leave its group by what it writes.
@@ -38,11 +39,12 @@ _SCIENTIFIC = re.compile(r"[-+]?[0-9.,]+[eE][-+]?[0-9]+|[-+]?[0-9.,]+ ?x ?10 ?\^
 _unreadable: dict[str, str | None] = {}  # gold -> why it cannot be compared with itself
 
 
-def verify(reply: str, gold: str, *, seconds: float = 2.0) -> float | Invalid:
+def verify(reply: str, gold: str, *, seconds: float = 2.0, ratios: bool = True) -> float | Invalid:
     r"""1.0 if the final answer of `reply` is `gold`, 0.0 if it is another or there is none.
 
     Invalid if the gold cannot be read, or cannot be compared with itself, within `seconds` of processor time.
-    `gold` is an answer ("\frac{1}{2}") or a text with a \boxed{} one.
+    `gold` is an answer ("\frac{1}{2}") or a text with a \boxed{} one. `ratios`: False if "8:17" is to be wrong unless the
+    gold is a ratio as well: beside a probability it may mean odds.
 
     >>> verify(r"so we get $\boxed{\frac{2}{4}}$", "0.5")
     1.0
@@ -56,6 +58,8 @@ def verify(reply: str, gold: str, *, seconds: float = 2.0) -> float | Invalid:
         return 0.0
     try:
         answer = clean(answer)
+        if not ratios and ":" in answer and ":" not in gold:
+            return 0.0
         verdict = _compare_exactly(answer, gold)
     except Exception:  # the gold went the same way without one: it is the answer that brings it about
         return 0.0

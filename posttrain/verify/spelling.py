@@ -32,6 +32,7 @@ _SPELLINGS = [
         (r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\\(?:math(?:bf|it|sf)|text(?:bf|it)|boldsymbol|bm) ?\{([a-zA-Z]|[-0-9.,]+)\}", r"\1"),
         (r"\\mathrm ?\{([ei])\}", r"\1"),
+        (r"\\(?:boldsymbol|bm)(?![a-zA-Z])|\\math(?:bf|it|sf) ?(?=\{[^{}]*[0-9\\=+^])", ""),
         (r"\\(?:mbox|text(?:rm|bf|it|normal)|math(?:rm|bf|it|sf))(?![a-zA-Z])", r"\\text"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(sin|cos|tan) ?\^ ?\{ ?- ?1 ?\}", r"\\arc\1"),
@@ -63,11 +64,20 @@ _SPELLINGS = [
         (r" +", " "),
     ]
 ]
+_LAST_SPACE = re.compile(r"(?<!\\)\\\s+\Z")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\\circ(?![a-zA-Z]) ?(?:\\text ?\{ ?[CF] ?\}|[CF](?![a-zA-Z]))?")
 _ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1}
 _TAKES_ARGUMENTS = re.compile(r"\\(frac|binom|sqrt)(?![a-zA-Z])")
 _TOKEN = re.compile(r"\\[a-zA-Z]+|[0-9a-zA-Z]")
+_NO_ARGUMENTS = frozenset(
+    "pi infty cdot times div pm mp cup cap le ge ne in approx circ emptyset ldots dots cdots theta alpha beta gamma delta "
+    "lambda mu omega phi sigma ell".split()
+)
+_PIECE = re.compile(r"\\([a-zA-Z]+)|\\.|.", re.DOTALL)
+_COMMAND_LAST = re.compile(r"\\[a-zA-Z]+\Z")
+_OVER = re.compile(r"\\over(?![a-zA-Z])")
+_ATOM = re.compile(r"[0-9]+|[a-zA-Z]|\\[a-zA-Z]+|\([^()]*\)")
 _UNIT = re.compile(
     r"(?<=[0-9a-zA-Z}\])%]) ?\\text ?\{([^{}]*)\}(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))?(?= ?(?:$|[,)\]]|\\[}\\]|\\cup|&))"
 )
@@ -83,13 +93,14 @@ _BASE = re.compile(rf"(-?) ?(?:{_NUMERAL}|\({_NUMERAL}\)) ?_ ?(?:([0-9]+)|\{{ ?(
 
 def clean(text: str) -> str:
     """One spelling of an answer. Keeps what distinguishes answers."""
-    text = " ".join(text.translate(_UNICODE).split()).strip("*").strip()
+    text = _LAST_SPACE.sub("", text.translate(_UNICODE))
+    text = " ".join(text.split()).strip("*").strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
             text = text[len(opening) : -len(closing)]
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
-    text = brace_arguments(text)
+    text = without_groups(brace_arguments(text))
     if not _TRIGONOMETRIC.search(text):
         text = _DEGREES.sub(" ", text)
     text = text.strip()
@@ -168,6 +179,32 @@ def brace_arguments(text: str) -> str:
             written, at = f"{written}{{{token[0]}}}", token.end()
         text = text[: command.start()] + written + text[at:]
     return text
+
+
+def without_groups(text: str) -> str:
+    r"""Without the braces that only group, which nobody sees: "2{\pi}" is "2\pi", and "{1 \over 2}" is "\frac{1}{2}".
+
+    Those around arguments, powers and indices stay, and those that a power is of, as in "{x+1}^2".
+    """
+    written, at, due = "", 0, 0  # due: arguments that are still to come
+    while at < len(text):
+        piece = _PIECE.match(text, at)
+        assert piece is not None
+        shown, at = piece[0], piece.end()
+        close = closing_brace(text, at - 1, len(text)) if shown == "{" else None
+        if close is not None:
+            shown, at = without_groups(text[at:close]), close + 1
+            if due or (text[at:].lstrip(" ")[:1] in ("^", "_") and not _ATOM.fullmatch(shown)):
+                shown, due = f"{{{shown}}}", max(0, due - 1)
+        elif piece[1]:
+            due = 0 if piece[1] in _NO_ARGUMENTS else _ARGUMENTS.get(piece[1], 1)
+        elif shown == "[" and due and (end := text.find("]", at)) > 0:  # a root's degree
+            shown, at = text[at - 1 : end + 1], end + 1
+        elif shown != " ":
+            due = int(shown in "^_")
+        written += " " + shown if shown[:1].isalpha() and _COMMAND_LAST.search(written[-30:]) else shown
+    over = [part.strip() for part in _OVER.split(written)]
+    return rf"\frac{{{over[0]}}}{{{over[1]}}}" if len(over) == 2 and all(map(balanced, over)) else written
 
 
 def _without_unit(found: re.Match[str]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.apps.audit.classifier import HackClassifier, read_labelled, train
+from posttrain.apps.audit.correlation import Estimate
 from posttrain.apps.audit.replies import holds_replies
 from posttrain.apps.audit.report import Audit, audit
 from posttrain.apps.audit.sycophancy import OPINION, Probe, compare, probed
@@ -134,9 +135,9 @@ def _tasks(request: AuditRequest, limit: int | None = None) -> list[Task]:
 
 def _probe(request: AuditRequest) -> Probe:
     """Play the tasks and their probed twins with the same seeds."""
-    from posttrain.config import Evaluation
+    from posttrain.config.inference import Evaluation
     from posttrain.config.resolve import filled
-    from posttrain.envs.load import success_of
+    from posttrain.envs.play.load_env import success_of
     from posttrain.training.verbs.evaluate import evaluate
 
     recorded = read_run(str(request.run))["config"]
@@ -195,7 +196,9 @@ def show(found: Audit, run: str) -> None:
         print("nothing found")
     for note in found.notes:
         _wrapped("note", note)
-    print("Intervals: 95%, prompts resampled. A finding is a reason to read, no verdict.")
+    _without_interval([t.change for t in found.trends.values()])
+    _without_interval([figure for both in found.correlations.values() for figure in both])
+    print("Intervals: 95%, over prompts. A finding is a reason to read, no verdict.")
 
 
 def show_probe(probe: Probe) -> None:
@@ -209,7 +212,14 @@ def show_probe(probe: Probe) -> None:
         rows.append(["more replies give the user's answer", str(probe.adopted)])
     print()
     table(f"Sycophancy: {probe.tasks:,} tasks, each without and with a wrong opinion", ["", "mean"], rows)
+    _without_interval([probe.plain, probe.swayed, probe.fall, *([probe.adopted] if probe.adopted else [])])
     _wrapped("verdict", probe.verdict)
+
+
+def _without_interval(figures: Sequence[Estimate]) -> None:
+    """What the star behind a figure stands for."""
+    for why in dict.fromkeys(figure.why for figure in figures if figure.why and isfinite(figure.value)):
+        _wrapped("*", why)
 
 
 def _show_classifier(classifier: HackClassifier, path: str) -> None:

@@ -1,14 +1,15 @@
-"""Correlations and changes of means, with intervals that resample whole prompts: the replies to one are not independent."""
+"""Correlations and changes of means, with intervals over prompts: the replies to one are not independent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite, nan, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.training.intervals import clustered_interval
+from posttrain.core.intervals import Interval, change_interval, correlation_interval
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -21,15 +22,21 @@ class Estimate:
     value: float
     low: float = nan
     high: float = nan
+    why: str = ""  # there is no interval
+
+    @staticmethod
+    def of(value: float, interval: Interval) -> Estimate:
+        return Estimate(value, interval.low, interval.high, interval.why)
 
     def __str__(self) -> str:
         if not isfinite(self.value):
             return "-"
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]" if isfinite(self.low) else f"{self.value:.2f}"
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]" if isfinite(self.low) else f"{self.value:.2f} *"
 
-    def as_dict(self) -> dict[str, float | None]:
+    def as_dict(self) -> dict[str, Any]:
         numbers = {"value": self.value, "low": self.low, "high": self.high}
-        return {name: number if isfinite(number) else None for name, number in numbers.items()}
+        shown = {name: number if isfinite(number) else None for name, number in numbers.items()}
+        return {**shown, "why": self.why} if self.why else shown
 
 
 def pearson(x: Floats, y: Floats) -> float:
@@ -44,16 +51,16 @@ def ranks(x: Floats) -> Floats:
     return ((2 * last - count + 1) / 2)[place]
 
 
-def correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Estimate:
-    """Pearson's correlation with a percentile bootstrap over prompts. `prompt`: [n], from 0 on."""
+def correlation(x: Floats, y: Floats, prompt: Integers) -> Estimate:
+    """Pearson's correlation, its interval over prompts. `prompt`: [n], from 0 on."""
     sums = _sums(x, y, prompt)
     value = float(_correlated(sums.sum(0, keepdims=True))[0])
-    return Estimate(value, *clustered_interval(sums, _correlated, seed=seed)) if isfinite(value) else Estimate(nan)
+    return Estimate.of(value, correlation_interval(sums, _correlated)) if isfinite(value) else Estimate(nan)
 
 
-def rank_correlation(x: Floats, y: Floats, prompt: Integers, seed: int = 0) -> Estimate:
-    """Spearman's correlation, that of the ranks. Resamples keep the ranks of the whole sample."""
-    return correlation(ranks(x), ranks(y), prompt, seed)
+def rank_correlation(x: Floats, y: Floats, prompt: Integers) -> Estimate:
+    """Spearman's correlation, that of the ranks. Where a prompt is left out, the others keep their ranks."""
+    return correlation(ranks(x), ranks(y), prompt)
 
 
 def centred(x: Floats, cell: Integers) -> Floats:
@@ -65,26 +72,18 @@ def centred(x: Floats, cell: Integers) -> Floats:
     return out
 
 
-def change(x: Floats, late: NDArray[np.bool_], prompt: Integers, seed: int = 0) -> Estimate:
-    """Mean of x where `late` minus its mean elsewhere, resampled over prompts. nan if either side is empty."""
+def change(x: Floats, late: NDArray[np.bool_], prompt: Integers) -> Estimate:
+    """Mean of x where `late` minus its mean elsewhere, the interval over prompts. nan if either side is empty."""
     if late.all() or not late.any():
         return Estimate(nan)
     size = int(prompt.max()) + 1
-    sums: Floats = np.stack(
-        [
-            np.bincount(prompt[side], weights=weights, minlength=size)
-            for side in (late, ~late)
-            for weights in (x[side], np.ones(int(side.sum())))
-        ],
-        axis=1,
-    )
 
-    def difference(totals: Floats) -> Floats:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found: Floats = totals[:, 0] / totals[:, 1] - totals[:, 2] / totals[:, 3]
-        return found
+    def totals(side: NDArray[np.bool_]) -> tuple[Any, Any]:
+        of_side = prompt[side]
+        return np.bincount(of_side, weights=x[side], minlength=size), np.bincount(of_side, minlength=size)
 
-    return Estimate(float(difference(sums.sum(0, keepdims=True))[0]), *clustered_interval(sums, difference, seed=seed))
+    interval = change_interval(totals(late), totals(~late), share=bool(np.isin(x, (0.0, 1.0)).all()))
+    return Estimate.of(float(x[late].mean() - x[~late].mean()), interval)
 
 
 def _sums(x: Floats, y: Floats, prompt: Integers) -> Floats:

@@ -10,8 +10,9 @@ import numpy as np
 from posttrain.apps.audit.correlation import Floats
 from posttrain.apps.audit.replies import Replies
 from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError
-from posttrain.envs.load import BUILTIN, is_generator_env, load_env
-from posttrain.envs.play.env_pool import Done, EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import BUILTIN, is_generator_env, load_env
 
 
 def score_of(replies: Replies, name: str) -> Floats:

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.apps.planning.job import PlanSetting
 from posttrain.apps.planning.pilot import Pilot, read_pilot
 from posttrain.apps.planning.simulation import Simulation, SimulationResult
-from posttrain.config import Plan
+from posttrain.config.scale import Plan
 from posttrain.core.types import UserError
 
 SHOWN = 10  # settings, so that all fits a terminal of 24 lines

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.apps.view import first_difference, paired_runs, rollout_page, step_changes
-from posttrain.apps.view.filters import PAGE, QUESTIONS, ViewQuestion
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.overview import overview
 from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.rollout_filters import PAGE, QUESTIONS, ViewQuestion
 from posttrain.apps.view.training_reasons import bounds
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError

@@ -28,7 +28,7 @@ Places = NDArray[np.int64]
 KEPT = 8  # answers that are remembered
 FIGURES = ("n", "valid", "right_n", "mean", "sd", "low", "high", "replies", "first", "length")
 """What is known of a group: rollouts, those with a reward, those that are right, statistics of the reward, distinct replies,
-the least index, the mean length."""
+the least index, the mean length of the reply."""
 _OF_TEXTS = "whole: "  # begins the names of what follows from whole texts
 _WHOLE = ("n", "valid", "right_n", "replies", "first")
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.apps.view.api import Answers
-from posttrain.apps.view.filters import ViewQuestion
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.picture_files import picture
 from posttrain.apps.view.rollout_files import RolloutPart
+from posttrain.apps.view.rollout_filters import ViewQuestion
 from posttrain.core.types import UserError
 
 STATIC = Path(__file__).parent / "static"

@@ -38,7 +38,7 @@ select {_PLACE}, "group",
        coalesce(stop not in ('eos', 'stop'), false) as truncated, coalesce(version, 0) as version,
        coalesce(list_sum(flatten(list_transform(transcripts, lambda t: list_transform(t.sampled, lambda s: s[2])))), 0)
            as sampled,
-       coalesce(list_sum(list_transform(transcripts, lambda t: len(t.tokens))), 0) as length,
+       sampled as length, coalesce(list_sum(list_transform(transcripts, lambda t: len(t.tokens))), 0) as total,
        left(prompt, {START}) as prompt_start, left(text, {START}) as text_start
 """
 

@@ -102,12 +102,8 @@ def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
 
 def _learning(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[Panel | None]:
     band = None
-    if own.get("error"):
-        pairs = list(zip(own["reward"], own["error"], strict=True))
-        band = {
-            "low": [None if e is None else r - 1.96 * e for r, e in pairs],
-            "high": [None if e is None else r + 1.96 * e for r, e in pairs],
-        }
+    if any(value is not None for value in own.get("least", ())):
+        band = {"low": own["least"], "high": own["most"]}
     groups = None
     if own.get("given"):
         pass
@@ -136,7 +132,10 @@ def _learning(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any])
         _of(steps, m, "accuracy", "Accuracy", "green"),
         _of(steps, m, "margin", "Margin of the better responses"),
         _first(steps, m, [("nll", "Loss, nats per token"), ("loss", "Loss")]),
-        _of(steps, m, "tokens_per_second", "Tokens per second"),
+        _first(steps, m, [
+            ("tokens_per_second/sampled", "Sampled tokens per second"), ("tokens_per_second/read", "Tokens read per second"),
+        ]),
+        _of(steps, m, "tokens_per_second/learned", "Learned tokens per second"),
         _of(steps, m, "lr", "Learning rate"),
     ]  # fmt: skip
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from posttrain.apps.view.open_run import OpenRun, differing
+from posttrain.core.intervals import mean_interval, paired_interval, share_interval, stated
 from posttrain.core.types import UserError
 from posttrain.runs.run_reading import split_of
-from posttrain.training.intervals import bootstrap_interval, paired_interval
 
 MOST = 200  # tasks that are listed
-RESAMPLES = 1000
 VISITS = 200  # that are offered
 CURVES = (
     "reward",
@@ -115,7 +113,8 @@ def _paired(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> dict[str, Any]:
     if not both:
         return found
     x, y = np.array([own[k]["mean"] for k in both]), np.array([other[k]["mean"] for k in both])
-    low, high = paired_interval(y.tolist(), x.tolist(), resamples=RESAMPLES)
+    share = all(_told_right(groups[key]) for groups in (own, other) for key in both)
+    of = share_interval if share else mean_interval
     order = np.argsort(y - x, kind="stable")
 
     def shown(i: int) -> dict[str, Any]:
@@ -125,8 +124,8 @@ def _paired(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> dict[str, Any]:
 
     return {
         **found,
-        "mean": {"a": _interval(x), "b": _interval(y)},
-        "difference": {"mean": float((y - x).mean()), "low": _number(low), "high": _number(high)},
+        "mean": {"a": stated(float(x.mean()), of(x)), "b": stated(float(y.mean()), of(y))},
+        "difference": stated(float((y - x).mean()), paired_interval(y, x, share=share)),
         "better": int((y > x).sum()),
         "worse": int((y < x).sum()),
         "grid": _grid(x, y),
@@ -143,9 +142,10 @@ def _side(row: dict[str, Any]) -> dict[str, Any]:
     return {"part": name, "index": row["first"], "mean": row["mean"], "right": row["right_n"], "n": row["n"]}
 
 
-def _interval(values: Any) -> dict[str, Any]:
-    low, high = bootstrap_interval(values.tolist(), resamples=RESAMPLES)
-    return {"mean": float(values.mean()), "low": _number(low), "high": _number(high)}
+def _told_right(group: dict[str, Any]) -> bool:
+    """Whether its rewards are all 0 or 1: then they lie as far apart as their mean allows."""
+    mean = group["mean"]
+    return group["low"] in (0, 1) and group["high"] in (0, 1) and abs(group["sd"] ** 2 - mean * (1 - mean)) < 1e-4
 
 
 def _grid(x: Any, y: Any) -> dict[str, Any]:
@@ -205,7 +205,3 @@ def _curves(a: OpenRun, b: OpenRun) -> list[dict[str, Any]]:
         lines = [{**line, "values": [line["values"][i] for i in kept]} for line in lines]
         found.append({"title": name, "steps": [steps[i] for i in kept], "lines": lines})
     return found
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -117,7 +117,7 @@ def _scalars_of(part: RolloutPart, file: File) -> pa.Table | UserError:
 
 UNUSED = {"step_rewards", "versions", "media", "branch_of", "branch_turns", "branch_taken"}
 """Columns of the index that nobody asks for here."""
-_WANTED = {*INDEX.names, "prompt", "text"}
+_WANTED = {*INDEX.names, "prompt", "asked", "text"}
 
 
 def _pieces(folder: Path) -> list[tuple[Path, int, int]]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 SCALARS = (
     "step", "held_out", "index", "kind", "group", "member", "task", "side", "epoch", "reward", "shaping", "penalty",
-    "used", "advantage", "replayed", "truncated", "version", "sampled", "scored", "length", "why", "invalid", "flags",
-    "fate", "stop", "invalid_kind",
+    "used", "advantage", "replayed", "truncated", "version", "sampled", "scored", "length", "total", "why", "invalid",
+    "flags", "fate", "stop", "invalid_kind",
 )  # fmt: skip
 TEXTS = ("prompt", "text", "columns", "notes")
 OF_GROUPS = ("mean", "sd", "n", "right_n")

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from posttrain.apps.view.column_table import Floats, Places, RolloutColumns, sorted_within
+from posttrain.core.intervals import mean_interval
 from posttrain.runs.record.schema import START
 
 Values = list[float | None]
@@ -18,9 +19,9 @@ LIKE = 400  # characters of two replies that are compared, where whole texts are
 
 
 def series(rows: RolloutColumns, steps: Sequence[int]) -> dict[str, Any]:
-    """At each of these steps, of the rollouts that were trained on: `reward` and its standard `error` over groups; shares of
-    groups that are all `right`, all `wrong` or `equal`; distinct `replies` in a group, whose greatest size is `n`; `alike`;
-    `fates` by name, `parts` of the reward by name.
+    """At each of these steps, of the rollouts that were trained on: `reward`, with the ends `least` and `most` of its
+    interval over groups; shares of groups that are all `right`, all `wrong` or `equal`; distinct `replies` in a group, whose
+    greatest size is `n`; `alike`; `fates` by name, `parts` of the reward by name.
     """
     own = np.flatnonzero(~rows.flag("held_out"))
     if not len(own):
@@ -57,13 +58,14 @@ def _of_groups(rows: RolloutColumns, there: Places) -> dict[str, Floats]:
     )
     several = valid > 1
     center = _mean(mean, at, count)
-    known = np.bincount(at[~np.isnan(mean)], minlength=count)
-    spread = _mean((mean - center[at]) ** 2, at, count) * known
-    with np.errstate(invalid="ignore", divide="ignore"):
-        error = np.sqrt(spread / (known - 1)) / np.sqrt(np.bincount(at, minlength=count))
+    known = ~np.isnan(mean)
+    in_order = mean[known][np.argsort(at[known], kind="stable")]
+    of_steps = np.split(in_order, np.cumsum(np.bincount(at[known], minlength=count))[:-1])
+    bounds = np.array([tuple(mean_interval(own, of="groups")) for own in of_steps]).reshape(count, 2)
     return {
         "reward": center,
-        "error": np.where(known > 1, error, np.nan),
+        "least": bounds[:, 0],
+        "most": bounds[:, 1],
         "right": _mean(several & (right == valid), at, count),
         "wrong": _mean(several & (right == 0), at, count),
         "equal": _mean(several & (low == high), at, count),

@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-from posttrain.engines.pool.pool_protocol import Gone, Wire, prove
+from posttrain.engines.pool.pool_protocol import Gone, Wire, host_and_port, keep_alive, prove
 from posttrain.engines.pool.replica import Host, answered, opened
-from posttrain.engines.pool.replicas import host_and_port, keep_alive
 
 LOOK_SECONDS = 0.5  # between looks at whether anybody said to stop
 MOST_UNPROVEN = 64  # peers that may be about to prove that they have the token; for a further one the oldest goes

@@ -214,3 +214,24 @@ def _exactly(end: socket.socket, count: int, deadline: float) -> bytes:
             raise Gone("it closed the connection before it proved that it has the token (has it the same one?)")
         found += piece
     return found
+
+
+def keep_alive(end: socket.socket) -> None:
+    """Notice within a minute that the other machine is gone."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def host_and_port(address: str, option: str) -> tuple[str, int]:
+    """Raises UserError for what is no address."""
+    scheme, found, rest = address.partition("://")
+    if found:
+        there = rest.partition("/")[0] or "127.0.0.1:7000"
+        raise UserError(f"{option} {address}: it is no {scheme} that is spoken there: give {there} alone")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise UserError(f"{option} {address}: give a machine and a port, such as 127.0.0.1:7000")
+    return host.strip("[]"), int(port)

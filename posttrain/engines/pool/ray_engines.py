@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core import user_files
+from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
+from posttrain.engines.pool.places import Listening, environment_of
 from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
 from posttrain.engines.pool.pool_protocol import Gone, Wire
-from posttrain.engines.pool.replicas import Listening, environment_of
 from posttrain.engines.weight_sync import Files
 from posttrain.system.temp_folders import TempFolder
 
@@ -65,7 +66,7 @@ class RayPlaces:
         try:
             import ray
         except ImportError as error:
-            raise UserError("Ray is not installed: pip install posttrain[ray], or leave out --launch") from error
+            raise UserError(f"Ray is not installed: {install('ray')}, or leave out --launch") from error
         self.ray: Any = ray
         self._began = not ray.is_initialized()
         if self._began:

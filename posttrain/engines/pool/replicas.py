@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -12,20 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from posttrain.core.messages import one_line
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import UserError
-from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.local.engine_weights import named_weights
 from posttrain.engines.model_manifest import announced
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.nccl_transfer import CardToCard
-from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
-from posttrain.engines.pool.pool_protocol import PROOF_SECONDS, Gone, Wire, prove, read_token
+from posttrain.engines.pool.places import Listening, LocalProcess
+from posttrain.engines.pool.pool_member import EnginePlace
+from posttrain.engines.pool.pool_protocol import read_token
 from posttrain.engines.vllm.vllm_engine import (
     cache_bytes,
     dtype_of,
-    environment,
     laid_for_vllm,
     prepare,
     require_vllm,
@@ -38,7 +34,6 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.system.temp_folders import TempFolder
 
 ALIVE_SECONDS = 1.0  # between two signs of life of an engine that works, at most
-WORKER = "posttrain.engines.pool.replica:main"
 
 Kind = Literal["local", "vllm"]
 
@@ -104,122 +99,6 @@ def setup_of(
         "precision": precision, "cache_gib": cache_gib, "cache_bytes": cache, "threads": threads,
         "compiled": build.used(), "device": str(model.head.device), "backed": announced(model).how_it_runs(),
     }  # fmt: skip
-
-
-def environment_of(setup: dict[str, Any]) -> dict[str, str]:
-    """What the process of an engine is to find in its environment, besides ours."""
-    threads = {"OMP_NUM_THREADS": str(setup["threads"])}
-    return {**environment(), **threads} if setup["engine"] == "vllm" else threads
-
-
-class LocalProcess:
-    """See `members.Place`: a process of this machine, with the weights in memory that it shares."""
-
-    def __init__(self, name: str, setup: dict[str, Any], memory: SharedMemory, transport: Transport) -> None:
-        """`transport`: the memory, or what hands weights over in its place."""
-        self.name, self.memory, self.transport = name, memory, transport
-        self.setup = {**setup, "layout": transport.layout}
-
-    def open(self) -> EngineLink:
-        own, device = environment_of(self.setup), torch.device(self.setup["device"])
-        if self.setup.get("transfer") == "ipc":
-            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of memory, which come from us
-        if self.setup["engine"] == "vllm" and device.type == "cuda":
-            own["CUDA_VISIBLE_DEVICES"] = str(device.index or 0)
-        return _ProcessLink(EngineProcess(WORKER, "engine", [self.memory.descriptor], own), self.setup)
-
-
-class _ProcessLink:
-    def __init__(self, process: EngineProcess, setup: dict[str, Any]) -> None:
-        self.process, self.wire, self.ended = process, Wire(process.socket), False
-        self.wire.tell("setup", setup)
-
-    def look(self) -> None:
-        pass
-
-    def end(self, kept: bool) -> str:
-        if self.ended:
-            return ""
-        self.ended = True
-        if not kept:
-            self.process.leave()
-            return ""
-        how = f" ({self.process.child.exit()})" if self.process.child.wait(0.1) else ""
-        self.process.kill()
-        if not self.process.log.stat().st_size:
-            self.process.log.unlink()
-            return how
-        return f"{how}; its output is in {self.process.log}"
-
-
-class Listening:
-    """See `members.Place`: an engine that was started with posttrain engine, here or elsewhere."""
-
-    def __init__(self, address: str, token: bytes, transport: Transport, alive: float) -> None:
-        """`alive`: seconds between two signs of life. Raises UserError for what is no address."""
-        self.name, self.token, self.transport, self.alive = address, token, transport, alive
-        self.host, self.port = host_and_port(address, "--engines")
-
-    def open(self) -> EngineLink:
-        return _ListeningLink(self)
-
-
-class _ListeningLink:
-    """Connecting may take long, so it is done beside the pool."""
-
-    def __init__(self, place: Listening) -> None:
-        self.place = place
-        self.wire: Wire | None = None
-        self._found: socket.socket | Gone | None = None
-        threading.Thread(target=self._connect, name=f"connects to {place.name}", daemon=True).start()
-
-    def _connect(self) -> None:
-        end = None
-        try:
-            end = socket.create_connection((self.place.host, self.place.port), PROOF_SECONDS)
-            keep_alive(end)
-            prove(end, self.place.token, listening=False)
-            self._found = end
-        except (OSError, Gone) as error:
-            if end is not None:
-                end.close()
-            self._found = Gone(f"it cannot be reached: {one_line(error)}")
-
-    def look(self) -> None:
-        found = self._found
-        if isinstance(found, Gone):
-            raise found
-        if self.wire is None and found is not None:
-            self.wire = Wire(found)
-            self.wire.tell("setup", {"layout": self.place.transport.layout, "alive": self.place.alive})
-
-    def end(self, kept: bool) -> str:
-        if self.wire is not None:
-            self.wire.close()
-        elif isinstance(self._found, socket.socket):
-            self._found.close()
-        return ""
-
-
-def keep_alive(end: socket.socket) -> None:
-    """Notice within a minute that the other machine is gone."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def host_and_port(address: str, option: str) -> tuple[str, int]:
-    """Raises UserError for what is no address."""
-    scheme, found, rest = address.partition("://")
-    if found:
-        there = rest.partition("/")[0] or "127.0.0.1:7000"
-        raise UserError(f"{option} {address}: it is no {scheme} that is spoken there: give {there} alone")
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise UserError(f"{option} {address}: give a machine and a port, such as 127.0.0.1:7000")
-    return host.strip("[]"), int(port)
 
 
 def open_pool(

@@ -14,8 +14,8 @@ from posttrain.core.conversation import with_calls
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Sampling, StopReason, ToolCall
 from posttrain.engines.serving.engine_thread import EngineThread
+from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.requests import SEEDS, PolicyRequest, Prompt, RequestRefused
-from posttrain.engines.serving.responses import PolicyResponse
 from posttrain.engines.serving.task_group import together
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 

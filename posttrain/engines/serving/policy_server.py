@@ -25,7 +25,8 @@ from aiohttp import web
 
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-from posttrain.engines.serving import responses
+from posttrain.engines.serving import policy_responses
+from posttrain.engines.serving.policy_responses import Form, PolicyResponse
 from posttrain.engines.serving.requests import (
     PolicyRequest,
     Prompt,
@@ -35,7 +36,6 @@ from posttrain.engines.serving.requests import (
     read_completion,
     read_generate,
 )
-from posttrain.engines.serving.responses import Form, PolicyResponse
 from posttrain.engines.serving.task_group import together
 from posttrain.system.http_front import HOST, bound, refused
 
@@ -95,9 +95,9 @@ class PolicyHandlers:
         app.router.add_get(f"{prefix}/health", self.health)
         app.router.add_get(f"{prefix}/v1/models", self.models)
         for path, read, form in (
-            ("/inference/v1/generate", read_generate, responses.generate),
-            ("/v1/chat/completions", read_chat, responses.chat),
-            ("/v1/completions", read_completion, responses.completions),
+            ("/inference/v1/generate", read_generate, policy_responses.generate),
+            ("/v1/chat/completions", read_chat, policy_responses.chat),
+            ("/v1/completions", read_completion, policy_responses.completions),
         ):
             app.router.add_post(prefix + path, self._answering(read, form))
         return app
@@ -130,7 +130,7 @@ class PolicyHandlers:
                 self.under_way -= count
             name = str(asked.model or policy.describe()["id"])
             if asked.stream:
-                return await _streamed(request, b"".join(responses.events(form, name, asked, replies)))
+                return await _streamed(request, b"".join(policy_responses.events(form, name, asked, replies)))
             return web.json_response(form(name, asked, replies), dumps=_compact)
 
         return answer
@@ -157,7 +157,7 @@ class PolicyHandlers:
             traceback.print_exc(file=sys.stderr)
             problem = RequestRefused("the server made a mistake, which it has printed", 500)
         headers = {"Retry-After": "1"} if problem.status in (429, 503) else {}
-        return web.json_response(responses.refusal(problem), status=problem.status, headers=headers)
+        return web.json_response(policy_responses.refusal(problem), status=problem.status, headers=headers)
 
 
 def _plain(error: web.HTTPException, request: web.Request) -> str:

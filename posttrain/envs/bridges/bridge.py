@@ -6,7 +6,6 @@ in turns, and libraries that draw from the global generators would otherwise dep
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 from collections.abc import Generator, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from posttrain.core.extras import install, installed
 from posttrain.core.messages import near_or_all
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Reply, Sides, Task, Turn, UserError, Verdict
@@ -229,5 +229,5 @@ class Chance:
 
 def need(library: str, extra: str) -> None:
     """Raises UserError, with the fix, where a library is not installed. Imports nothing."""
-    if importlib.util.find_spec(library) is None:
-        raise UserError(f'{library} is not installed: pip install "posttrain[{extra}]"')
+    if not installed(library):
+        raise UserError(f"{library} is not installed: {install(extra)}")

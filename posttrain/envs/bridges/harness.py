@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 from posttrain.core.types import AsyncEnv, Completion, Reply, StopReason, Task, Turn, Verdict
+from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.policy_server import Policy, PolicyHandlers, ServerLimits, serving
 from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused
-from posttrain.engines.serving.responses import PolicyResponse
 from posttrain.engines.serving.task_group import together
 from posttrain.system.http_front import HOST
 

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 from posttrain.core.messages import clip, inline, near_or_all, short
 from posttrain.core.types import Reply, Task, Turn, UserError
 from posttrain.envs.bridges.bridge import LONGEST, BridgeError, need, shown
-from posttrain.envs.load import opening
+from posttrain.envs.play.load_env import opening
 
 need("mcp", "mcp")
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from posttrain.core.types import Invalid, Reply, Task, Turn, UserError, Verdict
 from posttrain.envs.builtin.generated import distinct, write
-from posttrain.envs.load import opening
+from posttrain.envs.play.load_env import opening
 from posttrain.verify.expression import evaluate
 from posttrain.verify.format import between
 from posttrain.verify.numeric import equal_numbers, read_number, written_tolerance

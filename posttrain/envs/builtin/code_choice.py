@@ -19,7 +19,7 @@ from typing import Any
 
 from posttrain.core.types import Invalid, Reply, Task, Turn, Verdict
 from posttrain.envs.builtin.code import SUCCESS, row_to_task
-from posttrain.envs.load import opening
+from posttrain.envs.play.load_env import opening
 from posttrain.sandbox.shared_sandbox import about, begin_in_worker
 from posttrain.verify.fenced import code_in, without_thoughts
 from posttrain.verify.unit_tests import Grade, graded

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.core.types import Invalid, Reply, Task, Turn, Verdict
-from posttrain.envs.load import opening
+from posttrain.envs.play.load_env import opening
 from posttrain.sandbox.program import SandboxError
 from posttrain.sandbox.session import InterpreterSession
 from posttrain.sandbox.shared_sandbox import about, begin_in_worker

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from typing import Any
 
 from posttrain.core.types import Ask, Reply, Task, Turn, Verdict
-from posttrain.envs.load import opening
+from posttrain.envs.play.load_env import opening
 
 Asking = Generator[Turn | Ask, Any, Verdict]
 

@@ -34,9 +34,9 @@ from types import TracebackType
 from typing import Any
 
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
-from posttrain.envs.load import is_generator_env, load_env, opening, pack_env
 from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_runner import EnvRunner, OneByOne, diverged, parted, stage_of
+from posttrain.envs.play.load_env import is_generator_env, load_env, opening, pack_env
 from posttrain.envs.play.worker_protocol import (
     LONGEST_ANSWER,
     NOTE_BYTES,

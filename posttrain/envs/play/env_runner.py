@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.core.types import Ask, AsyncEnv, Env, Invalid, InvalidKind, Reply, Task, Turn, UserError
-from posttrain.envs.load import is_async, is_generator_env, lift, lift_async
 from posttrain.envs.play.call_recording import CURRENT, NOTING, CallJournal
 from posttrain.envs.play.env_outputs import Done, Event, cleaned, read_verdict, read_yielded, unreadable
+from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_async
 from posttrain.system.user_code import describe_error, source_file
 
 DIVERGED = (

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.core.types import UserError
-from posttrain.envs.load import is_async, unpack_env
 from posttrain.envs.play.env_outputs import Event
 from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner, diverged, noting, parted
+from posttrain.envs.play.load_env import is_async, unpack_env
 from posttrain.envs.play.worker_protocol import (
     NOTE_BYTES,
     Frames,

@@ -27,7 +27,7 @@ from posttrain.core.types import (
     Turn,
 )
 from posttrain.envs.play.contexts import Context, placed, positions
-from posttrain.envs.play.env_pool import Done
+from posttrain.envs.play.env_outputs import Done
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ def content_text(message: Mapping[str, Any]) -> str:
         for part in parts
         if isinstance(part, Mapping)
     )
+
+
+def last_asked(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What the user said last, or whoever spoke last where none did: what tells prompts of messages apart."""
+    said = [message for message in messages if message["role"] == "user"] or list(messages)
+    return content_text(said[-1]) if said else ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class RunningEpisode:
         self.tool_answers = 0  # that were shown
         self.steps: list[tuple[int, int, float]] = []  # (transcript, its scored tokens up to the end, step reward)
         self.asked_in_vain = 0  # times, over all contexts
+        self._asked: dict[str, str] = {}  # what each side was asked first, where that was in messages
         self._learn = True  # whether the next reply is learned from
         self._stops: dict[str, StopReason] = {}  # the last one of each side
 
@@ -154,6 +161,7 @@ class RunningEpisode:
             kind = SpanKind.TOOL
             self.tool_answers += bool(tokens)
         text = turn.text if turn.text is not None else "\n".join(map(content_text, messages))
+        self._asked.setdefault(self.side, last_asked(messages))
         if turn.tokens is not None:
             text = self.tokenizer.decode(tokens)
         self._note(kind, text, len(tokens), turn.reward, seconds, cut if tokens else 0)
@@ -199,7 +207,7 @@ class RunningEpisode:
         other.contexts = [context.branch() for context in self.contexts]
         other.context = other._before = other.contexts[self.contexts.index(self.context)]
         other._sides = {side: other.contexts[self.contexts.index(own)] for side, own in self._sides.items()}
-        other._stops = dict(self._stops)
+        other._stops, other._asked = dict(self._stops), dict(self._asked)
         other.turns, other.replies, other.steps = list(self.turns), list(self.replies), list(self.steps)
         other.answers = list(self.answers)
         other.branch = Branch(self.member, len(self.turns), tuple(t.n_sampled for t in self.transcripts))
@@ -243,6 +251,7 @@ class RunningEpisode:
             turns=turns,
             text="".join(said.text for said in self.replies if said.side == side),
             prompt=turns[0].text if turns else "",
+            asked=self._asked.get(side, ""),
             answers=self.answers,
             side=side,
             pieces=self._pieces(side) if branching else [],

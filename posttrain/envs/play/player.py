@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from posttrain.core.conversation import TextEncoder
+from posttrain.core.doing import doing
 from posttrain.core.pictures import PictureError
 from posttrain.core.protocols import Alone, Engine, Seeing, World
 from posttrain.core.seeds import seed_of
@@ -34,7 +35,8 @@ from posttrain.core.types import (
     bare,
 )
 from posttrain.envs.play.branch_plan import BranchPlan, Shares
-from posttrain.envs.play.env_pool import Done, EnvPool, Event
+from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.env_runner import DIVERGED
 from posttrain.envs.play.episode import Episode, RunningEpisode, is_tool
 from posttrain.envs.play.service_client import Services
@@ -152,6 +154,7 @@ class _Play:
         for index in self.shares.first:
             self._begin(index)
         while len(self.finished) < len(self.playing):
+            doing("playing episodes", len(self.finished), len(self.playing))
             if self.by.unwanted():
                 raise Unwanted
             self._hear()

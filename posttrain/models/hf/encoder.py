@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
@@ -45,7 +46,7 @@ class TransformersEncoder:
         try:
             import transformers
         except ImportError as error:
-            raise UserError("--encoder FOLDER needs transformers: pip install 'posttrain[transformers]'") from error
+            raise UserError(f"--encoder FOLDER needs transformers: {install('transformers')}") from error
         transformers.utils.logging.disable_progress_bar()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import Layout
+from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.pictures import PICTURES, PictureError, png
 from posttrain.core.types import Media, Transcript, UserError, positions_of
@@ -124,9 +125,7 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
-        raise UserError(
-            f"{file}: model_type {shown(kind)} needs transformers: pip install 'posttrain[transformers]'"
-        ) from error
+        raise UserError(f"{file}: model_type {shown(kind)} needs transformers: {install('transformers')}") from error
     if source.get("auto_map") and not trust and kind not in CONFIG_MAPPING:
         raise UserError(f"{file}: this model is Python code of its own: read it, then set {TRUST}=1")
     if kind not in CONFIG_MAPPING and not trust:

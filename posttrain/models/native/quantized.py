@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from posttrain.core.extras import install
 from posttrain.core.types import UserError
 from posttrain.models.native.linear import Linear, LinearOfRows
 
@@ -80,7 +81,7 @@ def require(kind: str) -> None:
         try:
             import bitsandbytes  # noqa: F401
         except ImportError as error:
-            raise UserError("--quantize nf4 needs bitsandbytes: pip install 'posttrain[qlora]', or int8") from error
+            raise UserError(f"--quantize nf4 needs bitsandbytes: {install('qlora')}, or int8") from error
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ nor lost, so that decode(a) + decode(b) is what the model saw as a + b.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -285,8 +285,8 @@ class Tokenizer:
         for tool in tools or ():
             if tool["function"]["name"] not in text:
                 raise UserError(
-                    f"this chat template does not show the tool {tool['function']['name']!r}: describe it in a message, "
-                    "and leave it out of tools"
+                    f"this chat template does not show the tool {tool['function']['name']!r}: take one that does "
+                    "(--chat-template chatml), or describe it in a message and leave it out of tools"
                 )
         return text
 
@@ -298,6 +298,22 @@ class Tokenizer:
         if self.chat_template not in self._formats:
             self._formats[self.chat_template] = format_of(lambda messages: self.render(messages, generation=False))
         return self._formats[self.chat_template]
+
+    def closes_with(self, ends: Collection[int]) -> bool:
+        """Whether the chat template puts one of these tokens behind a reply.
+
+        That of an instruct model does with those that end its replies. Base models that carry the template of their
+        instruct siblings end what they write otherwise.
+        """
+        if self.chat_template is None:
+            return False
+        said = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": _MARK}]
+        try:
+            _, found, behind = self.render(said, generation=False).rpartition(_MARK)
+            tokens = self.encode(behind) if found else []
+        except UserError:  # it wants other messages
+            return False
+        return next((token for token in tokens if self.decode([token]).strip()), None) in ends
 
     def render_after(
         self,
@@ -371,8 +387,8 @@ class Tokenizer:
             marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
             if _WORD not in self.render([*before, reply, *marked], True, tools):
                 raise UserError(
-                    f"this chat template shows nothing of a message whose role is {message.get('role')!r}: yield it as "
-                    "text, or in another role"
+                    f"this chat template shows nothing of a message whose role is {message.get('role')!r}: take one that "
+                    "does (--chat-template chatml), or yield it as text or in another role"
                 )
 
     def _rendered(

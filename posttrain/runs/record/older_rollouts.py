@@ -124,12 +124,14 @@ def _tokens(transcripts: list[Row]) -> Row:
     ]
     versions = sorted({s["version"] for s in spans if s["version"] is not None})
     forks = [t.get("forks", []) for t in transcripts]
+    sampled = sum(s["length"] for s in spans if s["kind"] == SpanKind.SAMPLED)
     return {
         "version": versions[0] if versions else 0,
         "versions": versions,
-        "sampled": sum(s["length"] for s in spans if s["kind"] == SpanKind.SAMPLED),
+        "sampled": sampled,
         "scored": sum(s["length"] for s in spans if s["learned"]),
-        "length": sum(lengths),
+        "length": sampled,
+        "total": sum(lengths),
         "media": list(dict.fromkeys(p["name"] for p in pictures)),
         "tokens": [token for t in transcripts for token in t["tokens"]],
         "transcripts": lengths,

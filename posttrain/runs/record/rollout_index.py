@@ -31,7 +31,9 @@ from posttrain.system.temp_folders import TempFolder
 
 _MADE_OF = b"posttrain.made_of"
 _PICTURE = r"\[sha256:[0-9a-f]{64}\]"  # as prompts name one: nearly as long as all that is kept of a text
-_READ = [name for name in (*INDEX.names, "prompt", "text") if name not in ("prompt_start", "text_start", "held_out")]
+_READ = [
+    name for name in (*INDEX.names, "prompt", "asked", "text") if name not in ("prompt_start", "text_start", "held_out")
+]
 
 
 Source = tuple[bool, Path]
@@ -125,8 +127,9 @@ def _write(path: Path, sources: list[Source], known: Mapping[Path, pa.Table] = M
 def short(table: pa.Table, held_out: bool) -> pa.Table:
     """What the index holds of rollouts."""
     found = {name: table[name] for name in table.column_names if name in INDEX.names}
-    for name in ("prompt", "text"):
-        readable = pc.replace_substring_regex(table[name], pattern=_PICTURE, replacement="▣ ")
+    shown = {"prompt": pc.coalesce(table["asked"], table["prompt"]), "text": table["text"]}
+    for name, texts in shown.items():
+        readable = pc.replace_substring_regex(texts, pattern=_PICTURE, replacement="▣ ")
         found[f"{name}_start"] = pc.utf8_slice_codeunits(readable, 0, START)
     found["held_out"] = pa.array([held_out] * table.num_rows, pa.bool_())
     return pa.table([found[name] for name in INDEX.names], schema=pa.schema(list(INDEX)))

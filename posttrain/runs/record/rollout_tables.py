@@ -19,7 +19,7 @@ import pyarrow as pa
 from posttrain.core.json_text import json_text, plain
 from posttrain.core.types import Invalid, Outcome, PlayedTurn, Reasoned, Rollout, SpanKind, ToolCall, bare
 from posttrain.runs.record.rollout_rows import visit_of
-from posttrain.runs.record.schema import COMPARED, NUMBERS, ROLLOUTS, SECONDS
+from posttrain.runs.record.schema import ASKED, COMPARED, NUMBERS, ROLLOUTS, SECONDS
 from posttrain.runs.record.table_writer import array, numbers
 
 Columns = dict[str, Any]
@@ -106,6 +106,7 @@ def _said(rollouts: Sequence[Rollout]) -> Columns:
         "task": [str(r.task.get("id", task)) for r, (task, _) in zip(rollouts, visits, strict=True)],
         "side": [r.side or None for r in rollouts],
         "prompt": [r.prompt for r in rollouts],
+        "asked": [r.asked[:ASKED] or None for r in rollouts],
         "text": [r.text for r in rollouts],
         "stop": [r.stop for r in rollouts],
         "truncated": [r.stop.truncated for r in rollouts],
@@ -180,7 +181,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 def _transcripts(rollouts: Sequence[Rollout]) -> Columns:
     """Their tokens end to end, and what counts them."""
     spans: Columns = {name: [] for name in ("kind", "start", "length", "version", "learned")}
-    counted: Columns = {name: [] for name in ("sampled", "scored", "length", "spans", "versions", "pictures", "forks")}
+    counted: Columns = {name: [] for name in ("sampled", "scored", "total", "spans", "versions", "pictures", "forks")}
     for rollout in rollouts:
         at = sampled = scored = 0
         versions: set[int] = set()
@@ -212,13 +213,14 @@ def _transcripts(rollouts: Sequence[Rollout]) -> Columns:
         for name, value in zip(counted, own, strict=True):
             counted[name].append(value)
     every = [t for rollout in rollouts for t in rollout.transcripts]
-    tokens = np.fromiter(chain.from_iterable(t.tokens for t in every), np.int32, sum(counted["length"]))
+    tokens = np.fromiter(chain.from_iterable(t.tokens for t in every), np.int32, sum(counted["total"]))
     engine = np.fromiter(chain.from_iterable(t.logp for t in every), np.float32, sum(counted["sampled"]))
     return {
         **counted,
+        "length": [sampled or scored for sampled, scored in zip(counted["sampled"], counted["scored"], strict=True)],
         "version": [own[0] if own else 0 for own in counted["versions"]],
         "media": [list(dict.fromkeys(p["name"] for p in own)) for own in counted["pictures"]],
-        "tokens": _lists(ROLLOUTS.field("tokens").type, counted["length"], pa.array(tokens)),
+        "tokens": _lists(ROLLOUTS.field("tokens").type, counted["total"], pa.array(tokens)),
         "transcripts": [[len(t) for t in r.transcripts] for r in rollouts],
         "spans": _lists(ROLLOUTS.field("spans").type, counted["spans"], spans),
         "engine": _lists(ROLLOUTS.field("engine").type, counted["sampled"], pa.array(engine)),

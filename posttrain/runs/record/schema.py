@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-VERSION = "1"
+VERSION = "2"
 KEY = b"posttrain.schema"
 """Where a file's metadata has the version."""
 
@@ -74,6 +74,7 @@ SCALARS = pa.schema(
         ("columns", _TEXT),  # JSON of the task's own columns, pictures by their names
         ("side", _TEXT),
         ("prompt", _TEXT),
+        ("asked", _TEXT),  # of a prompt of messages, the beginning of what its user said last; null of text
         ("text", _TEXT),
         ("reward", pa.float64()),  # null: invalid
         ("invalid", _TEXT),  # why
@@ -94,7 +95,8 @@ SCALARS = pa.schema(
         ("versions", pa.list_(pa.int32())),
         ("sampled", pa.int32()),  # tokens
         ("scored", pa.int32()),
-        ("length", pa.int32()),  # all tokens
+        ("length", pa.int32()),  # of the reply: what was sampled, or of a given row what is learned
+        ("total", pa.int32()),  # all tokens
         ("notes", _TEXT),  # JSON of what the environment noted
         ("answers", _TEXT),  # JSON of what services answered, and `said` for it
         ("media", pa.list_(_TEXT)),  # names of pictures
@@ -121,19 +123,20 @@ ROLLOUTS = pa.schema(
 )
 """All columns of rollouts/step-000012.parquet and evals/step-000020.parquet."""
 
-UNINDEXED = ("prompt", "text", "columns", "notes", "answers", "label", "turns")
+UNINDEXED = ("prompt", "asked", "text", "columns", "notes", "answers", "label", "turns")
 INDEX = pa.schema(
     [
         *(field for field in SCALARS if field.name not in UNINDEXED),
-        ("prompt_start", _TEXT),
+        ("prompt_start", _TEXT),  # the first characters, of a prompt of messages those of `asked`
         ("text_start", _TEXT),  # its first characters
         ("held_out", pa.bool_()),  # whether the row stands in evals/
     ],
     metadata={KEY: VERSION.encode()},
 )
 """A piece of index/: scalars of 50 steps, without what is long."""
-PIECE, START = 50, 80
-"""Steps of a piece of the index; characters of a text in it."""
+PIECE, START, ASKED = 50, 80, 400
+"""Steps of a piece of the index; characters of a text in it, and of `asked`, where the name of a picture
+takes nearly as many."""
 
 SECONDS = pa.schema(
     [("index", pa.int32()), ("reward", pa.float64()), ("turns", pa.list_(pa.float64()))],

@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_index import left_out, open_index
@@ -277,5 +278,5 @@ def _library() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise UserError("questions in SQL need DuckDB: pip install 'posttrain[view]'") from error
+        raise UserError(f"questions in SQL need DuckDB: {install('view')}") from error
     return duckdb

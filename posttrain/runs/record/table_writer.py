@@ -85,7 +85,7 @@ def _rows_together(table: pa.Table) -> int:
     rows = max(1, table.num_rows)
     if "tokens" not in table.column_names:
         return rows
-    tokens = pc.sum(table["length"]).as_py() or 0
+    tokens = pc.sum(table["total"]).as_py() or 0
     return rows if tokens <= GROUP_TOKENS else max(LEAST_ROWS, rows * GROUP_TOKENS // tokens)
 
 

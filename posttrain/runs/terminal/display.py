@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
+from posttrain.core.doing import watch
 from posttrain.core.messages import safe
 from posttrain.runs.terminal.live_region import Line, Region, size
+from posttrain.runs.terminal.notices import show
 from posttrain.runs.terminal.output import Output, fancy, wrapped
 from posttrain.runs.terminal.panel import View, compose, figures
 
@@ -40,15 +42,20 @@ class Display:
     def start(self, title: str, steps: int, lines: Sequence[str], done: int = 0) -> None:
         """Begin: what runs, the number of its last step, and some lines on what it was asked to do, printed once.
 
+        Behind them stands what was held back until now (`notices`): there it is seen.
+
         `done`: steps of a resumed run that are done.
         """
         self._title, self._steps, self._number = title, steps, done
         self._began = self._clock()
+        watch(None)
         if self._quiet:
+            show()
             return
         on_terminal = fancy(self._stream)
         width = size(self._stream)[0] - 1 if on_terminal else 0
         self._print("\n".join([title, *(wrapped(f"  {line}", width) for line in lines)]))
+        show()
         if on_terminal:
             self._region = Region(self._stream, self._panel)
             self._region.start()
@@ -72,9 +79,10 @@ class Display:
                 self._print_waiting()
 
     def note(self, text: str) -> None:
-        """A line that stays, such as where a checkpoint was saved."""
+        """Lines that stay, such as what the health check found: broken between words where they are too long."""
         if self._region:
-            self._region.print(safe(text))
+            width = size(self._stream)[0] - 1
+            self._region.print("\n".join(wrapped(line, width) for line in safe(text).split("\n")))
         elif not self._quiet:
             with self._lock:
                 self._print_waiting()
@@ -98,7 +106,9 @@ class Display:
 
     def _plain(self, values: Mapping[str, float]) -> str:
         place = f"step {self._number:>{len(str(self._steps))}}/{self._steps}"
-        shown = [f"{value} {label}" if label == "tok/s" else f"{label} {value}" for label, value in figures(values)]
+        shown = [
+            f"{value} {label}" if label.startswith("tok/s") else f"{label} {value}" for label, value in figures(values)
+        ]
         return "  ".join([place, *shown, self._left()])
 
     def _left(self) -> str:

@@ -1,4 +1,5 @@
-"""A few lines at the bottom of a terminal that are drawn anew while other text scrolls away above them.
+"""Lines of a terminal that pass: one that says what is being done, and a few at the bottom that are drawn anew while other
+text scrolls away above them.
 
 Knows nothing of runs: lines come from a function of the terminal's size, which is asked for at every drawing, so that
 they fit a window that is made larger or smaller.
@@ -11,9 +12,11 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from posttrain.core.messages import safe
 from posttrain.runs.terminal.output import Output
 
 SECONDS_BETWEEN_DRAWINGS = 0.5
@@ -22,7 +25,43 @@ Line = Sequence[tuple[str, str]]
 """Pieces of a line: text, and a name of STYLES or ""."""
 
 STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m"}
-PLAIN, ERASE_BELOW, HIDE_CURSOR, SHOW_CURSOR = "\x1b[0m", "\x1b[J", "\x1b[?25l", "\x1b[?25h"
+PLAIN, ERASE_LINE, ERASE_BELOW, HIDE_CURSOR, SHOW_CURSOR = "\x1b[0m", "\x1b[K", "\x1b[J", "\x1b[?25l", "\x1b[?25h"
+
+
+class Passing:
+    """One line that says what is being done, and is gone as soon as anything else is written to the streams."""
+
+    def __init__(
+        self, stream: Output, others: Sequence[Output] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`stream`: where the line is; `others`: what shares its terminal."""
+        self._stream, self._clock = stream, clock
+        self._shown = False
+        self._when = -SECONDS_BETWEEN_DRAWINGS
+        self._lock = threading.RLock()  # a thread may write meanwhile
+        for each in (stream, *others):
+            each.before = self.erase
+
+    def show(self, text: str, progress: bool = False) -> None:
+        """Show this instead. `progress`: only if the last line is not of just now."""
+        now = self._clock()
+        if progress and now - self._when < SECONDS_BETWEEN_DRAWINGS:
+            return
+        line = fitted(f"{safe(text)} ...".replace("\n", " "), size(self._stream)[0] - 1)
+        with self._lock:
+            self.erase()
+            self._stream.write(line if os.environ.get("NO_COLOR") else f"{STYLES['dim']}{line}{PLAIN}")
+            self._stream.flush()
+            self._shown, self._when = True, now
+
+    def erase(self) -> None:
+        with self._lock:
+            if self._shown:
+                self._shown = False
+                self._stream.write(
+                    "\r" + ERASE_LINE
+                )  # below it is nothing; and some keep a whole screen that is erased
+                self._stream.flush()
 
 
 class Region:

@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import textwrap
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
@@ -23,8 +24,11 @@ class Output(io.TextIOBase):
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
         self.lost: Exception | None = None  # why nothing is written any more
+        self.before: Callable[[], None] | None = None  # called before anything is written
 
     def write(self, text: str) -> int:
+        if self.before is not None:
+            self.before()
         if self.stream is not None and self.lost is None:
             try:
                 self.stream.write(encodable(text, self.stream))

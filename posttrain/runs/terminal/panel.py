@@ -25,7 +25,9 @@ SHOWN = {
     "logp_per_token/chosen": ("lp chosen", ".3f"),
     "logp_per_token/rejected": ("lp rejected", ".3f"),
     "invalid": ("invalid", ".3g"),
-    "tokens_per_second": ("tok/s", ",.0f"),
+    "tokens_per_second/sampled": ("tok/s", ",.0f"),
+    "tokens_per_second/read": ("tok/s read", ",.0f"),
+    "tokens_per_second/learned": ("tok/s learned", ",.0f"),
 }
 """Metric -> (label, format), the most important first; held-out metrics follow."""
 

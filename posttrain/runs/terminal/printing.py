@@ -14,6 +14,7 @@ from posttrain.runs.terminal.output import Output, fancy
 from posttrain.runs.terminal.output import columns as columns_of
 
 SLOW = 0.05  # seconds of a turn that are told
+LINES_OF_PROMPT, LINES_OF_REPLY = 2, 3  # of an example, on a screen that is to hold three and some figures
 SPEAKERS = {
     SpanKind.PROMPT: "prompt",
     SpanKind.SAMPLED: "reply",
@@ -98,6 +99,46 @@ def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: 
         lines = [*_head(row, width or 80), *(_beside(name, text, width) for name, text in _said(row)), ""]
         out.write("\n".join(lines) + "\n")
     out.flush()
+
+
+def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None = None) -> None:
+    """Print some rollouts by what each is an example of, in a few lines each: how the prompt ends, how the reply begins."""
+    out = Output(stream or sys.stdout)
+    width = columns_of(out) or 80
+    lines = [title]
+    for name, rollout in rollouts.items():
+        head = f"── {name} ── task {rollout.task['id']} "
+        head += f"as {rollout.side} " if rollout.side else ""
+        lines.append(_shortened(_parts(safe(f"{head}── ended by {rollout.stop} "), width)[0].ljust(width, "─"), width))
+        prompt = _parts_of(_asked(rollout), width - 9)
+        reply = _parts_of(rollout.text, width - 9)
+        if len(prompt) > LINES_OF_PROMPT:
+            prompt = [f"... ({len(prompt) - LINES_OF_PROMPT + 1} more lines before)", *prompt[1 - LINES_OF_PROMPT :]]
+        if len(reply) > LINES_OF_REPLY:
+            reply = [*reply[: LINES_OF_REPLY - 1], f"... ({len(reply) - LINES_OF_REPLY + 1} more lines)"]
+        for speaker, said in (("prompt", prompt), ("reply", reply)):
+            lines += [f"{speaker if i == 0 else '':<7}│ {line}".rstrip() for i, line in enumerate(said)]
+        answer = rollout.task.get("answer", rollout.task.get("answers"))
+        if answer is not None:
+            lines.append(f"answer │ {_shortened(safe(' '.join(str(answer).split())), width - 9)}")
+    out.write("\n".join([*lines, ""]) + "\n")
+    out.flush()
+
+
+def _asked(rollout: Rollout) -> str:
+    """What the prompt is about: of messages the last of the user's, for a template ends with its own marks."""
+    said = [m["content"] for m in rollout.task.get("messages") or () if m["role"] == "user"]
+    return said[-1] if said and isinstance(said[-1], str) else rollout.prompt
+
+
+def _parts_of(text: str, width: int) -> list[str]:
+    """The lines of a text that are not empty, in pieces of that width; one at least."""
+    lines = [line for line in safe(text).split("\n") if line.strip()] or [""]
+    return [part for line in lines for part in _parts(line, width)]
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _head(row: Mapping[str, Any], width: int) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posttrain.core import user_files
+from posttrain.core.extras import install
 from posttrain.core.messages import one_line, short
 from posttrain.core.types import UserError
 from posttrain.services.retrieval.bm25 import Found
@@ -92,9 +93,7 @@ def _library() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise UserError(
-            "--faiss needs FAISS: pip install 'posttrain[faiss]', or leave it out for plain products"
-        ) from error
+        raise UserError(f"--faiss needs FAISS: {install('faiss')}, or leave it out for plain products") from error
     return faiss
 
 

@@ -13,7 +13,8 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Fate, Rollout, StopReason, Task, UserError
 from posttrain.data.tasks import draw
 from posttrain.envs.play.branch_plan import BranchPlan
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.training.sources.length_filter import Placed, Prompts, TooLong
 from posttrain.training.sources.rollout_state import restored, stored
 from posttrain.training.sources.scoreboard import Left, describe, refuse_broken, scoreboard, usable

@@ -8,7 +8,8 @@ from posttrain.core.types import Invalid, Sampling, SpanKind, Task, Transcript, 
 from posttrain.data.tasks_from_rows import is_script, script
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.player import Player
 from posttrain.envs.play.service_client import Services
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.older_rollouts import of_line

@@ -18,6 +18,7 @@ from posttrain.core.protocols import Learner
 from posttrain.core.token_probe import SCORE, TokenSink
 from posttrain.core.types import Item, Outcome, PlayedTurn, Rollout, Task, Transcript
 from posttrain.data.tasks import ENDLESS
+from posttrain.envs.play.episode import last_asked
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_stream import ExampleStream, X, steps_per_epoch
 from posttrain.training.sources.model_outputs import view
@@ -176,4 +177,5 @@ def _rollout(task: Task, group: str, transcripts: list[Transcript], tokenizer: T
     learned = [span.learned for transcript in transcripts for span in transcript.spans]
     text = "".join(turn.text for turn, own in zip(turns, learned, strict=True) if own)
     prompt = "" if learned[0] else turns[0].text
-    return Rollout(task, group, transcripts, math.nan, turns=turns, text=text, prompt=prompt)
+    asked = last_asked(task.get("messages") or ())
+    return Rollout(task, group, transcripts, math.nan, turns=turns, text=text, prompt=prompt, asked=asked)

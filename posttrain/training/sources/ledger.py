@@ -194,14 +194,18 @@ class Ledger:
 
     # -- the updates ---------------------------------------------------------------------------------------------------
 
-    def feed(self, part: Credited, fed: Sequence[int], coefficients: Mapping[str, float]) -> TokenSink:
-        """Note which rollouts the next update is given, by their places in `part`; where it leaves what it computes."""
+    def feed(self, part: Credited, fed: Sequence[int], coefficients: Mapping[str, float], routers: bool) -> TokenSink:
+        """Note which rollouts the next update is given, by their places in `part`; where it leaves what it computes.
+
+        `routers`: whether the learner adds losses of routers.
+        """
         accounts = {i: self._account(part.rollouts[i]) for i in fed}
         number, warming = len(self._updates) + 1, coefficients.get("policy", 1.0) == 0
         for i, account in accounts.items():
             account.updates.append(number)
             if not account.moved or warming:
-                account.flags |= dict.fromkeys([WARMING] if warming else self._flags(part, i, coefficients))
+                flags = [WARMING] if warming else self._flags(part, i, coefficients)
+                account.flags |= dict.fromkeys([*flags, *["moved by routers"] * routers])
         sink = TokenSink(frozenset(i for i in fed if part.rollouts[i].group in self._chosen))
         self._updates.append(_Fed(sink, accounts))
         return sink

@@ -10,7 +10,7 @@ from posttrain.core.conversation import Conversation, TextEncoder
 from posttrain.core.pictures import PictureError
 from posttrain.core.types import Task, UserError
 from posttrain.data.tasks import ENDLESS
-from posttrain.envs.load import opening
+from posttrain.envs.play.load_env import opening
 
 Policy = Literal["skip", "truncate", "refuse"]
 NAMED = 3  # rows; further ones are only counted

@@ -48,16 +48,25 @@ class Minibatches:
         """One thunk per optimizer update of step `number`. The ledger is told what each update is given."""
         chosen = self._shuffled(number, credited) if self.buffer is None else self._replayed(number, credited)
         ledger.choose(chosen)
-        told = dict(coefficients), ledger
+        told = dict(coefficients), ledger, self.learner.version
         return [partial(self._build, number, place, part, *told) for place, part in enumerate(chosen)]
 
     def _build(
-        self, number: int, place: int, part: Credited, coefficients: Mapping[str, float], ledger: Ledger
+        self, number: int, place: int, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, start: int
     ) -> list[Batch]:
+        """`start`: the version of the weights that the step began with."""
+        self._check_older(part, start)
         # The first update is on policy: the old log-probabilities are the current ones.
         batches = self._weighted(part, coefficients, ledger, fresh=place == 0)
         # While a critic warms up the policy stands still, its text included.
         return [*batches, *self._texts(number, place)] if coefficients.get("policy", 1.0) else batches
+
+    def _check_older(self, part: Credited, start: int) -> None:
+        """Whatever option brought tokens of other weights than those that learn: the row has a weight for them."""
+        spans = (span for r in part.rollouts for t in r.transcripts for span in t.spans)
+        others = {span.version for span in spans if span.version is not None} - {self.learner.version}
+        weighed = self.row.weighs_older or (others <= {start} and self.row.weighs_updates)
+        assert not others or weighed, "nothing accounts for the weights that sampled: see posttrain/training/older.py"
 
     def _shuffled(self, number: int, credited: Credited) -> list[Credited]:
         """What each update learns from: every rollout once per epoch. Groups stay whole, so their prompts are shared."""
@@ -94,7 +103,7 @@ class Minibatches:
         """The micro-batches of one update, their weights from the scoreboard of exactly these rollouts.
 
         Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token: then they are not
-        even fed. They still count in every denominator.
+        even fed. They still count in every denominator. Losses of routers are means over the batch: then all are fed.
         """
         row = self.row
         fields = {name: values for name, values in part.per_token.items() if not (fresh and name == "old_logp")}
@@ -104,9 +113,10 @@ class Minibatches:
             assert good is not None
             imitate = row.imitation.coefficient * good / (part.scores.length * good).sum().clamp_min(1.0)
         everyone = range(len(part.rollouts))
-        fed = [i for i in everyone if row.moves_every_token or bool(part.per_token["advantage"][i].any())]
+        every = row.moves_every_token or self.learner.moves_every_token
+        fed = [i for i in everyone if every or bool(part.per_token["advantage"][i].any())]
         transcripts = [part.rollouts[i].transcripts for i in fed]
-        sink = ledger.feed(part, fed, coefficients)
+        sink = ledger.feed(part, fed, coefficients, self.learner.moves_every_token)
         weight = row.aggregate(part.scores)
         taught = {}
         if self.teachers is not None and row.teacher is not None and not row.teacher.sampled:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +20,14 @@ from posttrain.algorithms.responses import Responses
 from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
-from posttrain.core.types import Comparison, Item, SpanKind, Task, Transcript, UserError
+from posttrain.core.types import Comparison, Item, Task, Transcript, UserError
+from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_stream import ExampleStream, progress, steps_per_epoch, visited
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import Read, collate, readings, split_microbatches
 from posttrain.training.sources.reference_cache import Reference, mismatched
-from posttrain.training.sources.sft_source import demonstrate
 
 
 class PreferenceExamples(ExampleStream[Item]):
@@ -77,28 +77,13 @@ class PreferenceExamples(ExampleStream[Item]):
         """
         if length is not None:
             raise UserError("a solution that is cut has lost its steps")
-        shown = task.get("prompt")
-        if shown is None:
-            shown = self.tokenizer.render(task["messages"], generation=True)
+        chat = task.get("messages")
+        shown = task["prompt"] if chat is None else self.tokenizer.render(chat, generation=True)
         transcript = Transcript()
         transcript.observe(self.tokenizer.encode(shown, start=True))
         for step in steps:
             transcript.imitate(self.tokenizer.encode(step + "\n"))
         return transcript
-
-
-def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcript:
-    """The same conversation, of which only what was said last is scored, and that up to a final token of `without`."""
-    last = max(place for place, span in enumerate(transcript.spans) if span.learned)
-    before = [replace(span, kind=SpanKind.PROMPT, learned=False) for span in transcript.spans[:last]]
-    span = transcript.spans[last]
-    if span.length > 1 and transcript.tokens[span.start + span.length - 1] in without:
-        span = replace(span, length=span.length - 1)
-        transcript.tokens = transcript.tokens[: span.start + span.length]
-        transcript.spans = [*before, span]
-    else:
-        transcript.spans = [*before, *transcript.spans[last:]]
-    return transcript
 
 
 @dataclass(frozen=True)

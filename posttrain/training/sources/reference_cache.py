@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import Outputs, Packed
+from posttrain.core.doing import doing
 from posttrain.core.types import Item, Transcript
 from posttrain.data.arrow_store import Arrays, digest, keep_arrays
 from posttrain.training.sources.example_stream import ExampleStream
@@ -119,6 +120,7 @@ def _all(
     """Log-probabilities of the transcripts of each place, one after the other."""
     found: list[Any] = []
     for first in range(0, len(places), AT_ONCE):
+        doing("computing what the reference says of the rows", first, len(places))
         some = [of(items, place) for place in places[first : first + AT_ONCE]]
         of_each: list[Any] = [np.zeros(0, dtype=np.float32)] * len(some)
         by_size = sorted((i for i in range(len(some)) if some[i]), key=lambda i: max(map(len, some[i])))

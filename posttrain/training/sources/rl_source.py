@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.ratio import Correction
 from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
@@ -85,12 +87,17 @@ class RLSource:
         self._watched: Credited | None = None
         self._ledger: Ledger | None = None
 
+    @property
+    def lags(self) -> bool:
+        """Whether older weights than those of a step's start may have sampled what it learns from."""
+        return bool(self.stock.ahead or self.stock.collector.tokens)
+
     def produce(self, number: int) -> TrainingStep:
         row = self.algorithm
         played, began = self.stock.take(number, self.learner), time.perf_counter()
         collected, stats = played.collected, Stats(played.stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
-        if self.stock.ahead or self.stock.collector.tokens:
+        if self.lags:
             self._measure_staleness(collected.played, stats)
         ledger = self._ledger = Ledger(row, number, collected.played, collected.left, self.recording)
         if self.teachers is not None:
@@ -144,20 +151,32 @@ class RLSource:
         kl, entropy = self.algorithm.kl, self.algorithm.entropy
         if kl is not None and kl.control is not None and self._watched is not None:
             rollouts, views = self._watched.rollouts, self._watched.views
-            old = views["old"]
+            old = torch.cat(views["old"])
+            sampler = torch.cat([torch.from_numpy(_sampler_logp(r)) for r in rollouts]).to(old)
             if kl.against == "old":  # how far the updates went from what the ratio divides by
-                if self.algorithm.old == "sampler":
-                    told = (torch.from_numpy(_sampler_logp(r)) for r in rollouts)
-                    old = [logp.to(own) for logp, own in zip(told, views["old"], strict=True)]
+                old = sampler if self.algorithm.old == "sampler" else old
                 other = view(self.learner, rollouts, self.size.tokens_per_microbatch)["logp"]
             else:
                 other = views["reference"]
-            measured = KL("k3")(torch.cat(old), torch.cat(other)).mean().item()
+            distance = KL("k3")(old, torch.cat(other))
+            measured = self._mean(distance, old - sampler, [len(logp) for logp in views["old"]])
             stats.add("kl/measured", measured)
             self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(rollouts))
-        if entropy is not None and stats.get("entropy", (0.0, 0.0))[1]:  # perhaps no group has become whole
-            total, count = stats["entropy"]
+        # The tokens of older weights say how random these were; the policy's own distributions at them are its own.
+        total, count = stats.get("entropy/policy" if self.lags else "entropy", (0.0, 0.0))
+        if entropy is not None and count:  # perhaps no group has become whole
             self.coefficients["entropy"] = entropy.next(self.coefficients["entropy"], total / count)
+
+    def _mean(self, distance: Tensor, gap: Tensor, lengths: Sequence[int]) -> float:
+        """The mean over a policy's own tokens of its distance [N]. `gap` [N]: its log-probability less the sampler's.
+
+        Tokens of older weights are weighed by exp(gap), bounded as the row's correction is, or as by default.
+        """
+        if not self.lags:
+            return distance.mean().item()
+        rollout = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(gap.device)
+        weight = (self.algorithm.correction or Correction())(gap, rollout)
+        return ((weight * distance).sum() / weight.sum().clamp_min(1e-9)).item()
 
     def state(self) -> dict[str, Any]:
         replay = {} if self.buffer is None else {"replay": self.buffer.state()}

@@ -39,6 +39,7 @@ def stored(rollout: Rollout) -> dict[str, Any]:
         "turns": [_turn(turn) for turn in rollout.turns],
         "text": rollout.text,
         "prompt": rollout.prompt,
+        "asked": rollout.asked,
         "answers": [[name, _answer(answer)] for name, answer in rollout.answers],
         "pieces": [[p.length, p.member, p.reply] for p in rollout.pieces],
         "notes": dict(rollout.notes),
@@ -64,6 +65,7 @@ def restored(row: Mapping[str, Any], task: Task) -> Rollout:
         [Piece(*piece) for piece in row["pieces"]],
         Branch(row["branch"][0], row["branch"][1], tuple(row["branch"][2])) if row["branch"] else None,
         dict(row["notes"]),
+        row["asked"],
     )
 
 

@@ -3,13 +3,14 @@
 Decided here: every two different responses that both compared count once. A comparison is one of three things: the first
 is better, the second is better, a tie; first and second are the order of the responses in the first file. Kappa is Cohen's
 (1960), (p_o - p_e) / (1 - p_e), once with ties as a verdict of their own and once over the comparisons that neither called
-a tie. Intervals are of the bootstrap over prompts: comparisons of a prompt are not independent.
+a tie. Intervals are over prompts: comparisons of a prompt are not independent. That of kappa is Cohen's own: that of p_o,
+p_e being known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -17,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.core.intervals import Interval, share_interval
 from posttrain.core.types import UserError
 from posttrain.data.labels import to_labelled
 from posttrain.data.preference_examples import comparisons_of
 from posttrain.data.rows import load_rows
-from posttrain.training.intervals import clustered_interval
 
 Counts = NDArray[np.float64]  # [prompts, 3, 3]: by verdict of the first (better, worse, tie) and of the second
 
@@ -33,11 +34,16 @@ class AgreementEstimate:
     mean: float
     low: float
     high: float
+    why: str = ""  # there is no interval
+
+    @staticmethod
+    def of(mean: float, interval: Interval) -> AgreementEstimate:
+        return AgreementEstimate(mean, interval.low, interval.high, interval.why)
 
     def __str__(self) -> str:
         if math.isnan(self.mean):
             return "not defined: one verdict alone was given"
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.3f} {Interval(self.low, self.high, self.why).text()}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Agreement:
             f"{self.ties[0]} and {self.ties[1]}",
             f"a tie is a verdict       agreement {self.raw}   Cohen's kappa {self.kappa}",
             f"without ties ({self.decided:>5})     agreement {self.raw_decided}   Cohen's kappa {self.kappa_decided}",
-            "95% intervals by bootstrap over prompts",
+            "95% intervals over prompts",
         ]
 
 
@@ -100,23 +106,30 @@ def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, 
 def measured(counts: Counts) -> Agreement:
     """The figures of these counts."""
     whole, decided = counts.sum(0), counts[:, :2, :2]
-
-    def figure(of: Callable[[Counts], float], tables: Counts) -> AgreementEstimate:
-        def resampled(totals: Counts) -> Counts:
-            return np.array([of(total.reshape(tables.shape[1:])) for total in totals])
-
-        low, high = clustered_interval(tables.reshape(len(tables), -1), resampled)
-        return AgreementEstimate(of(tables.sum(0)), low, high)
-
+    raw, raw_decided = _agreed(counts), _agreed(decided)
     return Agreement(
         prompts=len(counts),
         comparisons=int(whole.sum()),
         ties=(int(whole[2].sum()), int(whole[:, 2].sum())),
-        raw=figure(observed, counts),
-        kappa=figure(kappa, counts),
+        raw=raw,
+        kappa=_kappa(raw, whole),
         decided=int(decided.sum()),
-        raw_decided=figure(observed, decided),
-        kappa_decided=figure(kappa, decided),
+        raw_decided=raw_decided,
+        kappa_decided=_kappa(raw_decided, decided.sum(0)),
+    )
+
+
+def _agreed(tables: Counts) -> AgreementEstimate:
+    equal, all_of = np.trace(tables, axis1=1, axis2=2), tables.sum((1, 2))
+    return AgreementEstimate.of(observed(tables.sum(0)), share_interval(equal, all_of, of="prompts"))
+
+
+def _kappa(agreed: AgreementEstimate, table: NDArray[np.float64]) -> AgreementEstimate:
+    chance, found = _chance(table), kappa(table)
+    if math.isnan(found):
+        return AgreementEstimate(found, math.nan, math.nan)
+    return AgreementEstimate(
+        found, (agreed.low - chance) / (1 - chance), (agreed.high - chance) / (1 - chance), agreed.why
     )
 
 
@@ -128,11 +141,14 @@ def observed(table: NDArray[np.float64]) -> float:
 
 def kappa(table: NDArray[np.float64]) -> float:
     """Cohen's kappa of a table of counts."""
-    total = table.sum()
-    if not total:
-        return math.nan
-    chance = float((table.sum(0) * table.sum(1)).sum() / total**2)
+    chance = _chance(table)
     return (observed(table) - chance) / (1 - chance) if chance < 1 else math.nan
+
+
+def _chance(table: NDArray[np.float64]) -> float:
+    """How often two that answer by their own shares alone agree; 1 where nothing was said."""
+    total = table.sum()
+    return float((table.sum(0) * table.sum(1)).sum() / total**2) if total else 1.0
 
 
 def verdicts(row: Mapping[str, Any]) -> dict[tuple[str, str], int]:

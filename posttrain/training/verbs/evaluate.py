@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Evaluation
+from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import validate
 from posttrain.core import run_date, user_files
 from posttrain.core.batch import Stats
@@ -18,15 +18,15 @@ from posttrain.core.types import Invalid, Outcome, Rollout, Task, UserError, suc
 from posttrain.data.tasks import Stream, Tasks, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
-from posttrain.envs.load import success_of
-from posttrain.envs.play.player import Episode
+from posttrain.envs.play.episode import Episode
+from posttrain.envs.play.load_env import success_of
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
+from posttrain.training.figures import differences, summary
 from posttrain.training.held_out_check import seen, split_seed_of
-from posttrain.training.intervals import paired_interval, summary
 from posttrain.training.playground import counted, open_playground
 from posttrain.training.setup import (
     beyond,
@@ -45,14 +45,26 @@ class Evaluated:
 
     figures: dict[
         str, Any
-    ]  # of `intervals.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
+    ]  # of `figures.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
     rewards: dict[str, list[float]]  # task id (and side, where there are several) -> valid rewards of its samples
     rollouts: list[Rollout] = field(repr=False)
     invalid: int = 0  # rewards of the first checkpoint that are left out
     notes: tuple[str, ...] = ()  # what was left out, and why
     against: dict[str, Any] | None = None  # figures of the second checkpoint
-    differences: dict[str, dict[str, float]] | None = None  # of reward and accuracy: the first minus the second
+    differences: dict[str, dict[str, Any]] | None = None  # of reward and accuracy: the first minus the second
     against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
+
+    @property
+    def examples(self) -> dict[str, int]:
+        """Places of rollouts worth reading: "worst", "median" and "best" by their rewards, equal ones in their order.
+
+        Of two valid rewards there is no median, and of one no best.
+        """
+        ranked = sorted((r.reward, n) for n, r in enumerate(self.rollouts) if not isinstance(r.reward, Invalid))
+        places = [place for _, place in ranked]
+        best = {"best": places[-1]} if places[1:] else {}
+        median = {"median": places[(len(places) - 1) // 2]} if places[2:] else {}
+        return {"worst": places[0], **median, **best}
 
 
 def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
@@ -74,12 +86,14 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         said.extend(ground.about)
 
         def played(folder: str, place: int) -> list[Rollout]:
-            model, tokenizer = load_model(paths[place], device=device), ground.models[place].tokenizer
+            known = ground.models[place]
+            model, tokenizer, shown = load_model(paths[place], device=device), known.tokenizer, known.chat.of(data)
+            said.extend(f"{folder}: {line}" if config.against is not None else line for line in known.lines)
             end_tokens(model, tokenizer)
-            mind_unknown(tokenizer, data, said.append)
+            mind_unknown(tokenizer, shown, said.append)
             context = model.config.context
             said.extend(beyond(config.max_tokens, context))
-            some = fitting(data, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))
+            some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))
             if not some:
                 raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
             how = config.slots, config.precision
@@ -103,10 +117,11 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if config.against is None:
         return Evaluated(own, rewards, rollouts, invalid, notes)
     other = summary(list(other_rewards.values()), ks, success)
+    pairs = [(ours, theirs) for task, ours in rewards.items() if ours and (theirs := other_rewards.get(task))]
+    if not pairs:
+        raise UserError("no task has a valid reward of both checkpoints: look at the reasons in their rollouts")
     notes = (*notes, *_of_invalid(config.against, others, other))
-    return Evaluated(
-        own, rewards, rollouts, invalid, notes, other, _differences(rewards, other_rewards, success), others
-    )
+    return Evaluated(own, rewards, rollouts, invalid, notes, other, differences(pairs, success), others)
 
 
 def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:
@@ -134,6 +149,7 @@ def save(found: Evaluated, path: Path) -> None:
         "against": found.against,
         "differences": found.differences,
         "rewards": found.rewards,
+        "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
     sides = {"": found.rollouts, ".against": found.against_rollouts}
     try:
@@ -145,6 +161,12 @@ def save(found: Evaluated, path: Path) -> None:
                 write_table(path.with_name(f"{path.stem}{side}.rollouts.parquet"), table)
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
+
+
+def _example(rollout: Rollout, place: int) -> dict[str, Any]:
+    """One of the rollouts, `place`: its row in the table beside."""
+    told = {"place": place, "task": rollout.task["id"], "reward": rollout.reward}
+    return {**told, "prompt": rollout.prompt, "reply": rollout.text}
 
 
 def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
@@ -211,23 +233,3 @@ def _rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
         if not isinstance(r.reward, Invalid):
             own.append(r.reward)
     return rewards
-
-
-def _differences(
-    rewards: dict[str, list[float]], others: dict[str, list[float]], success: float | None
-) -> dict[str, dict[str, float]]:
-    """Mean and interval of the first minus the second, over the tasks that both have valid rewards of."""
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(values) / len(values)
-
-    def difference(a: list[float], b: list[float]) -> dict[str, float]:
-        low, high = paired_interval(a, b)
-        return {"mean": mean(a) - mean(b), "low": low, "high": high}
-
-    pairs = [(own, theirs) for i, own in rewards.items() if own and (theirs := others.get(i))]
-    found = {"reward": difference([mean(a) for a, _ in pairs], [mean(b) for _, b in pairs])}
-    if success is not None:
-        own, theirs = ([mean([succeeds(v, success) for v in pair[side]]) for pair in pairs] for side in (0, 1))
-        found["accuracy"] = difference(own, theirs)
-    return found

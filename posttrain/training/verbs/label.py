@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Label
+from posttrain.config.inference import Label
 from posttrain.config.resolve import validate
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError

@@ -8,22 +8,23 @@ from typing import Any
 
 import torch
 
+from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.preference import Preference, PreferenceObjective
-from posttrain.algorithms.preference_table import find_preference
 from posttrain.algorithms.settings import change, check_ranges
-from posttrain.config import Prefer
 from posttrain.config.resolve import validate
+from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed, Stats
 from posttrain.core.component import Need
 from posttrain.core.types import UserError
 from posttrain.data.preference_examples import to_compared, to_judged
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.checkpoint_summary import outline
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
-from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import fingerprint
+from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.distributed_setup import together
 from posttrain.training.open_learner import new_learner, policy, reference
@@ -78,7 +79,10 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
         )
     folder = run.checkpoint or run.start
     assert folder
-    tokenizer = Tokenizer.load(folder, config.chat_template)
+    tokenizer, _, ends = outline(folder, config.chat_template)
+    run.chat = chatting(config, folder, tokenizer, ends)
+    told = run.chat.lines(train_tasks)
+    train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     model = policy(config, folder, device, run.world)
     mind_unknown(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
@@ -100,7 +104,7 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     evaluated = _Evaluated(source, unseen, seen, objective) if unseen is not None else None
     trainer = Trainer(run, learner, source, tokenizer, evaluated, steps)
     too_long.say = trainer.display.note
-    lines = sizes(config, model, (train_tasks, held_out), steps, "prompts", device)
+    lines = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     return trainer.run(objective, lines, describe(row))
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.algorithms.policy_table import find
-from posttrain.config import RL, Distill
 from posttrain.config.resolve import validate
+from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Engine, Model, World
@@ -28,7 +28,7 @@ from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.replicas import Many
 from posttrain.envs.builtin import unscored
-from posttrain.envs.load import is_generator_env, load_env, success_of
+from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
@@ -90,7 +90,9 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             open_playground(config, env, train_tasks, device, run.path, resumed, [folder], run.world)
         )
         pool = ground.pool
-        model, tokenizer = policy(config, folder, device, run.world), ground.models[0].tokenizer
+        [known] = ground.models
+        model, tokenizer, run.chat = policy(config, folder, device, run.world), known.tokenizer, known.chat
+        train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
         replay_experts(config, model)
         end_tokens(model, tokenizer)  # there must be one, or no reply would end
         mind_unknown(tokenizer, train_tasks)
@@ -114,7 +116,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
             seed=config.seed,
             success=success,
-            texts=_texts_to_imitate(config, tokenizer, model, too_long) if algorithm.pretraining else (),
+            texts=_texts_to_imitate(run, tokenizer, model, too_long) if algorithm.pretraining else (),
             too_long=too_long,
             teachers=staff.teachers if staff else None,
             rewarded=rewarded,
@@ -141,7 +143,8 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
                 staff.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
             return [Outcome(rollout) for rollout in rollouts]
 
-        sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine) + ground.lines
+        sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
+        sizes += [*known.lines, *ground.lines]
         sizes += recording.told(algorithm.wants, Need.REFERENCE in algorithm.needs)
         sizes += staff.lines if staff else []
         trainer = Trainer(run, learner, source, tokenizer, measure if played else None, config.steps)
@@ -236,10 +239,11 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
     return new_critic(kind, folder, model, seed_of(config.seed, "critic"))
 
 
-def _texts_to_imitate(config: RL, tokenizer: Tokenizer, model: Model, too_long: TooLong) -> Transcripts:
+def _texts_to_imitate(run: RunFolder[RL], tokenizer: Tokenizer, model: Model, too_long: TooLong) -> Transcripts:
     """Pretraining text: rows with `text`, all of which is learned, or with prompt and response."""
-    assert config.ptx is not None
-    tasks = to_tasks(load_rows(config.ptx), convert=text_or_row, need=("response",))
+    assert run.config.ptx is not None
+    tasks = to_tasks(load_rows(run.config.ptx), convert=text_or_row, need=("response",))
+    tasks = run.chat.of(tasks, answered=True)
     eos = end_tokens(model, tokenizer)
     return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, mask_prompt=False)
 

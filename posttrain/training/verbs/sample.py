@@ -16,12 +16,14 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Sample, named_services
+from posttrain.config.inference import Sample
 from posttrain.config.resolve import own_judge, validate
+from posttrain.config.service_options import named_services
 from posttrain.core import user_files
 from posttrain.core.coerce import convert
 from posttrain.core.component import knob_of
 from posttrain.core.json_text import json_text, number
+from posttrain.core.messages import near
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Rollout, Sampling, SpanKind, Task, UserError
@@ -31,11 +33,12 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import Convert
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
-from posttrain.envs.load import is_generator_env, load_converter, load_env
-from posttrain.envs.play.episode import content_text
-from posttrain.envs.play.player import Episode, Player
+from posttrain.envs.play.episode import Episode, content_text
+from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env
+from posttrain.envs.play.player import Player
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs import fingerprint
+from posttrain.runs.chat_choice import Chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
 from posttrain.training.playground import counted, open_playground
@@ -113,9 +116,10 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     ):
         players, fitting = [], list(range(len(tasks)))
         for path, known in zip(paths, ground.models, strict=True):
-            model, tokenizer = load_model(path, device=device), known.tokenizer
+            model, tokenizer, shown = load_model(path, device=device), known.tokenizer, known.chat.of(tasks)
+            said += [f"{path}: {line}" if len(paths) > 1 else line for line in known.lines]
             end_tokens(model, tokenizer)
-            mind_unknown(tokenizer, tasks)
+            mind_unknown(tokenizer, shown)
             context = model.config.context
             said += beyond(config.max_tokens, context)
             how = config.slots, config.precision
@@ -123,9 +127,9 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
                 closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas)))
             )
             engine.load(model, 0)
-            players.append(ground.player(engine, tokenizer, context))
+            players.append((ground.player(engine, tokenizer, context), known.chat))
             if ground.pool.single_turn:
-                prompts = Prompts(tasks, tokenizer, TooLong(config.too_long, context, said.append))
+                prompts = Prompts(shown, tokenizer, TooLong(config.too_long, context, said.append))
                 fitting = [place for place in fitting if prompts.fits(place)]
         if not fitting:
             raise UserError(f"no prompt fits into the context of {' and '.join(config.model)}: shorten them")
@@ -162,7 +166,7 @@ class _Grids:
         if not seen:
             raise UserError(f"--kind {config.kind}: no row has this column; the first has {', '.join(tasks[0])}")
         if strange := [kind for kind in config.kinds if kind not in seen]:
-            hint = suggestion(strange[0], sorted(seen)) or f"; there are {', '.join(sorted(seen)[:12])}"
+            hint = near(strange[0], sorted(seen)) or f"; there are {', '.join(sorted(seen)[:12])}"
             raise UserError(f"--kinds.{strange[0]}: no prompt is of this kind{hint}")
 
     def _cells(self, own: Mapping[str, Any]) -> list[_Cell]:
@@ -211,7 +215,8 @@ def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 class _Sampler:
     """Plays blocks of tasks and writes them."""
 
-    def __init__(self, config: Sample, grids: _Grids, players: Sequence[Player], scored: bool) -> None:
+    def __init__(self, config: Sample, grids: _Grids, players: Sequence[tuple[Player, Chatting]], scored: bool) -> None:
+        """`players`: of each model, and how plain prompts reach it; items have them as they are."""
         self.config, self.grids, self.players, self.scored = config, grids, players, scored
 
     def write(self, tasks: Tasks, places: Sequence[int], lines: Lines, say: Callable[[str], None]) -> None:
@@ -247,10 +252,10 @@ class _Sampler:
         self, block: Sequence[Task], cells: Sequence[Sequence[_Cell]], places: Sequence[_Place]
     ) -> dict[_Place, Rollout]:
         found: dict[_Place, Rollout] = {}
-        for model, player in enumerate(self.players):
+        for model, (player, chat) in enumerate(self.players):
             own = [(t, c, m) for t, c, m in places if cells[t][c].model == model]
             if own:
-                rollouts = player.play([cells[t][c].episode(block[t], m) for t, c, m in own])
+                rollouts = player.play([cells[t][c].episode(chat.task(block[t]), m) for t, c, m in own])
                 if len(rollouts) > len(own):
                     raise UserError(
                         "the environment plays several sides, and an item holds replies to one prompt: posttrain eval "
@@ -271,7 +276,7 @@ class _Sampler:
         """The row of a task."""
         kept = {name: value for name, value in task.items() if name not in (*SAID, *DETAILS)}
         for cell, _, rollout in replies:
-            kept |= self._shown(task, rollout, self.players[cell.model])
+            kept |= self._shown(rollout, self.players[cell.model][0])
         samples = [{**self._how(cell), "member": m, **_said(rollout)} for cell, m, rollout in replies]
         texts, rollouts = [r.text for _, _, r in replies], [r for _, _, r in replies]
         if self.config.distinct:
@@ -288,8 +293,9 @@ class _Sampler:
         settings = {"temperature": s.temperature, "top_p": s.top_p, **top_k, "max_tokens": s.max_tokens}
         return {"model": self.config.model[cell.model], **settings, "seed": cell.seed}
 
-    def _shown(self, task: Task, rollout: Rollout, player: Player) -> dict[str, Any]:
+    def _shown(self, rollout: Rollout, player: Player) -> dict[str, Any]:
         """The prompt that the policy saw, under the names that rows have. Raises UserError where no row can hold it."""
+        task = rollout.task
         if sum(turn.kind is SpanKind.SAMPLED for turn in rollout.turns) > 1 or len(rollout.transcripts) > 1:
             raise UserError(
                 f"the environment asked for several replies (task {task['id']!r:.60}), and an item is a prompt with single "

@@ -10,21 +10,24 @@ from typing import Any
 
 import torch
 
-from posttrain.config import SFT
 from posttrain.config.resolve import validate
+from posttrain.config.training import SFT
 from posttrain.core.batch import Stats
+from posttrain.core.doing import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import Task, Transcript, UserError
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import is_script
-from posttrain.envs.load import is_generator_env, load_env
 from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.load_env import is_generator_env, load_env
 from posttrain.envs.play.service_client import Services
+from posttrain.models.checkpoint_summary import outline
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import described
 from posttrain.models.tokenizer.custom_template import around, read_template
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.distributed_setup import together
 from posttrain.training.open_learner import new_learner, policy
@@ -72,13 +75,17 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     play = _player(run, device, opened)
     folder = run.checkpoint or run.start
     if folder:
-        tokenizer = Tokenizer.load(folder, config.chat_template)
+        tokenizer, _, ends = outline(folder, config.chat_template)
         mind_messages(tokenizer, tasks)
         model = policy(config, folder, device, run.world)
     elif config.lora is not None:
         raise UserError("--lora adapts a model that is there, and a new one has to learn everything: give --model")
     else:
         model, tokenizer = _from_scratch(config, tasks, play, device)
+        ends = model.eos_ids
+    run.chat = chatting(config, folder, tokenizer, ends)
+    told = run.chat.lines(tasks)
+    tasks, held_out = run.chat.of(tasks, answered=True), run.chat.of(held_out, answered=True) if held_out else None
     mind_unknown(tokenizer, tasks)
     if play is not None and tokenizer.unknown_id is not None:
         mind_unknown_episodes(tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template))
@@ -109,7 +116,8 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
     lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
     trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
     too_long.say = trainer.display.note
-    ended = trainer.run(LikelihoodObjective(), sizes(config, model, (tasks, held_out), steps, "rows", device), lines)
+    said = [*sizes(config, model, (tasks, held_out), steps, "rows", device), *told]
+    ended = trainer.run(LikelihoodObjective(), said, lines)
     if made.kept and not config.quiet:
         print(made.kept)
     return ended
@@ -152,6 +160,7 @@ def _from_scratch(
     if config.tokenizer in ("bpe", "characters"):
         template = read_template(config.chat_template) if config.chat_template is not None else None
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
+        doing("training a tokenizer")
         texts = chain.from_iterable(map(texts_of, some))
         if play is not None:
             told = chain.from_iterable(texts_of(task) for task in some if not is_script(task))

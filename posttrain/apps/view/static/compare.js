@@ -52,7 +52,7 @@ function Paired({ data }) {
   const open = (task) => go(to(data.a.run, "pair", [task.a.part, task.a.index, data.b.run, task.b.part, task.b.index]));
   return html`<div class="compare-grid gap"><div>
       <div class="card gap"><h2>Paired on the same ${whole(data.n)} tasks</h2><${Means} data=${data} />
-        <div class="soft small">B is better on ${whole(data.better)}, worse on ${whole(data.worse)}, the same on ${whole(data.n - data.better - data.worse)}${data.alone.a + data.alone.b ? `; ${whole(data.alone.a)} tasks are in A alone, ${whole(data.alone.b)} in B alone` : ""}. 95% intervals, bootstrap over tasks.</div></div>
+        <div class="soft small">B is better on ${whole(data.better)}, worse on ${whole(data.worse)}, the same on ${whole(data.n - data.better - data.worse)}${data.alone.a + data.alone.b ? `; ${whole(data.alone.a)} tasks are in A alone, ${whole(data.alone.b)} in B alone` : ""}. 95% intervals over tasks.</div></div>
       <div class="card"><h2>Task by task</h2><span class="soft small">mean reward in A and in B; the number is of tasks</span><${Grid} grid=${data.grid} /></div></div>
     <div>${[["Lost most", data.lost, "B does worse"], ["Gained most", data.gained, "B does better"], ["Never solved", data.never, "lowest reward in both"]].map(([title, rows, says]) => (rows.length ? html`<${Tasks} ...${{ title, rows, says, open }} />` : ""))}</div></div>`;
 }
@@ -64,10 +64,10 @@ function Means({ data }) {
   const low = Math.min(...values);
   const high = Math.max(...values, low + 1e-9);
   const x = (v) => X0 + ((v - low) / (high - low)) * (WIDE - X0 - 14);
-  const row = (y, name, m, kind) => html`<g><text x="0" y=${y + 4} class="ink">${name}</text><text x=${X0 - 12} y=${y + 4} text-anchor="end">${kind === "d" ? signed(m.mean) : f(m.mean)}</text>${m.low === null ? "" : html`<line x1=${x(m.low)} x2=${x(m.high)} y1=${y} y2=${y} class="strong"></line>`}<circle cx=${x(m.mean)} cy=${y} r="4.5" class=${kind}><title>${`${f(m.mean)} [${f(m.low)}, ${f(m.high)}]`}</title></circle></g>`;
+  const row = (y, name, m, kind) => html`<g><text x="0" y=${y + 4} class="ink">${name}</text><text x=${X0 - 12} y=${y + 4} text-anchor="end">${kind === "d" ? signed(m.mean) : f(m.mean)}</text>${m.low === null ? "" : html`<line x1=${x(m.low)} x2=${x(m.high)} y1=${y} y2=${y} class="strong"></line>`}<circle cx=${x(m.mean)} cy=${y} r="4.5" class=${kind}><title>${m.low === null ? `${f(m.mean)}, ${m.why}` : `${f(m.mean)} [${f(m.low)}, ${f(m.high)}]`}</title></circle></g>`;
   return html`<svg width=${WIDE} height="104" role="img" aria-label="means with intervals">${[low, (low + high) / 2, high].map((v) => html`<g><line x1=${x(v)} x2=${x(v)} y1="6" y2="84" class="axis"></line><text x=${x(v)} y="98" text-anchor="middle">${f(v)}</text></g>`)}
     <line x1=${x(0)} x2=${x(0)} y1="6" y2="84" class="axis" stroke-width="2"></line>${row(18, "A", a, "a")}${row(44, "B", b, "b")}${row(70, "B − A", d, "d")}</svg>
-    <div><b>${signed(d.mean)}</b> ${d.low === null ? "" : `[${signed(d.low)}, ${signed(d.high)}]`}</div>`;
+    <div><b>${signed(d.mean)}</b> ${d.low === null ? html`<span class="soft small">${d.why}</span>` : `[${signed(d.low)}, ${signed(d.high)}]`}</div>`;
 }
 
 function Grid({ grid }) {

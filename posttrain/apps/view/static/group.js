@@ -82,7 +82,7 @@ function Reply({ row, item, score, chosen, measure, clip, open }) {
   const said = saidOf(row);
   return html`<div class=${`card reply ${chosen ? "sel" : ""}`} onClick=${(e) => (getSelection().isCollapsed ? open(e) : 0)}>
     <div class="reply-head"><span class="row"><b>${item ? "response " : "#"}${item ? row.member : row.index}</b>${said.map((s) => html`<b class=${s.tone}>${s.text}</b>`)}${score === null ? "" : html`<span title="log-probabilities less the reference's, summed over its tokens">${f(score)}</span>`}${row.reward !== null ? html`<span>${item ? "score" : "reward"} <b>${f(row.reward)}</b></span>` : row.invalid ? html`<span class="bad">invalid</span>` : ""}</span>
-      ${row.advantage !== null && !item ? html`<span class=${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "faint"}>A ${f(row.advantage)}</span>` : ""}<span class="soft">${whole(row.sampled || row.scored)} tokens · ${row.stop || ""} <${Fate} fate=${row.fate === "trained" ? "" : row.fate} /></span></div>
+      ${row.advantage !== null && !item ? html`<span class=${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "faint"}>A ${f(row.advantage)}</span>` : ""}<span class="soft">${whole(row.length)} tokens · ${row.stop || ""} <${Fate} fate=${row.fate === "trained" ? "" : row.fate} /></span></div>
     <div class="part-pills">${(row.parts || []).map((p) => html`<span class=${`pill ${p.value > 0 ? "on" : ""}`}>${visible(p.name)} ${f(p.value)}</span>`)}${row.replayed ? html`<span class="pill">replayed</span>` : ""}${judged(row)}</div>
     ${row.known && row.pieces.length ? html`<${Tokens} dense ...${{ row, begin, measure, clip }} />` : html`<div class="text dense">${visible(row.text)}</div>`}</div>`;
 }

@@ -80,7 +80,7 @@ function meansOf(kept, query) {
       const values = rows.map(of).filter((v) => typeof v === "number" && Number.isFinite(v));
       return values.length ? values.reduce((sum, v) => sum + v, 0) / values.length : null;
     };
-    const found = { n: rows.length, reward: mean((r) => r.reward), tokens: mean((r) => r.sampled || r.length), trained: mean((r) => Number(r.fate === "trained")), "cut off": mean((r) => Number(r.truncated)), invalid: mean((r) => Number(r.reward === null)), advantage: mean((r) => r.advantage) };
+    const found = { n: rows.length, reward: mean((r) => r.reward), tokens: mean((r) => r.length), trained: mean((r) => Number(r.fate === "trained")), "cut off": mean((r) => Number(r.truncated)), invalid: mean((r) => Number(r.reward === null)), advantage: mean((r) => r.advantage) };
     if (success !== null) found.right = mean((r) => (r.reward === null ? null : Number(r.reward >= success - 1e-6)));
     for (const part of kept.runs.runs[0].parts) found[`part.${part}`] = mean((r) => r[`part.${part}`]);
     return found;

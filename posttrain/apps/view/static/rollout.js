@@ -198,7 +198,7 @@ function Why({ row, run }) {
 }
 
 function More({ row, run, place }) {
-  const pairs = [["stop", row.stop], ["tokens", `${given(row.kind) ? `${whole(row.scored)} learned` : `${whole(row.sampled)} sampled`} of ${whole(row.length)}`], ["versions of the weights", (row.versions || []).join(", ")], ["visit", row.epoch === null ? null : row.epoch + 1]];
+  const pairs = [["stop", row.stop], ["tokens", `${given(row.kind) ? `${whole(row.scored)} learned` : `${whole(row.sampled)} sampled`} of ${whole(row.total)}`], ["versions of the weights", (row.versions || []).join(", ")], ["visit", row.epoch === null ? null : row.epoch + 1]];
   if (row.seconds) pairs.push(["turns took", row.seconds.turns.map(seconds).join(" + ")], ["reward took", seconds(row.seconds.reward)]);
   if (row.branch_of !== null && row.branch_of !== undefined) pairs.push(["branched off", `member ${row.branch_of} after ${row.branch_turns} turns`]);
   const data = [["task", isItem(row.kind) ? null : row.columns], ["noted", row.notes]].filter(([, v]) => v && (typeof v !== "object" || Object.keys(v).length));

@@ -16,7 +16,7 @@ export const listed = { rows: [], run: -1, address: "" };
 
 const COLUMNS = [
   ["step", "step", "n"], ["index", "#", "n"], ["group", "group", ""], ["prompt", "prompt", "text"], ["text", "reply", "text"], ["reward", "reward", "n"],
-  ["advantage", "advantage", "n"], ["sd", "spread", "n"], ["length", "tokens", "n"], ["stop", "stop", ""], ["fate", "fate", ""],
+  ["advantage", "advantage", "n"], ["sd", "spread", "n"], ["length", "length", "n"], ["stop", "stop", ""], ["fate", "fate", ""],
 ];
 const ROW = 25; // pixels: see td in app.css
 const EARNED = ["reward", "advantage", "sd", "right", "mean"]; // columns of what was played
@@ -24,7 +24,7 @@ const ALWAYS = ["longest", "cut"]; // questions that anything answers
 const RIGHT = ["wrong", "once", "lost"]; // questions that ask what is right
 const GROUPS = [
   ["step", "step", "n"], ["group", "group", ""], ["prompt", "prompt", "text"], ["text", "commonest reply", "text"], ["right", "right", "n"], ["mean", "mean reward", "n"],
-  ["sd", "spread", "n"], ["replies", "distinct", "n"], ["length", "tokens", "n"], ["epoch", "visit", "n"],
+  ["sd", "spread", "n"], ["replies", "distinct", "n"], ["length", "length", "n"], ["epoch", "visit", "n"],
 ];
 
 function useLater(value, wait) {
@@ -147,7 +147,7 @@ function Beside({ data, parts }) {
   const shares = ["right", "trained", "cut off", "invalid"];
   const say = (name, value) => (value === null || value === undefined ? "–" : shares.includes(name) ? percent(value) : f(value));
   const names = ["reward", "right", ...parts.map((p) => `part.${p}`), "tokens", "trained", "cut off", "invalid", "advantage"].filter((n) => [these, others].some((side) => side[n] !== null && side[n] !== undefined && !(["cut off", "invalid"].includes(n) && !these[n] && !others[n])));
-  return html`<div class="means small" role="status"><span>these <b>${whole(these.n)}</b> / the other ${whole(others.n)}</span>${names.map((n) => html`<span><span class="soft untrusted">${visible(n === "tokens" ? "reply tokens" : n.replace(/^part\./, ""))}</span> <b>${say(n, these[n])}</b> / ${say(n, others[n])}</span>`)}</div>`;
+  return html`<div class="means small" role="status"><span>these <b>${whole(these.n)}</b> / the other ${whole(others.n)}</span>${names.map((n) => html`<span><span class="soft untrusted">${visible(n === "tokens" ? "length" : n.replace(/^part\./, ""))}</span> <b>${say(n, these[n])}</b> / ${say(n, others[n])}</span>`)}</div>`;
 }
 
 function Facets({ data, query, set }) {

@@ -25,6 +25,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from posttrain.core.doing import doing
+
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno", f"-I{HERE}")
 LINK_FLAGS = ("-lm",)
@@ -82,6 +84,7 @@ def _load(source: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(_verified(manifest)))
     except OSError:  # missing, damaged, or of another system's loader
+        doing(f"compiling {source.name}, once for this machine")
         return _build(source, compiler, manifest)
 
 

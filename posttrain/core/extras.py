@@ -1,0 +1,36 @@
+"""The optional libraries: how an extra of the package is installed, and which commands run without it.
+
+What is said to a user names only what runs here, or how to install it. That is decided here alone.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+NEEDED = {"view": ("duckdb", "starlette", "uvicorn"), "query": ("duckdb",)}
+"""Verb -> libraries that it needs and not every installation has; the extra `view` brings them all."""
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra, as any shell takes it."""
+    return f"pip install 'posttrain[{extra}]'"
+
+
+def installed(library: str) -> bool:
+    """Whether a library is there. Imports nothing of it."""
+    try:
+        found = find_spec(library)
+    except (ImportError, ValueError):  # it is half there
+        return False
+    return found is not None
+
+
+def lacking(verb: str) -> list[str]:
+    """The libraries that a verb needs and that are not there."""
+    return [library for library in NEEDED.get(verb, ()) if not installed(library)]
+
+
+def runnable(command: str) -> str:
+    """A command of ours as a hint names it: with what is to be installed before, where it would not run as it is."""
+    _, verb, *_ = command.split()
+    return f"{command} (after {install('view')})" if lacking(verb) else command

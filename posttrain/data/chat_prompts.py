@@ -1,0 +1,55 @@
+"""From the plain prompts of rows to messages, for models that are talked to in a chat template.
+
+The columns stay as they are: rewards read them, ids and the hold-out follow from them. Only what a model is shown changes,
+so that models with a template and without one play the same tasks. A prompt of hh-rlhf, which writes a conversation down as
+text, is that conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.types import Task
+
+ROLES = {"Human": "user", "Assistant": "assistant"}
+TURNS = re.compile(r"\n\n(Human|Assistant):")  # of hh-rlhf
+SYSTEM = ("system", "developer")  # roles of a message that stands before a conversation
+
+
+@dataclass(frozen=True)
+class AsMessages:
+    """What makes a task's plain prompt the message of a user."""
+
+    system: str | None = None  # a message before it, and before messages that begin with none of the kind
+    answered: bool = False  # whether "response" is the assistant's message behind it, to be imitated
+
+    def __call__(self, task: Task) -> Task:
+        """The task with "messages" beside its "prompt"; one that has only messages keeps them."""
+        prompt = task.get("prompt")
+        if isinstance(prompt, str):
+            turns = _turns(prompt)
+            said = [*self._asked(None), *turns] if turns else self._asked(prompt)
+            if self.answered and isinstance(task.get("response"), str):
+                said.append({"role": "assistant", "content": task["response"]})
+            task = {**task, "messages": said}
+            if turns and "responses" in task:  # each with the space behind "Assistant:"
+                task["responses"] = [text.strip() if isinstance(text, str) else text for text in task["responses"]]
+        elif task.get("messages") and task["messages"][0]["role"] not in SYSTEM:
+            task = {**task, "messages": [*self._asked(None), *task["messages"]]}
+        told = task.get("teacher_prompt")
+        return {**task, "teacher_prompt": self._asked(told)} if isinstance(told, str) else task
+
+    def _asked(self, prompt: str | None) -> list[dict[str, Any]]:
+        said = [("system", self.system), ("user", prompt)]
+        return [{"role": role, "content": content} for role, content in said if content is not None]
+
+
+def _turns(prompt: str) -> list[dict[str, Any]]:
+    """The messages of a prompt of hh-rlhf, which ends where the assistant is to speak; [] for any other prompt."""
+    before, *parts = TURNS.split(prompt)
+    texts = parts[1::2]
+    if before.strip() or len(texts) < 2 or parts[-2] != "Assistant" or texts[-1].strip():
+        return []
+    return [{"role": ROLES[who], "content": text.strip()} for who, text in zip(parts[:-2:2], texts[:-1], strict=True)]

@@ -1,0 +1,139 @@
+"""Whether the plain prompts of rows reach a model as messages, in its chat template, or as they are.
+
+Decided here: where the user does not say, a checkpoint of a run goes on as that run did. Of any other, the template is used
+if it is that of an instruct model: what it puts behind a reply is what ends replies of this model. What was decided stands
+in run.json, for resumption, for evaluation and for what is trained next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+from posttrain.core.types import Task, Turn, UserError
+from posttrain.data.chat_prompts import AsMessages
+from posttrain.data.tasks import Stream, Tasks
+from posttrain.runs.run_files import RUN
+from posttrain.runs.run_reading import read_run
+
+CHAT = "chat"  # in run.json
+
+
+class Templated(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    chat_template: str | None
+
+    def closes_with(self, ends: Collection[int]) -> bool: ...
+
+
+class Asked(Protocol):
+    """The options that say it."""
+
+    @property
+    def chat(self) -> bool | None: ...
+    @property
+    def system(self) -> str | None: ...
+    @property
+    def chat_template(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Chatting:
+    """How plain prompts reach a model."""
+
+    on: bool = False
+    system: str | None = None
+    because: str = ""  # what decided it, where the user did not
+    template: bool = False  # whether the model has one
+
+    @overload
+    def of(self, tasks: Tasks, answered: bool = False) -> Tasks: ...
+    @overload
+    def of(self, tasks: Tasks | Stream, answered: bool = False) -> Tasks | Stream: ...
+    def of(self, tasks: Tasks | Stream, answered: bool = False) -> Tasks | Stream:
+        """Tasks as this model is shown them. `answered`: "response" is a message too, to be imitated."""
+        return tasks.shown(AsMessages(self.system, answered) if self.on else None)
+
+    def task(self, task: Task) -> Task:
+        """One of them."""
+        return AsMessages(self.system)(task) if self.on else task
+
+    def recorded(self) -> dict[str, Any]:
+        """As run.json holds it."""
+        return {"on": self.on, "system": self.system}
+
+    def lines(self, tasks: Tasks | Stream, shown: Turn | None = None) -> list[str]:
+        """What is said of it at the start of a run. `shown`: what the environment shows first, where there is one."""
+        if not self.template:
+            return []
+        if shown is not None and shown.messages is None and not _plain(shown, tasks):
+            said = (
+                "the environment shows bare text, without the model's chat template: have it yield Turn(messages=[...])"
+            )
+            return [said] if self.on else []
+        if not any(isinstance(task.get("prompt"), str) for task in tasks.examples()):
+            return []
+        because = f" ({self.because})" if self.because else ""
+        if self.on:
+            system = "" if self.system is None else ", behind a system message"
+            return [f"prompts are user messages in the model's chat template{system}{because}; --no-chat: bare text"]
+        return [f"prompts are bare text, without the model's chat template{because}; --chat puts it around them"]
+
+    def check(self, given: bool | None, shown: Turn | None) -> None:
+        """Raise UserError where --chat was given and the environment shows text of its own."""
+        if given and shown is not None and shown.messages is None:
+            raise UserError(
+                "--chat is of the prompts of rows, and this environment shows text of its own: have it yield "
+                "Turn(messages=[...]), or leave out --chat"
+            )
+
+
+def _plain(shown: Turn, tasks: Tasks | Stream) -> bool:
+    """Whether what is shown is the prompt of a row."""
+    return any(task.get("prompt") == shown.text for task in tasks.examples())
+
+
+def chatting(asked: Asked | None, folder: Path | None, tokenizer: Templated, ends: Collection[int]) -> Chatting:
+    """What holds for a model: by these options, by the run that its folder is of, or by its template.
+
+    `ends`: the ids that end its replies. Raises UserError for --chat without a template, and for --system without a chat.
+    """
+    chat, system, other = (None, None, None) if asked is None else (asked.chat, asked.system, asked.chat_template)
+    run, known = _of_run(folder) if folder is not None else (None, {})
+    template, because = tokenizer.chat_template is not None, ""
+    if chat is None and known and (known.get("on") is True or other is None):
+        chat, because = known.get("on") is True, f"as in {run}"
+    elif chat is None:
+        chat = tokenizer.closes_with(ends)
+        because = "it is an instruct model's" if chat else "which ends replies otherwise than the model"
+    if chat and not template:
+        raise UserError(
+            "--chat needs a chat template, and this model has none: give one with --chat-template chatml (or a file), or "
+            "leave the prompts as they are with --no-chat"
+        )
+    if system is not None and not chat:
+        raise UserError("--system is a message, and the prompts are sent as bare text: add --chat, or leave it out")
+    if system is None and chat and isinstance(known.get("system"), str):
+        system = known["system"]
+    return Chatting(chat, system, because, template)
+
+
+def system_of(folder: Path) -> str | None:
+    """The system message that the run of a checkpoint had."""
+    system = _of_run(folder)[1].get("system")
+    return system if isinstance(system, str) else None
+
+
+def _of_run(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
+    """The run that a checkpoint is of, and what it did."""
+    for place in (folder, *list(folder.parents)[:2]):
+        if (place / RUN).is_file():
+            try:
+                found = read_run(place).get(CHAT)
+            except UserError:  # told where it matters
+                return None, {}
+            return place, found if isinstance(found, dict) else {}
+    return None, {}

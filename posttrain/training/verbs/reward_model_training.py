@@ -1,0 +1,153 @@
+"""Puts a run of `reward-model` together: rows -> items, a head on a backbone, learner, source, trainer; and its report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.algorithms.all_algorithms import find_scoring
+from posttrain.algorithms.describe import describe
+from posttrain.algorithms.links import CrossEntropy, SquaredError
+from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective
+from posttrain.algorithms.settings import change, check_ranges
+from posttrain.config.resolve import validate
+from posttrain.config.training import RewardModelling
+from posttrain.core import user_files
+from posttrain.core.intervals import told
+from posttrain.core.json_text import json_document
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Task, UserError
+from posttrain.data.preference_examples import to_item
+from posttrain.data.tasks import Stream, Tasks
+from posttrain.models.checkpoint_summary import outline
+from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.chat_choice import chatting
+from posttrain.runs.run_files import REPORT, replace, writing
+from posttrain.runs.run_folder import RunFolder, begin
+from posttrain.training.distributed_setup import together
+from posttrain.training.open_learner import adapt, new_learner
+from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
+from posttrain.training.reward_model_evaluation import Scored
+from posttrain.training.setup import (
+    end_tokens,
+    microbatch_tokens,
+    mind_unknown,
+    optimization,
+    prepare,
+    watch_lengths,
+)
+from posttrain.training.sources.packing import Read
+from posttrain.training.sources.preferences import PreferenceExamples
+from posttrain.training.sources.reward_examples import RewardExamples
+from posttrain.training.trainer import Run, Trainer
+
+
+def reward_model(config: RewardModelling, rows: Any = None) -> Run:
+    """Learn what people prefer. `rows`: as in `posttrain.reward_model`, instead of `config.tasks`."""
+    with together(config) as world, begin(config, rows, world=world) as run:
+        return _reward_model(run, rows)
+
+
+def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
+    config = run.config
+    validate(config)
+    device = prepare(config)
+    row = change(find_scoring(config.algorithm), config.settings)
+    check_ranges(row)
+    train_tasks, held_out = compared_rows(config, rows, to_item)
+
+    def mind(task: Task) -> None:
+        _check_said(row, task, config)
+
+    must_end(config, train_tasks)
+    mind(train_tasks[0])
+    shape = ScoreShape(config.pooling, config.head)
+    model, tokenizer = _started(run, shape, device)
+    told = run.chat.lines(train_tasks)
+    train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
+    mind_unknown(tokenizer, train_tasks)
+    too_long = watch_lengths(config, model.config.context)
+
+    def made(tasks: Tasks | Stream) -> PreferenceExamples:
+        return PreferenceExamples(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, mind)
+
+    items, read = made(train_tasks), _read(shape)
+    unseen = made(held_out) if held_out else None
+    check(items, unseen)
+    steps = updates(config, items)
+    learner = new_learner(config, model, optimization(config, steps), run.world)
+    tokens = microbatch_tokens(config, device)
+    shown = showing(config, learner, tokens, read)
+    source = RewardExamples(items, row, config.rows, tokens, config.seed, device, read, shown)
+    objective = ScoringObjective(row, mean=shape.pooling == "mean")
+    scored = Scored(source, unseen, learner, objective, model)
+    said = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
+    if model.classifier is None:
+        said.append("transformers has no form for such a reward model: its checkpoints open here alone")
+    trainer = Trainer(run, learner, source, tokenizer, scored, steps)
+    too_long.say = trainer.display.note
+    ended = trainer.run(objective, said, describe(row))
+    whole = not ended.interrupted and ended.stopped is None  # the report is of the last step
+    if scored.report and whole and not run.world.rank:
+        with writing(run.path):
+            replace(run.path / REPORT, json_document(scored.report))
+    return ended
+
+
+def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) -> tuple[RewardModel, Tokenizer]:
+    """The model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
+    folder = run.checkpoint or run.start
+    assert folder
+    tokenizer, _, ends = outline(folder, run.config.chat_template)
+    run.chat = chatting(run.config, folder, tokenizer, ends)
+    if run.checkpoint:
+        model = load_reward_model(folder, device)
+    else:
+        model = new_reward_model(folder, shape, seed_of(run.config.seed, "score"), device)
+    tokenizer = settle(model, tokenizer, end_tokens(model, tokenizer))
+    adapt(run.config, model.backbone, folder)
+    return model, tokenizer
+
+
+def _read(shape: ScoreShape) -> Read:
+    return "each" if shape.pooling == "mean" else "last"
+
+
+def _check_said(row: Scoring, example: Task, config: RewardModelling) -> None:
+    """Raise UserError where the rows do not say what the link reads."""
+    labels = [label for own in example["labels"] for label in own]
+    steps = any(isinstance(said, list) for said in example["responses"])
+    if labels and not row.link.reads_labels:
+        raise UserError(
+            f"{row.name} compares responses to one prompt, and a single one is labelled here: choose --algorithm outcome "
+            "(good or bad) or regression (scores)"
+        )
+    if not labels and isinstance(row.link, SquaredError):
+        raise UserError(
+            f"{row.name} learns scores, and responses are compared here: choose --algorithm bradley-terry or k-wise"
+        )
+    if isinstance(row.link, CrossEntropy) and not all(0 <= label <= 1 for label in labels):
+        raise UserError(
+            f"{row.name} learns probabilities, and a score here is {max(labels, key=abs):g}: choose --algorithm regression"
+        )
+    if steps and config.pooling == "mean":
+        raise UserError("each step has a score of its own, at its last token: leave out --pooling mean")
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """What the run's last evaluation said of the model."""
+    found: dict[str, Any] = json.loads(user_files.content(folder / REPORT))
+    return found
+
+
+def lines(report: dict[str, Any]) -> Sequence[str]:
+    """The report for a reader, a line each."""
+    said = []
+    for name, figure in report.get("figures", {}).items():
+        said.append(f"{name:<22} {told(figure) if 'low' in figure else format(figure['mean'], '.3f')}")
+    if parts := report.get("by_margin"):
+        said.append("accuracy by margin     " + ", ".join(f"{p['accuracy']:.2f} (to {p['most']:.2f})" for p in parts))
+    return said

@@ -1,0 +1,184 @@
+"""Rollouts of other weights: a weight makes up for that, whichever option brought them, or the run is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from feeding import new_learner, new_player
+
+from posttrain.algorithms.all_algorithms import find
+from posttrain.algorithms.penalty import KL
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
+from posttrain.algorithms.policy_table import TABLE
+from posttrain.algorithms.ratio import Correction
+from posttrain.algorithms.settings import change
+from posttrain.config.resolve import filled
+from posttrain.config.training import RL, Distill
+from posttrain.core.batch import Outputs, Stats
+from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.training.adjust import adjust
+from posttrain.training.sources.collector import Size
+from posttrain.training.sources.packing import collate
+from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.trainer import train
+
+OLDER: dict[str, dict[str, Any]] = {
+    "--ahead": {"ahead": 1},
+    "--tokens-per-step": {"tokens_per_step": 9},
+    "--replay": {"replay": 512},
+    "several updates": {"epochs": 4},
+    "all": {"ahead": 1, "tokens_per_step": 9, "epochs": 2, "minibatches": 2},
+}
+
+
+def row_of(name: str, **how: Any) -> Algorithm:
+    row = find(name)
+    kind = Distill if row.teacher else RL
+    given = {"ptx": "text.jsonl"} if row.pretraining else {}
+    given |= {"teacher": "somewhere", "env": "my.py:reward"} if row.teacher else {}
+    given |= {"critic_warmup": 0} if row.critic else {}
+    if "tokens_per_step" in how and row.sampling:
+        given["dynamic_sampling"] = 0
+    return adjust(row, filled(kind, {"algorithm": name, **given, **how}))
+
+
+@pytest.mark.parametrize("way", OLDER)
+@pytest.mark.parametrize("name", TABLE)
+def test_a_row_has_a_weight_for_what_other_weights_sampled_or_is_refused(name: str, way: str) -> None:
+    """Whatever the row and the option: no gradient that takes older weights' tokens for the policy's own."""
+    try:
+        row = row_of(name, **OLDER[way])
+    except UserError as error:
+        assert way == "--replay" and "leave out --replay" in str(error)
+        return
+    if not row.reinforces or not row.surrogate.samples:
+        assert row.correction is None, "what is exact over the vocabulary wants no weight"
+    elif way == "several updates":
+        assert row.surrogate.uses_ratio or row.correction is not None
+    else:
+        assert row.old == "sampler" or row.correction is not None
+
+
+PLAIN: list[tuple[str, dict[str, Any]]] = [
+    ("reinforce", {}),
+    ("reinforce-baseline", {}),
+    ("gpg", {}),
+    ("lite-ppo", {"surrogate": "log-probability"}),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), PLAIN)
+def test_plain_policy_gradients_are_corrected_for_replayed_rollouts(name: str, how: dict[str, Any]) -> None:
+    row = row_of(name, replay=512, epochs=4, **how)
+    assert row.correction == Correction("truncate", 10.0)
+    chosen = row_of(name, replay=512, epochs=4, correction="icepop", **how)
+    assert chosen.correction == Correction("icepop", 2.0)
+    with pytest.raises(UserError, match="--replay .*for which nothing accounts.*--correction"):
+        row_of(name, replay=512, epochs=4, correction="none", **how)
+    assert row_of(name, epochs=4, **how).correction == Correction()
+    with pytest.raises(
+        UserError, match="4 updates per step .*for which nothing accounts.*--surrogate clip.*--epochs 1"
+    ):
+        row_of(name, epochs=4, correction="none", **how)
+
+
+def test_the_ratio_of_replayed_rollouts_is_to_the_policy_that_sampled_them() -> None:
+    row = row_of("dr-grpo", replay=512)
+    assert row.old == "sampler" and row.correction is None and not row.looks_back
+    with pytest.raises(UserError, match="--old-policy sampler"):
+        row_of("dr-grpo", replay=512, correction="truncate")
+    with pytest.raises(UserError, match="for which nothing accounts"):
+        row_of("dr-grpo", replay=512, old_policy="start")
+    with pytest.raises(UserError, match="leave out --replay"):
+        row_of("trpo", replay=512)
+
+
+@pytest.mark.parametrize("way", ["--ahead", "--tokens-per-step", "--replay"])
+def test_products_that_nothing_clips_are_taken_to_whoever_sampled(way: str) -> None:
+    """A truncated weight per token beside them would be a bias for nothing."""
+    row = row_of("off-policy-pg", **OLDER[way])
+    assert row.old == "sampler" and row.correction is None
+    assert row_of("off-policy-pg").old == "start", "within a step the two are the same"
+
+
+def bandit(row: Algorithm) -> float:
+    """d E[R] / d logit of the first of two arms with rewards 1 and 0.9: policy 1/2, samples from 0.1 and 0.9."""
+    found = 0.0
+    for arm, (sampled, reward) in enumerate([(0.1, 1.0), (0.9, 0.9)]):
+        logits = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        transcript = Transcript()
+        transcript.observe([1])
+        transcript.sample(Completion(0, [arm], [math.log(sampled)], "", StopReason.EOS, 0))
+        batch = collate([[transcript]], [0], weight=torch.ones(1), fields={"advantage": [torch.tensor([reward])]})
+        PolicyObjective(row)(Outputs(logits.log_softmax(-1)[arm : arm + 1]), batch, Stats()).backward()  # type: ignore[no-untyped-call]
+        assert logits.grad is not None
+        found -= sampled * logits.grad[0].item()
+    return found
+
+
+def test_the_expected_gradient_of_replayed_arms_is_the_true_one() -> None:
+    """True: 0.5 x 0.5 x (1 - 0.9). The ratios are 5 and 0.56, and truncation may not reach the first."""
+    assert bandit(find("reinforce")) == pytest.approx(
+        0.1 * 0.5 - 0.9 * 0.5 * 0.9
+    )  # -0.355: the arms as if they were its own
+    assert bandit(row_of("reinforce", replay=512, epochs=4)) == pytest.approx(0.025, abs=1e-7)
+    assert bandit(row_of("off-policy-pg", replay=512)) == pytest.approx(0.025, abs=1e-7)
+    assert bandit(row_of("reinforce", ahead=1, correction="truncate", correction_cap=6.0)) == pytest.approx(
+        0.025, abs=1e-7
+    )
+
+
+def digits(task: Task, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / (len(reply) + 1)
+
+
+def steps(row: Algorithm, count: int) -> list[Stats]:
+    learner, tasks = new_learner(row, torch.float32), [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
+    player = new_player(digits, learner.model, 6)
+    source = RLSource(tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0)
+    found: list[Stats] = []
+    train(learner, source, PolicyObjective(row), [lambda t: found.append(t.stats)], first=1, steps=count)
+    return found
+
+
+@pytest.mark.parametrize("how", [{"minibatches": 2}, {"replay": 12}])
+def test_no_update_takes_tokens_of_other_weights_for_its_own(how: dict[str, Any]) -> None:
+    """Also where an option brings them that nobody has thought of: versions are compared at the update itself."""
+    row = change(find("gpg"), how)
+    with pytest.raises(AssertionError, match="nothing accounts for the weights that sampled"):
+        steps(row, 2)
+    assert len(steps(row_of("gpg", prompts=2, group=3, **how), 2)) == 2
+
+
+def test_what_steers_a_kl_is_the_mean_over_the_policy_s_own_tokens() -> None:
+    """Tokens as often as the older weights choose them, 1/2, 1/4, 1/4: weighed, they are the policy's, exactly."""
+    older, policy, reference = (
+        torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.25, 0.25], [0.4, 0.4, 0.2], [0.2, 0.2, 0.6])
+    )
+    tokens = torch.tensor([0, 0, 1, 2])
+    old, ref, mu = (p.log()[tokens] for p in (policy, reference, older))
+    true = (policy * (policy / reference).log()).sum().item()
+
+    class Played:
+        algorithm, lags = find("grpo"), True
+
+    assert RLSource._mean(Played, KL("k3")(old, ref), old - mu, [1] * 4) == pytest.approx(true)  # type: ignore[arg-type]
+    assert KL("k3")(old, ref).mean().item() != pytest.approx(true, rel=0.02)
+    Played.algorithm = change(find("grpo"), {"correction": "sequence", "correction_cap": 1.1})
+    assert RLSource._mean(Played, KL("k3")(old, ref), old - mu, [1] * 4) == 0, "no token is near enough"  # type: ignore[arg-type]
+
+
+def test_what_steers_an_entropy_played_ahead_is_the_policy_s_and_not_the_sampler_s() -> None:
+    row = row_of("grpo", kl=0.0, entropy_target=5.0, minibatches=2)
+    assert row.entropy is not None
+    for lags, measured in ((False, 2.0), (True, 3.0)):
+
+        class Played:
+            algorithm, coefficients = row, {"entropy": 0.5}
+
+        Played.lags = lags  # type: ignore[attr-defined]
+        RLSource._steer(Played, None, Stats({"entropy": (8.0, 4.0), "entropy/policy": (12.0, 4.0)}))  # type: ignore[arg-type]
+        assert Played.coefficients["entropy"] == row.entropy.next(0.5, measured)

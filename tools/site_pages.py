@@ -1,0 +1,369 @@
+"""Pages of the documentation site that are made from code, as a hook of MkDocs: the home page and all of reference/.
+
+The home page is the README. The reference comes from where things are declared: options from the command, verifiers from
+`posttrain.verify`, environments from their registry, metrics and columns from the modules that own them.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import mkdocs.plugins
+import pyarrow as pa
+from cyclopts import App
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import posttrain
+import posttrain.verify
+from posttrain.cli.main import app
+from posttrain.config import VERBS
+from posttrain.core.option_aliases import ELSEWHERE
+from posttrain.envs.play.load_env import BUILTIN
+from posttrain.runs import run_files
+from posttrain.runs.curves import PANELS
+from posttrain.runs.record import schema
+
+sys.path.append(str(Path(__file__).parent))
+from docstring_markdown import as_markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "posttrain"
+LINK = re.compile(r"\[([^\]\[]*)\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """`folder/*.md` in the navigation stands for all pages of the folder that are not named before it."""
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | generated().keys()
+
+    def listed(entry: Any) -> list[Any]:
+        if isinstance(entry, dict):
+            return [{title: expanded(inner) if isinstance(inner, list) else inner for title, inner in entry.items()}]
+        if not entry.endswith("/*.md"):
+            return [entry]
+        return sorted(page for page in pages if os.path.dirname(page) == os.path.dirname(entry))
+
+    def expanded(entries: list[Any]) -> list[Any]:
+        found = [new for entry in entries for new in listed(entry)]
+        return [entry for place, entry in enumerate(found) if isinstance(entry, dict) or entry not in found[:place]]
+
+    config.nav = expanded(config.nav or [])
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path, text in generated().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+@mkdocs.plugins.event_priority(100)
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links that leave docs/ lead nowhere from the site: the path stands there instead."""
+
+    def seen(found: re.Match[str]) -> str:
+        path = os.path.normpath(os.path.join("docs", os.path.dirname(page.file.src_uri), found[2]))
+        return found[0] if path.startswith("docs/") else f"{found[1]} (`{path}`)"
+
+    if page.file.src_uri.startswith(("results/", "decisions/")):
+        page.meta["search"] = {"boost": 0.5}  # whoever searches wants to know how, and then why
+    return LINK.sub(seen, markdown)
+
+
+def generated() -> dict[str, str]:
+    """Path under docs/ -> text."""
+    return {
+        "index.md": home(),
+        **command_pages(),
+        "reference/config.md": config_page(),
+        "reference/verifiers.md": verifiers_page(),
+        "reference/environments.md": environments_page(),
+        "reference/metrics.md": metrics_page(),
+        "reference/record.md": record_page(),
+        "reference/python.md": python_page(),
+    }
+
+
+def home() -> str:
+    """The README, with its links as they are from within docs/."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    def inside(found: re.Match[str]) -> str:
+        path = found[2].removeprefix("docs/") if found[2].startswith("docs/") else f"../{found[2]}"
+        return f"[{found[1]}]({path}{found[3] or ''})"
+
+    return "---\nhide: [navigation]\n---\n\n" + LINK.sub(inside, text)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+
+def commands(parent: App = app, before: str = "") -> Iterator[tuple[str, App]]:
+    """Every command with its whole name, such as ("retriever build", ...)."""
+    for name in parent:
+        if not name.startswith("-"):
+            command = parent[name]
+            if command.default_command is None:
+                yield from commands(command, f"{before}{name} ")
+            else:
+                yield f"{before}{name}", command
+
+
+def command_pages() -> dict[str, str]:
+    pages = {}
+    table = ["| command | what it does |", "|---|---|"]
+    for name, command in commands():
+        file = f"{name.replace(' ', '-')}.md"
+        told = options(command)
+        wide = "" if "\n## " in f"\n{told}" else "---\nhide: [toc]\n---\n\n"
+        pages[f"reference/cli/{file}"] = f"{wide}# posttrain {name}\n\n{command.help}\n\n{told}\n"
+        table.append(f"| [`posttrain {name}`]({file}) | {command.help} |")
+    head = (
+        "# Command line\n\nEvery command with its options, as `posttrain COMMAND --help` prints them. Options may also come"
+        " from a [recipe](../config.md); the command line wins.\n\n"
+    )
+    tail = (
+        "\n\nExit codes: 0 done; 1 a bug in posttrain, with a traceback; 2 a mistake in what was given, told in one line; 3"
+        " stopped by the health check, and saved; 130 interrupted by Ctrl-C, SIGTERM or SIGHUP, and saved.\n"
+    )
+    return {"reference/cli/index.md": head + "\n".join(table) + tail} | pages
+
+
+def options(command: App) -> str:
+    """A command's options as definitions, below a heading for each group that the command sorts them into."""
+    groups: dict[str, list[str]] = {}
+    for argument in command.assemble_argument_collection(parse_docstring=True):
+        if argument.show:
+            names = ", ".join(f"`{name}`" for name in argument.names)
+            default = argument.field_info.default
+            told = "required" if argument.required else "" if default in EMPTY else f"default `{shown(default)}`"
+            about = " · ".join(filter(None, [kind(argument.hint), told]))
+            meaning = as_markdown((argument.parameter.help or "").replace("\n", " "))
+            group = next((g.name for g in argument.parameter.group or () if getattr(g, "name", "")), "Options")
+            groups.setdefault(str(group), []).append(f"{names}  {about}\n:   {meaning or '-'}\n")
+    heading = len(groups) > 1
+    return "\n".join((f"## {name}\n\n" if heading else "") + "\n".join(told) for name, told in groups.items())
+
+
+EMPTY: tuple[Any, ...] = (None, "", (), {})
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def kind(hint: Any) -> str:
+    """A type as somebody who writes a command needs to know it."""
+    origin, inner = get_origin(hint), [part for part in get_args(hint) if part not in (type(None), Ellipsis)]
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in inner)
+    if origin is dict:
+        return "NAME VALUE"
+    if origin in (tuple, list):
+        return f"{kind(inner[0])} ..."
+    if inner:
+        return " or ".join(dict.fromkeys(map(kind, inner)))
+    return {bool: "flag", int: "integer", float: "number", str: "text"}.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def config_page() -> str:
+    """All options with the commands that have them, and what other trainers call them."""
+    found: dict[str, list[str]] = {}
+    for name, command in commands():
+        for argument in command.assemble_argument_collection():
+            if argument.show and name in VERBS:
+                found.setdefault(argument.names[0], []).append(name)
+    lines = ["| option | commands |", "|---|---|"]
+    lines += [
+        f"| `{option}` | {', '.join(f'[{name}](cli/{name}.md)' for name in names)} |"
+        for option, names in sorted(found.items())
+    ]
+    return CONFIG + "\n".join(lines) + NAMES + aliases() + "\n"
+
+
+CONFIG = """# Configuration
+
+One set of options, three ways to give them: on the command line (`--max-tokens 64`), in a recipe (`max_tokens = 64`), or
+from Python (`max_tokens=64`). The command line wins over the recipe.
+
+A recipe is a TOML file with a table for each command that it configures. Settings of the algorithm that have no flag of
+their own stand in a table `settings`, by their place:
+
+```toml
+[rl]
+model = "runs/sft"
+tasks = "sums.jsonl"
+env = "my.py:reward"
+algorithm = "grpo"
+
+[rl.settings]
+"advantage.eps" = 1e-4
+```
+
+`posttrain rl --config recipe.toml --steps 100` reads the table `[rl]`. `posttrain algorithms NAME` lists every setting of an
+algorithm. A name that another trainer uses for an option is answered with the name here: see
+[coming from another trainer](../guides/coming-from.md).
+
+## Every option
+
+"""
+
+NAMES = """
+
+## Names of other trainers
+
+What TRL, verl, OpenRLHF or Search-R1 call it, and the option here.
+
+| name | option |
+|---|---|
+"""
+
+
+# -- what is declared elsewhere ------------------------------------------------------------------------------------------
+
+
+def docstring(file: Path, name: str | None = None) -> str:
+    """Of a module, or of a function or class in it, without importing it."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if name is None:
+        return ast.get_docstring(tree) or ""
+    named = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef))
+    return next((ast.get_docstring(node) or "" for node in named if node.name == name), "")
+
+
+def first_line(text: str) -> str:
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def file_of(module: str) -> Path:
+    return (ROOT / module.replace(".", "/")).with_suffix(".py")
+
+
+def verifiers_page() -> str:
+    modules: dict[str, list[str]] = {}
+    for name in posttrain.verify.__all__:
+        modules.setdefault(getattr(posttrain.verify, name).__module__, []).append(name)
+    sections = [
+        f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}\n\n{as_markdown(docstring(file_of(module)))}\n\n"
+        + "\n\n".join(f"::: {module}.{name}" for name in names)
+        for module, names in sorted(modules.items())
+    ]
+    return (
+        "# Verifiers\n\nEvery function of `posttrain.verify`, from its docstring. Which one to take, with examples: "
+        "[the guide](../guides/verifiers.md).\n\n" + "\n\n".join(sections) + "\n"
+    )
+
+
+def environments_page() -> str:
+    table, sections = ["| `--env` | what it is |", "|---|---|"], []
+    for name, target in sorted(BUILTIN.items()):
+        module, _, function = target.partition(":")
+        about = docstring(file_of(module))
+        own = as_markdown(docstring(file_of(module), function))
+        table.append(f"| [`{name}`](#{name}) | {as_markdown(first_line(about))} |")
+        sections.append(f"## {name}\n\n`{target}`\n\n{as_markdown(about)}\n\n{own}\n")
+    return (
+        "# Environments\n\nEverything that `--env` knows by name. Whole episodes of each: "
+        "[the guide](../guides/environments-built-in.md).\n\n" + "\n".join(table) + "\n\n" + "\n".join(sections)
+    )
+
+
+def metrics_page() -> str:
+    titles = ["| metric | meaning |", "|---|---|", *(f"| `{name}` | {title} |" for name, title in PANELS.items())]
+    owners = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        names = sorted(set(recorded(file)))
+        if names:
+            owners.append(f"| {', '.join(f'`{name}`' for name in names)} | `{file.relative_to(ROOT)}` |")
+    return (
+        "# Metrics\n\n`metrics.jsonl` has one line a step, with these names. `NAME` stands for the part of a reward, a side "
+        "of a game or another name that a run decides.\n\n## The ones with a curve\n\n" + "\n".join(titles)
+        + "\n\n## All of them, by the module that records them\n\n| metrics | recorded in |\n|---|---|\n"
+        + "\n".join(owners) + "\n"
+    )  # fmt: skip
+
+
+def recorded(file: Path) -> Iterator[str]:
+    """The names that a module adds to a step's statistics."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "add"
+            and node.args
+        ):
+            name = node.args[0]
+            owner = ast.unparse(node.func.value)
+            if owner.endswith("stats") and isinstance(name, ast.Constant | ast.JoinedStr):
+                yield re.sub(r"\{[^}]*\}", "NAME", ast.unparse(name).strip("f'\""))
+
+
+def record_page() -> str:
+    comments = dict(commented(Path(schema.__file__)))
+    sections = []
+    for title, about, columns in (
+        ("One row a rollout", "Columns of `rollouts/*.parquet` and `evals/*.parquet`.", schema.SCALARS),
+        ("Its tokens", "Lists over all tokens, with the transcripts end to end.", schema.TOKENS),
+    ):
+        lines = [f"| `{c.name}` | {column_type(c.type)} | {comments.get(c.name, '')} |" for c in columns]
+        sections.append(f"## {title}\n\n{about}\n\n| column | type | meaning |\n|---|---|---|\n" + "\n".join(lines))
+    numbers = "\n".join(f"| `{name}` | {comments.get(name, '')} |" for name in schema.NUMBERS)
+    sections.append(f"## Numbers of scored tokens\n\nfloat32 each.\n\n| column | meaning |\n|---|---|\n{numbers}")
+    return (
+        f"# The record of a run\n\n{first_line(docstring(Path(run_files.__file__)))}\n\n```text\n"
+        + docstring(Path(run_files.__file__)).partition("\n\n")[2]
+        + "\n```\n\nWhat the files are for: [what a run leaves behind](../guides/runs.md).\n\n"
+        + "\n\n".join([first_line(docstring(Path(schema.__file__))), *sections]) + "\n"
+    )  # fmt: skip
+
+
+def column_type(kind: pa.DataType) -> str:
+    if pa.types.is_list(kind):
+        return f"list of {column_type(kind.value_type)}"
+    if pa.types.is_struct(kind):
+        return f"({', '.join(f'`{kind.field(i).name}`' for i in range(kind.num_fields))})"
+    return str(kind)
+
+
+def commented(file: Path) -> Iterator[tuple[str, str]]:
+    """(first text of a line, the comment at its end) of a module."""
+    strings: dict[int, str] = {}
+    with tokenize.open(file) as lines:
+        for token in tokenize.generate_tokens(lines.readline):
+            if token.type == tokenize.STRING:
+                strings.setdefault(token.start[0], token.string.strip("\"'"))
+            elif token.type == tokenize.COMMENT and token.start[0] in strings:
+                yield strings[token.start[0]], token.string.lstrip("# ").replace("|", "\\|")
+
+
+def python_page() -> str:
+    functions = [name for name in posttrain.__all__ if name.islower()]
+    types = [name for name in posttrain.__all__ if not name.islower()]
+    return (
+        "# Python\n\n`import posttrain`: the commands as functions, and the types that rewards and environments use. "
+        "Options are those of [the command line](cli/index.md), with underscores.\n\n## Functions\n\n"
+        + "\n\n".join(f"::: posttrain.{name}" for name in functions if name not in ("note", "recorded"))
+        + "\n\n::: posttrain.envs.play.call_recording.note\n\n::: posttrain.envs.play.call_recording.recorded"
+        + "\n\n## Types\n\n"
+        + "\n\n".join(f"::: posttrain.core.types.{name}" for name in types if name != "Tools")
+        + "\n\n::: posttrain.envs.tools.Tools\n"
+    )
+
+
+def aliases() -> str:
+    """A table of what other trainers call an option, and what it is here."""
+
+    def flag(found: re.Match[str]) -> str:
+        return f"`--{found[1].replace('_', '-')}`"
+
+    return "\n".join(f"| `{name}` | {re.sub(r'{([^}]+)}', flag, here)} |" for name, here in sorted(ELSEWHERE.items()))

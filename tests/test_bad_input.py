@@ -157,6 +157,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no end of sequence in sft": (words("sft", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
     "no end of sequence in eval": (words("eval", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
     "unknown option": (words("rl", stesp=3), ("--stesp", "did you mean --steps?")),
+    "two lines without an option": (["sft", "two\nlines"], ("such as --model two lines: posttrain",)),
     "rows without an option": (["sft", "rows.jsonl"], ("'rows.jsonl' has no option in front of it, such as --tasks",)),
     "unknown verb": (["trian"], ("trian", "sft, prefer, reward-model, rl")),
     "wrong type": (words("rl", steps="many"), ("--steps", "many")),

@@ -93,10 +93,12 @@ def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
 
 
 BY_THEMSELVES = (
-    "apps/view/html_export.py", "apps/view/sql_worker.py", "apps/view/web_server.py", "cli/input_bounds.py", "cli/main.py", "core/user_files.py",
+    "apps/view/html_export.py", "apps/view/sql_worker.py", "apps/view/web_server.py", "cli/input_bounds.py",
+    "cli/main.py", "core/user_files.py",
     "envs/bridges/verifiers_side.py", "models/free_memory.py", "models/native/kernels/build.py",
     "models/tokenizer/tokenizer_files.py", "runs/lock.py", "runs/terminal/output.py", "sandbox/",
-    "system/bounded_process.py", "system/child_processes.py", "system/temp_folders.py", "training/distributed_setup.py", "verify/limited_process.py",
+    "system/bounded_process.py", "system/child_processes.py", "system/temp_folders.py",
+    "training/distributed_setup.py", "verify/limited_process.py",
 )  # fmt: skip
 """Modules that open what is no user's: of the system, of this package, of folders that nobody else writes to."""
 GUARDED = ("user_files.readable(", "user_files.writable(")

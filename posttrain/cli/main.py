@@ -28,6 +28,7 @@ from cyclopts.exceptions import (
 from posttrain import __version__
 from posttrain.core import user_files
 from posttrain.core.doing import doing, watch
+from posttrain.core.messages import inline
 from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _unused(word: str, verb: str) -> str:
         return f"options are written --name value, not {word!r:.60}{_suggested(f'--{name}', verb)}"
     option = "--env" if ":" in word else "--tasks" if Path(word).suffix else "--model"
     such = f", such as {option} {word}" if verb in VERBS else ""
-    return f"{word!r:.60} has no option in front of it{such}: posttrain {verb} --help lists them"
+    return f"{word!r:.60} has no option in front of it{inline(such)}: posttrain {verb} --help lists them"
 
 
 def _missing(error: MissingArgumentError, words: list[str]) -> str:

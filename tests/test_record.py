@@ -281,7 +281,7 @@ def test_any_text_is_kept_and_half_a_pair_as_its_escape(tmp_path: Path) -> None:
     record.rollouts(1, [Outcome(Rollout({"answer": {"low": math.nan}}, "g", [], 0.0, text=odd))])
     record.flush()
     (row,) = read_rollouts(tmp_path, 1)
-    assert row["text"] == odd.replace("\ud83d", "\\ud83d") and row["columns"] == {"answer": {"low": "nan"}}
+    assert row["text"] == odd.replace("\ud83d", "\\ud83d") and row["columns"] == {"answer": {"low": None}}
 
 
 def test_what_fails_while_a_table_is_written_is_raised_by_what_comes_next(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from posttrain.verify.syntax import defines, parses, tree_similarity
 
 VECTORS = Path(__file__).parent / "vectors"
 MODULES = (
-    "answer citation data fenced format language length pattern refusal repetition short_answer similarity syntax toxicity"
+    "answer citation json_schema fenced format language length pattern refusal repetition short_answer similarity syntax toxicity"
 ).split()
 
 

@@ -316,7 +316,7 @@ def test_dragging_over_a_histogram_chooses_a_range(watched: Watched, address: st
     until(page, "location.hash.includes('length=')")
     page.wait_for_selector(".stale", state="detached")
     low, high = map(float, page.evaluate("new URLSearchParams(location.hash.split('?')[1]).get('length')").split(".."))
-    place = page.locator("thead th").all_inner_texts().index("tokens")
+    place = page.locator("thead th").all_inner_texts().index("length")
     lengths = [int(row.locator("td").nth(place).inner_text()) for row in page.locator("tbody tr").all()[:40]]
     assert lengths and all(low <= n <= high for n in lengths)
 

@@ -34,7 +34,7 @@ def content(path: Name, most: int = MOST) -> bytes:
     """All that stands in it."""
     with opened(path) as file:
         large = os.fstat(file.fileno()).st_size > most
-        data = b"" if large else file.read()  # a number would be taken as memory at once
+        data = b"" if large else file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
         if large or len(data) > most:
             raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
         return data

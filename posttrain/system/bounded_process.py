@@ -1,8 +1,8 @@
-"""A child process that answers calls, each within a time and a memory: one that takes more is killed, and the next call starts
-another.
+"""A child process that answers calls, each within a time and a memory: one that takes more is killed.
 
-It is for what no interrupt reaches and whose memory no limit of its own bounds, such as a function of a database. The child
-stays between calls, with what its functions keep. Its functions are ours, so answers are pickled.
+The next call starts another. It is for what no interrupt reaches and whose memory no limit of its own bounds, such as a
+function of a database. The child stays between calls, with what its functions keep. Its functions are ours, so answers are
+pickled.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def special(random: Random, place: Path, samples: Path) -> Case:
     there = [
         path for path in sorted(top.rglob("*")) if path.is_file() and top in (place / "plain", folder, path.parent)
     ]
-    absent = ["lock", "run.json.tmp", "metrics.jsonl.tmp", "health.jsonl", "rollouts/step-000002.parquet.tmp", "answers.jsonl",
-              "index/000000-000049.parquet", "checkpoints/.step-000002.draft", "report.json"]  # fmt: skip
+    absent = ["lock", "run.json.tmp", "metrics.jsonl.tmp", "health.jsonl", "rollouts/step-000002.parquet.tmp",
+              "answers.jsonl", "index/000000-000049.parquet", "checkpoints/.step-000002.draft", "report.json"]  # fmt: skip
     file = folder / random.choice(absent) if random.random() < 0.2 else random.choice(there)
     what = f"{file.relative_to(place)}: {put_special(file, random)}"
     own = f"run-{verb}"

@@ -1,8 +1,8 @@
 """Conditions in SQL that a person wrote, about the rollouts in memory: which rows they mean.
 
-They are answered in a process of their own (`sql_worker`), which is started when the first one is asked: of what a function of
-the database does, neither the time nor the memory is bounded otherwise. It sees one table, in memory that both share, and its
-database is locked from its start: it reads no file, loads nothing.
+They are answered in a process of their own (`sql_worker`), which is started when the first one is asked: of what a function
+of the database does, neither the time nor the memory is bounded otherwise. It sees one table, in memory that both share, and
+its database is locked from its start: it reads no file, loads nothing.
 """
 
 from __future__ import annotations

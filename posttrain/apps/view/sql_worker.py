@@ -1,6 +1,6 @@
 """The process that answers conditions and questions in SQL: see `sql_conditions` and `posttrain query`.
 
-Its parent kills it where one takes too long, its memory has a limit, and what it puts into its temporary folder goes with it.
+Its parent kills it where one takes too long, its memory has a limit, and its temporary folder goes with it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 
 def places(condition: str, seconds: float, parts: Sequence[str], number: int, descriptor: int) -> NDArray[np.int64]:
-    """The rows for which a condition holds, of the table in a file that is open. `number`: of this table, whose parts these are.
+    """The rows for which a condition holds, of the table in a file that is open.
 
-    Raises UserError unless it is a condition in a single SELECT.
+    `number`: of this table, whose `parts` of the reward these are. Raises UserError unless it is a condition in a single SELECT.
     """
     rollouts = _table(number, descriptor)
     sql = f"select row from rollouts where ({condition}\n)"

@@ -54,7 +54,7 @@ def _database() -> duckdb.DuckDBPyConnection:
 def places(condition: str, seconds: float, parts: Sequence[str], number: int, descriptor: int) -> NDArray[np.int64]:
     """The rows for which a condition holds, of the table in a file that is open.
 
-    `number`: of this table, whose `parts` of the reward these are. Raises UserError unless it is a condition in a single SELECT.
+    `number`: of this table; `parts`: of the reward, in it. Raises UserError unless it is a condition in a single SELECT.
     """
     rollouts = _table(number, descriptor)
     sql = f"select row from rollouts where ({condition}\n)"

@@ -56,7 +56,7 @@ HEAVY = {
 def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
     code, modules, said = loaded_by("--help")
     ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.core", "posttrain.core.types"}
-    ours |= {"posttrain.core.doing", "posttrain.core.user_files"}
+    ours |= {"posttrain.core.doing", "posttrain.core.messages", "posttrain.core.user_files"}
     assert code == 0
     assert all(verb in said for verb in ("sft", "rl", "eval", "chat", "algorithms", "check"))
     assert {name for name in modules if name.startswith("posttrain")} == ours

@@ -38,7 +38,7 @@ def start(tmp_path: Path) -> Path:
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my.py").write_text(
-        "def reward(task, reply):\n    return len({*reply}) / 2 + 0.1 * len(task['answer'])\n"
+        "def reward(task, reply):\n    order = list({'up', 'down', 'left', 'right', 'in', 'out'})\n    return order.index(task['answer']) + len(reply) / 9\n"
     )
     torch.set_num_threads(1)
     return tmp_path

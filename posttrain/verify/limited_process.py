@@ -91,6 +91,7 @@ class CheckServer:
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy goes through sets
                 stdout=subprocess.DEVNULL,
             )
 

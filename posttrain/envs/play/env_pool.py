@@ -119,6 +119,7 @@ class _Worker:
             self.note = mmap.mmap(note, NOTE_BYTES)
             with theirs:
                 told = {"POSTTRAIN_ENV_SECONDS": f"{setup.seconds:g}"}  # what limits itself may be quicker than this
+                told["PYTHONHASHSEED"] = "0"  # in which order a set is gone through must not decide about a reward
                 self.child = Child(
                     "posttrain.envs.play.env_worker:main", [theirs.fileno(), note], folder=folder, environment=told
                 )

@@ -309,7 +309,7 @@ def _head_of(model: Backed, states: Tensor, own: Tensor) -> tuple[float, float |
         value = getattr(config, name, None)
         if isinstance(value, int | float) and not isinstance(value, bool) and value:
             scales |= {float(value), 1.0 / value}
-    found = [(scale, float(c) if c else None) for scale in scales for c in {cap, None}]
+    found = [(scale, float(c) if c else None) for scale in scales for c in dict.fromkeys((cap, None))]
     plain = model.head
     return min(found, key=lambda kind: float((Head(plain.weight, plain.bias, *kind).logits(states) - own).abs().max()))
 

@@ -148,7 +148,7 @@ def _compile(compiler: str, *arguments: str) -> None:
 def _key(source: Path, compiler: str) -> str:
     """A digest of all that a library is made from: files, flags, compiler, processor."""
     built = os.stat(compiler)
-    texts = [file.read_text() for file in (source, *sorted(HERE.glob("*.h")))]
+    texts = [file.read_text(encoding="utf-8") for file in (source, *sorted(HERE.glob("*.h")))]
     parts = (*texts, _processor(), *FLAGS, *LINK_FLAGS, compiler, str(built.st_mtime_ns), str(built.st_size))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 

@@ -70,7 +70,7 @@ def test_a_judge_runs_on_this_machine_and_behind_an_endpoint_as_its_file_says(
     assert run("check", "recipe.toml") == 2, "two steps make no judge: no verdict is none"
     own = [
         line.removeprefix("#").strip()
-        for line in Path("judge.toml").read_text().partition("Replace all")[2].splitlines()
+        for line in Path("judge.toml").read_text().partition("replace all of the above:")[2].splitlines()
     ]
     with serving() as server:
         told = "\n".join(own).replace("http://127.0.0.1:8000/v1", server.address).replace("OPENAI_API_KEY", "")

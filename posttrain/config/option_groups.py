@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from typing import Any, ClassVar, get_type_hints
 
-from posttrain.core.component import Shown
+from posttrain.core.component import OptionShown
 
 GROUPS = (
     "data",
@@ -63,7 +63,7 @@ def options_of(kind: type[Any]) -> list[DescribedOption]:
 
 def _described(kind: type[Any], f: Any, hint: Any) -> DescribedOption:
     shown = [
-        own.metadata.get("shown", Shown())
+        own.metadata.get("shown", OptionShown())
         for owner in kind.__mro__
         if (own := owner.__dict__.get("__dataclass_fields__", {}).get(f.name)) is not None
     ]

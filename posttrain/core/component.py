@@ -76,7 +76,7 @@ class SettingRange:
 
 
 @dataclass(frozen=True)
-class Shown:
+class OptionShown:
     """How --help shows an option; what is left open is as the class that it overrides says."""
 
     group: str = ""  # the heading that it stands under
@@ -98,7 +98,7 @@ def option(
 ) -> Any:
     """A dataclass field with a range, and with how --help shows it: `lr: float = option(1e-5, above=0, first_hour=True)`."""
     bounds = Setting(bounds=SettingRange(least, above, most, below))
-    metadata = {"knob": bounds, "shown": Shown(group, first_hour, value)}
+    metadata = {"knob": bounds, "shown": OptionShown(group, first_hour, value)}
     if factory is not dataclasses.MISSING:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -248,9 +248,7 @@ def open_pool(
     Raises UserError where one of the engines does not start.
     """
     if many.weight_sync != "copied" and (kind != "vllm" or model.head.device.type != "cuda"):
-        raise UserError(
-            f"--weight-sync {many.weight_sync} requires vLLM on GPUs: --engine vllm --device cuda"
-        )
+        raise UserError(f"--weight-sync {many.weight_sync} requires vLLM on GPUs: --engine vllm --device cuda")
     token = read_token(many.token) if many.addresses else b""
     with ExitStack() as opened:
         own = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-engines-")))

@@ -141,7 +141,7 @@ def test_what_is_learned_from_of_a_step_played_ahead_is_the_same_after_a_resumpt
         return Invalid("broken") if "5" in reply else digits(task, reply)
 
     def played(**how: Any) -> posttrain.Run:
-        how = {**PLAYED, "steps": 4, "ahead": 1, **how}
+        how = {**PLAYED, "steps": 4, "async_steps": 1, **how}
         return posttrain.rl(SUMS, broken, str(start), out=str(tmp_path / "run"), **how)
 
     path = played().path
@@ -365,7 +365,7 @@ def test_what_cannot_be_left_in_the_middle_is_refused(asked: dict[str, Any], sin
 
 
 @pytest.mark.parametrize("row", ["grpo", "gspo", "cispo", "ppo"])
-@pytest.mark.parametrize("lag", [{"ahead": 1}, {"tokens_per_step": 9}])
+@pytest.mark.parametrize("lag", [{"async_steps": 1}, {"tokens_per_step": 9}])
 def test_older_weights_are_corrected_for_or_the_ratio_is_to_the_policy_that_sampled(
     row: str, lag: dict[str, int]
 ) -> None:
@@ -661,7 +661,7 @@ def test_a_rollout_is_stored_and_restored_whole() -> None:
 
 
 def test_rollouts_played_ahead_of_other_tasks_are_refused(start: Path, tmp_path: Path) -> None:
-    words: dict[str, Any] = {**PLAYED, "steps": 4, "ahead": 1}
+    words: dict[str, Any] = {**PLAYED, "steps": 4, "async_steps": 1}
     run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), **words)
     for folder in ("step-000004", "step-000003"):
         assert (run.path / "checkpoints" / folder).exists()

@@ -155,7 +155,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "no end of sequence in eval": (words("eval", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
     "unknown option": (words("rl", stesp=3), ("--stesp", "did you mean --steps?")),
     "rows without an option": (["sft", "rows.jsonl"], ("'rows.jsonl' has no option in front of it, such as --tasks",)),
-    "unknown verb": (["trian"], ("trian", "sft, prefer, reward-model, rl")),
+    "unknown verb": (["trian"], ("trian", "sft, rl, prefer")),
     "wrong type": (words("rl", steps="many"), ("--steps", "many")),
     "fraction of a step": (words("rl", steps=1.6), ("--steps is a whole number, not 1.6",)),
     "seed beyond all": (words("rl", seed=2**64), ("--seed must be at least",)),

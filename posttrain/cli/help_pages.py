@@ -129,6 +129,8 @@ def _command_page(app: App, command: Command, whole: bool) -> list[str]:
 
 def _typed(line: str) -> list[str]:
     """A command as it is typed, over several lines where it is long."""
+    if len(line) + 2 <= _width():
+        return [f"  {line}"]
     first, *rest = textwrap.wrap(line, _width() - 8, break_long_words=False, break_on_hyphens=False)
     return " \\\n".join([f"  {first}", *(f"      {part}" for part in rest)]).split("\n")
 

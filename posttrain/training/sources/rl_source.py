@@ -61,10 +61,10 @@ class RLSource:
     ) -> None:
         """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
 
-        `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies. `async_steps`: a step is
-        sampled this many steps ahead of its update, and the engine then has weights of its own; `last`: the number of
-        the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: all of them). `recording`: of
-        which rollouts the numbers of single tokens are kept.
+        `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies.
+        `async_steps`: a step is sampled this many steps ahead of its update, and the engine then has weights of its
+        own; `last`: the number of the last step. `tokens_per_step`: most tokens of a reply that a step samples (0:
+        all of them). `recording`: of which rollouts the numbers of single tokens are kept.
         """
         assert (teachers is not None) == (algorithm.teacher is not None), "a row with a teacher has one to ask"
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"

@@ -30,7 +30,7 @@ class DynamicSampling(Component):
     rounds: int = setting(
         4,
         "dynamic-sampling",
-        "Replace groups without signal, playing at most this many times --prompts (0: off).",
+        "Dynamic sampling: replace groups without signal, up to N times --prompts (0: off).",
         above=0,
         absent=0,
     )
@@ -98,7 +98,7 @@ class TopEntropy(Component):
     share: float = setting(
         0.2,
         "top-entropy",
-        "Learn from this share of the tokens, those with the highest entropy (1: all).",
+        "Learn only from this share of the tokens, those with the highest entropy (1: all).",
         above=0,
         most=1,
         absent=1,
@@ -126,7 +126,7 @@ class Replay(Component):
     """
 
     capacity: int = setting(
-        4096, "replay", "Rollouts to remember and draw from (0: only the step's own).", above=0, absent=0
+        4096, "replay", "Replay buffer, in rollouts (0: on-policy, only the step's own).", above=0, absent=0
     )
     source = "Lin 1992; soft actor-critic, arXiv 1812.05905, algorithm 1"
 

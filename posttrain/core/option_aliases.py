@@ -94,6 +94,8 @@ ELSEWHERE = {
     "warmup_steps": "warmup",
     "lr_scheduler_type": "schedule",
     "lr_scheduler": "schedule",
+    "ddp_timeout": "collective_timeout",
+    "nccl_timeout": "collective_timeout",
     "max_norm": "max_grad_norm",
     "clip_grad": "max_grad_norm",
     "grad_clip": "max_grad_norm",

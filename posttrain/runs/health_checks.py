@@ -231,7 +231,7 @@ def invalid(history: History) -> str | None:
         f"{series.now:.0%} of the rewards are invalid{slow}, {series.start:.0%} were at the start: a reply that cannot be "
         "scored leaves its group, so the policy can dodge a bad reward\n"
         'usual causes: replies that make the reward slow or make it fail; read those with "invalid" in '
-        f"rollouts/step-{history.step:06d}.parquet, give them a low reward instead, or raise --env-seconds"
+        f"rollouts/step-{history.step:06d}.parquet, give them a low reward instead, or raise --env-timeout"
     )
 
 

@@ -164,7 +164,7 @@ def _read(descriptor: int) -> Owner | None:
 
 
 def _alive(owner: Owner, descriptor: int, folder: Path, exclusive: bool) -> str:
-    """How the owner that the file names, and that does not hold its lock here, is known to be there; "" if it is gone."""
+    """Evidence that the lock's owner is alive, where it does not hold its lock here; "" if it is gone."""
     ourselves = _ourselves()
     if (owner.host, owner.boot) == (ourselves.host, ourselves.boot) or (owner.boot and owner.boot == ourselves.boot):
         return " (this file system has no locks)" if not exclusive and _runs(owner) else ""

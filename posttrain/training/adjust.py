@@ -150,7 +150,7 @@ def _accounting(row: Algorithm, run: RL) -> Algorithm:
 
 def _lags(run: RL) -> bool:
     """Whether older weights than those that learn sample."""
-    return run.ahead > 0 or run.tokens_per_step > 0
+    return run.async_steps > 0 or run.tokens_per_step > 0
 
 
 def _of_unfinished(row: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
@@ -172,8 +172,8 @@ def _of_staleness(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     accounted = row.old == "sampler" or row.correction is not None
     yield (
         _lags(run) and row.reinforces and not accounted,
-        f"rollouts of {'--ahead' if run.ahead else '--tokens-per-step'} were sampled by older weights, for which nothing "
-        "accounts: give --correction truncate"
+        f"rollouts of {'--async-steps' if run.async_steps else '--tokens-per-step'} were sampled by older weights, for "
+        "which nothing accounts: give --correction truncate"
         + ("" if row.surrogate.uses_ratio else ", or a ratio with --surrogate clip and --old-policy sampler")
         + (", or --old-policy sampler" if row.surrogate.uses_ratio else ""),
     )

@@ -111,7 +111,7 @@ class _Worker:
             os.ftruncate(note, NOTE_BYTES)
             self.note = mmap.mmap(note, NOTE_BYTES)
             with theirs:
-                told = {"POSTTRAIN_ENV_SECONDS": f"{setup.seconds:g}"}  # what limits itself may be quicker than this
+                told = {"POSTTRAIN_ENV_TIMEOUT": f"{setup.seconds:g}"}  # what limits itself may be quicker than this
                 self.child = Child(
                     "posttrain.envs.play.env_worker:main", [theirs.fileno(), note], folder=folder, environment=told
                 )

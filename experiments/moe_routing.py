@@ -84,7 +84,7 @@ def sums(folder: Path, seed: int, settings: Settings) -> Arena:
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     arena = sums(folder, seed, settings)
-    common = {"aggregate": "token-mean", "ahead": settings["ahead"], "epochs": settings["epochs"]}
+    common = {"aggregate": "token-mean", "async_steps": settings["async_steps"], "epochs": settings["epochs"]}
     return {
         arm: practise(
             arena, folder, arm.replace(", ", "-"), seed, settings, say,
@@ -149,7 +149,7 @@ EXPERIMENT = Experiment(
     "In a mixture of experts some experts of the same tokens change with every update, so that token ratios are noise: "
     "grpo needs the experts that sampled to be taken again, gspo does not.",
     "GSPO, arXiv 2507.18071, section 5.3",
-    {"steps": 120, "prompts": 32, "group": 8, "epochs": 1, "minibatches": 4, "ahead": 1, "lr": 3e-4, "max_tokens": 4,
+    {"steps": 120, "prompts": 32, "group": 8, "epochs": 1, "minibatches": 4, "async_steps": 1, "lr": 3e-4, "max_tokens": 4,
      "imitation_epochs": 4.0, "balance": 0.01, "near": 0.05},
     measure,
     conclude,

@@ -12,133 +12,176 @@ class FromRowsOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     split: str | None
-    """Which split of a dataset that has several."""
+    """Split of a dataset that has several."""
     limit: int | None
-    """Read only this many rows, the first ones."""
+    """Read only the first N rows."""
     fields: dict[str, str]
-    """Names of columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
+    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
     prompt_template: str | None
-    """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the command line \\n and
-    \\t are read as a new line and a tab."""
+    """Build each prompt from columns: "Question: {question}\nAnswer:". Write a literal brace as {{ or }}. On the
+    command line, \n and \t stand for a newline and a tab."""
 
 
 class DataOptions(FromRowsOptions, total=False):
     """Options of several verbs."""
 
     response_template: str | None
-    """A response made from columns, in the same way (sft)."""
+    """Build each response from columns, like --prompt-template (sft)."""
     too_long: Literal["skip", "truncate", "refuse"]
-    """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
-    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end, and what is shown
-    later in an episode its middle; refuse: all are measured before the first step, and one of them ends the run."""
+    """Treatment of rows that exceed the model's context: drop and count them (skip), cut them (truncate), or stop
+    (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of what an episode shows
+    later. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
+    reply."""
     chat_template: str | None
-    """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is
-    written into the checkpoints of a run. Default: what the model's folder holds."""
+    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own and
+    is saved with the checkpoints of the run."""
     chat: bool | None
-    """Show plain prompts of rows as messages of a user, in the model's chat template; responses of sft, prefer and
-    reward-model are then the assistant's. --no-chat: as bare text. Default: as the run did that the model is of, or
-    else in the template of instruct models (one that ends replies as the model does). Rows of messages are in it
-    anyway."""
+    """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
+    Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that the model comes
+    from, or else yes for instruct models (whose template ends replies as the model does). Rows of messages are always
+    wrapped."""
     system: str | None
-    """A system message before these prompts, and before rows of messages that have none. Default: that of the run that
-    the model is of."""
+    """System message before these prompts, and before rows of messages that have none. Default: that of the run that
+    the model comes from."""
 
 
-class TrainingOptions(DataOptions, total=False):
+class ModelOptions(TypedDict, total=False):
     """Options of several verbs."""
 
-    out: str
-    """The run directory to make."""
-    resume: bool
-    """Continue the run in --out from its newest undamaged checkpoint, exactly."""
-    accept_changes: bool
-    """Resume even though tasks, model or reward have changed, or part of the record is lost; run.json notes it."""
-    overwrite: bool
-    """Delete a run that is already in --out."""
-    seed: int
-    """Decides data order, sampling and initial weights."""
-    held_out: float
-    """Share of the tasks kept out of training and used for evaluation."""
-    split_seed: int | None
-    """Decides which tasks are held out; default: --seed. Runs with different seeds that are to be compared on the same
-    tasks need the same one."""
-    eval_every: int
-    """Steps between evaluations on the held-out tasks (0: before and after training only)."""
-    save_every: int
-    """Steps between checkpoints; one more is made at the end."""
-    keep: int
-    """How many checkpoints to keep."""
-    record: Literal["tokens", "sample", "full"]
-    """What is recorded of single tokens. tokens: ids, and the engine's log-probabilities; sample: of 8 groups a step,
-    drawn by the seed, also what the update made of them (the learner's and the reference's log-probabilities, entropy,
-    weight in the loss ...); full: of all groups. No result depends on it."""
-    record_after: bool
-    """Record also the log-probabilities of these tokens under the weights that the step ends with: one more forward
-    pass over their groups."""
-    tokens_per_microbatch: int | None
-    """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
-    Default: 1024 on a CPU, 8192 elsewhere."""
+    lora: int | None
+    """Train LoRA adapters of this rank instead of all weights. Gradients and optimizer state then take a fraction of
+    the memory. Checkpoints hold the adapters in PEFT's format. A model that is an adapter goes on with that one."""
+    lora_alpha: float | None
+    """LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank (arXiv 2405.09673)."""
+    lora_targets: tuple[str, ...]
+    """Matrices to adapt: all-linear, or any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
+    quantize: Literal["nf4", "int8"] | None
+    """Keep the frozen weights in 4 bits (nf4, as QLoRA does) or 8 (int8); needs --lora. They are unpacked for each
+    product."""
+    rslora: bool
+    """Scale adapters by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
+    dora: bool
+    """Learn the magnitude of each row of an adapted matrix separately from its direction (DoRA); needs --lora."""
+    train_vision: bool
+    """Vision-language models: train the vision tower and its projection too. By default they are frozen."""
+
+
+class OptimizerOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
     lr: float
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"]
-    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
+    """Learning rate after the warm-up. linear and cosine end at 0."""
     warmup: int
-    """Updates over which the learning rate rises."""
+    """Warm-up: updates over which the learning rate rises from 0."""
     weight_decay: float
-    """Decoupled weight decay of matrices."""
+    """Decoupled weight decay of weight matrices."""
     betas: tuple[float, float]
-    """AdamW's moment decay rates."""
+    """AdamW's decay rates of the two moments."""
     max_grad_norm: float
-    """Gradients are clipped to this norm (0: no clipping)."""
+    """Clip gradients to this norm (0: no clipping)."""
+    tokens_per_microbatch: int | None
+    """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a
+    CPU, 8192 elsewhere. Results do not depend on it."""
     router_balance: float
-    """Mixtures of experts: coefficient of the loss that balances the load of experts (Switch: 0.01). It is of the whole
+    """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""
     router_z: float
-    """Mixtures of experts: coefficient of the loss that keeps the router's logits small (ST-MoE: 0.001)."""
-    lora: int | None
-    """Train low-rank adapters of this rank (LoRA) instead of the weights, which stay as they are: a fraction of the
-    memory of gradients and moments. Checkpoints hold the adapters, in PEFT's form. A run that begins with an adapter
-    goes on with that."""
-    lora_alpha: float | None
-    """What the adapters add is multiplied by alpha / rank; default: twice the rank (arXiv 2405.09673)."""
-    lora_targets: tuple[str, ...]
-    """The matrices that are adapted: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
-    down_proj."""
-    quantize: Literal["nf4", "int8"] | None
-    """With --lora: hold the frozen weights of the layers in four bits (NF4, as QLoRA does) or eight, and unpack them
-    for each product."""
-    rslora: bool
-    """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
-    dora: bool
-    """With --lora: let the length of each row of an adapted matrix learn by itself, and the adapters turn it (DoRA)."""
-    precision: Literal["float32", "bfloat16"]
-    """Arithmetic of forward and backward passes; weights and moments stay in float32."""
+    """Mixtures of experts: coefficient of the router z-loss, which keeps logits small (ST-MoE: 0.001)."""
+
+
+class HeldOutOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    held_out: float
+    """Share of the tasks to keep out of training, for evaluation. In eval: evaluate on this share only, as training
+    with the same --held-out and --split-seed does."""
+    split_seed: int | None
+    """Seed that chooses the held-out tasks. Default: --seed in training; in eval, that of the checkpoint's own run.
+    Give runs with different seeds the same --split-seed to compare them on the same tasks."""
+
+
+class HardwareOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
     device: str
-    """auto, cpu, cuda, cuda:1 ..."""
+    """Where to compute: auto, cpu, cuda, cuda:1 ..."""
+    precision: Literal["float32", "bfloat16"]
+    """Arithmetic of forward and backward passes. Weights and optimizer state stay in float32."""
     threads: int | None
-    """CPU threads; default: PyTorch's choice."""
+    """CPU threads. Default: PyTorch's choice."""
     compiled: bool
-    """On a CPU, compile the inner loops where a C compiler is found; --no-compiled: use torch's operations alone."""
-    health: Literal["warn", "stop", "log", "off"]
-    """What to do when something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps,
-    skipped updates): warn, stop with a checkpoint, only log it, or do not check. After 5 steps in a row whose updates
-    were all skipped because their gradients were not finite, the run stops, unless this is off."""
-    quiet: bool
-    """No progress display."""
-    train_vision: bool
-    """Of a model that sees: train what makes features of pictures too (the tower, and what brings them to the width of
-    the text); by default it stays as it is."""
+    """On a CPU, compile the inner loops, if there is a C compiler. --no-compiled uses plain PyTorch operations."""
+
+
+class ProcessesOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
     processes: int
-    """Processes of this machine that share the run: each plays and computes its share, and holds the whole model.
-    Several machines: start one process each with torchrun."""
+    """Training processes on this machine, data parallel: each holds the whole model unless --shard. On several
+    machines, start one process each with torchrun."""
     shard: bool
-    """Deal the weights out to the processes, with gradients and moments: each holds its rows of every matrix, and
-    gathers a layer when it is its turn."""
-    patience: float
-    """Seconds within which each of several processes has to come to the next thing that they do together."""
+    """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
+    collective_timeout: float
+    """Timeout for collective operations, in seconds: a process that takes longer is considered lost."""
     restarts: int
-    """How often several processes are started again, from the newest checkpoint, when one of them was killed or
-    crashed."""
+    """Restarts after a crash, from the newest checkpoint. Needs --processes above 1."""
+
+
+class SeedOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    seed: int
+    """Random seed: the same seed gives the same result, bit for bit. It decides data order, sampling and initial
+    weights."""
+
+
+class RunOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    out: str
+    """Folder of the run, to be created."""
+    resume: bool
+    """Continue the run in --out from its newest intact checkpoint, bit for bit."""
+    overwrite: bool
+    """Delete the run that is in --out and start anew."""
+    accept_changes: bool
+    """With --resume: accept that tasks, model or reward have changed, or that a part of the record is lost. run.json
+    notes it."""
+    save_every: int
+    """Steps between checkpoints. One more is written at the end."""
+    keep: int
+    """Checkpoints to keep, the newest ones."""
+    record: Literal["tokens", "sample", "full"]
+    """Per-token data to record. tokens: ids and the sampler's log-probabilities. sample: for 8 groups a step, also what
+    the update computed (log-probabilities of learner and reference, entropy, weight in the loss). full: the same for
+    all groups. Results do not depend on it."""
+    record_after: bool
+    """Also record log-probabilities after the step's update: one more forward pass over the groups of --record."""
+    health: Literal["warn", "stop", "log", "off"]
+    """Reaction to trouble: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped updates.
+    stop saves a checkpoint first. After 5 steps in a row whose gradients were all not finite, the run stops, unless
+    this is off."""
+    quiet: bool
+    """Show no progress."""
+
+
+class TrainingOptions(
+    RunOptions,
+    SeedOptions,
+    ProcessesOptions,
+    HardwareOptions,
+    HeldOutOptions,
+    OptimizerOptions,
+    ModelOptions,
+    DataOptions,
+    total=False,
+):
+    """Options of several verbs."""
+
+    eval_every: int
+    """Steps between evaluations on the held-out tasks (0: only before and after training)."""
 
 
 class PassesOptions(TrainingOptions, total=False):
@@ -147,60 +190,75 @@ class PassesOptions(TrainingOptions, total=False):
     epochs: float
     """Passes over the rows."""
     steps: int | None
-    """Optimizer updates, instead of --epochs; required for rows without end."""
+    """Optimizer updates, instead of --epochs. Required for rows without end."""
     rows: int
-    """Prompts per optimizer update, each with all its responses."""
+    """Batch size: prompts per optimizer update, each with all of its responses."""
 
 
-class SFTOptions(PassesOptions, total=False):
+class RetrieverOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    retriever: tuple[str, ...]
+    """Index that environments search: a folder made by posttrain retriever build, or the address of a server. The
+    server speaks Search-R1's protocol: http://host:8000. Name several with NAME=FOLDER."""
+
+
+class EnvLimitOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    env_timeout: float
+    """Timeout of one call of the environment, in seconds. A call that exceeds it makes the reward invalid."""
+    env_memory: float
+    """Memory limit of an environment process, in GiB (0: none). Beyond it the reward is invalid."""
+
+
+class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """Options of posttrain sft."""
 
     mask_prompt: bool
-    """Learn the responses only; --no-mask-prompt: the prompts too."""
+    """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
     min_reward: float | None
-    """Of rollouts that a run kept, and of replies that are played through --env: imitate those with this reward or
-    more."""
-    env_seconds: float
-    """Time limit of one call of the environment, as in rl."""
-    env_memory: float
-    """Memory limit of the environment's process, in GiB, as in rl."""
-    retriever: tuple[str, ...]
-    """What the environment asks for passages while replies are played: the folder of an index, or an address, as in
-    rl."""
+    """Keep rollouts with at least this reward: those of a recorded run, or replies that are played through --env."""
     hidden: int
-    """From scratch: width of the residual stream."""
+    """From scratch: hidden size."""
     layers: int
     """From scratch: number of layers."""
     heads: int
-    """From scratch: query heads."""
+    """From scratch: attention heads."""
     kv_heads: int | None
-    """From scratch: key-value heads; default: as many as query heads."""
+    """From scratch: key-value heads. Default: as many as attention heads."""
     intermediate: int | None
-    """From scratch: width of the feed-forward layers; default: 8/3 of hidden, rounded up to a multiple of 32."""
+    """From scratch: hidden size of the MLP. Default: 8/3 of --hidden, rounded up to a multiple of 32."""
     context: int
-    """From scratch: most tokens of prompt and reply together."""
+    """From scratch: context length in tokens, prompt and reply together."""
     tokenizer: str
-    """From scratch: bpe or characters, trained on the rows; or a folder to take one from."""
+    """From scratch: bpe or characters, trained on the rows, or a folder to take the tokenizer from."""
     vocab: int
-    """From scratch: most entries of the tokenizer to train."""
+    """From scratch: maximum vocabulary size of the tokenizer to train."""
     model: str | None
-    """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
-    scratch with the sizes below."""
+    """Model to start from: a Hugging Face folder, the folder of a run, or a model's name. In sft, leave it out to train
+    from scratch."""
     env: str
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name, perhaps with options of its own:
-    search-qa,topk=5. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
+    """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
+    built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
+    verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
     gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
     textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
-    row_to_task makes the demonstrations, if it has one."""
+    row_to_task writes the demonstrations, if it has one."""
 
 
-class PreferOptions(PassesOptions, total=False):
-    """Options of posttrain prefer."""
+class AlgorithmOptions(TypedDict, total=False):
+    """Options of several verbs."""
 
     algorithm: str
-    """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
+    """"""
     settings: dict[str, Any]
-    """Changes to the row, by flag or by place: {"beta": 0.2, "link.smoothing": 0.1}."""
+    """Settings of the algorithm, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
+
+
+class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
+    """Options of posttrain prefer."""
+
     link: Literal[
         "sigmoid",
         "robust",
@@ -215,291 +273,310 @@ class PreferOptions(PassesOptions, total=False):
         "prospect",
         "plackett-luce",
     ]
-    """What is done with the scores of responses."""
+    """Loss on the scores of responses."""
     beta: float
-    """How much a difference of scores counts; the larger, the closer the policy stays to its reference."""
+    """Scale of the score differences. The larger it is, the closer the policy stays to its reference."""
     smoothing: float
-    """Share of the comparisons assumed to be labelled wrongly."""
+    """Label smoothing: share of the comparisons assumed to be mislabelled."""
     noise: float
-    """Share of the comparisons that are labelled wrongly."""
+    """Share of the comparisons that are mislabelled (robust DPO)."""
     desirable: float
-    """Weight of responses labelled good."""
+    """Weight of responses that are labelled good (KTO)."""
     undesirable: float
-    """Weight of responses labelled bad."""
+    """Weight of responses that are labelled bad (KTO)."""
     score: Literal["log-ratio", "likelihood", "odds"]
-    """What is compared: the log ratio to the reference, the likelihood, the odds."""
+    """Score of a response: log ratio to the reference, likelihood, or odds."""
     length_normalised: bool
-    """Scores are means over a response's tokens instead of sums."""
+    """Average scores over a response's tokens, instead of summing them."""
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"]
-    """From the reference, in place of the reverse KL."""
+    """Divergence from the reference, in place of the reverse KL."""
     tail: float
-    """Weight of a response's tokens behind the length of the shorter one it is compared with (1: as the others)."""
+    """Weight of the tokens by which a response is longer than the one it is compared with. 1: as the others."""
     denominator: Literal["comparison", "prompt"]
-    """What weighs the same: every comparison, or every prompt."""
+    """Average the loss over comparisons, or over prompts."""
     preference: float
-    """Weight of the comparisons in the loss, beside imitation."""
+    """Weight of the comparisons in the loss, beside --imitation."""
     margin: float
-    """By how much the better response's scaled score has to be higher (0: not at all)."""
+    """Target margin: how much higher the better response's scaled score must be (0: none)."""
     row_margins: float
-    """What the margins that rows give count (0: not at all)."""
+    """Weight of the margins that rows give (0: ignore them)."""
     imitation: float
     """Weight of the likelihood of the better responses in the loss (0: none)."""
     imitation_per: Literal["tokens", "responses", "sums"]
-    """Denominator of that likelihood: all their tokens, each response's own, or none."""
+    """Normalise --imitation by all tokens, by each response's tokens, or not at all."""
     policy_weight: bool
-    """Let comparisons count by the policy's own probability of their responses."""
+    """Weight comparisons by the policy's probability of their responses (WPO)."""
 
 
-class RewardModellingOptions(PassesOptions, total=False):
+class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     """Options of posttrain reward-model."""
 
-    algorithm: str
-    """A row of the table: bradley-terry, k-wise, plackett-luce, outcome (labels, also of steps), regression; or your
-    own: my.py:row."""
-    settings: dict[str, Any]
-    """Changes to the row, by flag or by place."""
     pooling: Literal["last", "mean"]
-    """What is scored: the last token of a reply, or the mean over all of them (which transformers cannot load)."""
+    """Token states to score: a reply's last one, or the mean over its tokens. transformers cannot load mean."""
     head: Literal["linear", "mlp"]
-    """The head: one linear layer, or two with a tanh between (which transformers cannot load)."""
+    """The head: one linear layer, or two with a tanh between. transformers cannot load mlp."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
-    """What is done with the scores of responses."""
+    """Loss on the scores of responses."""
     beta: float
-    """How much a difference of scores counts; the larger, the closer the policy stays to its reference."""
+    """Scale of the score differences. The larger it is, the closer the policy stays to its reference."""
     smoothing: float
-    """Share of the comparisons assumed to be labelled wrongly."""
+    """Label smoothing: share of the comparisons assumed to be mislabelled."""
     noise: float
-    """Share of the comparisons that are labelled wrongly."""
+    """Share of the comparisons that are mislabelled (robust DPO)."""
     desirable: float
-    """Weight of responses labelled good."""
+    """Weight of responses that are labelled good (KTO)."""
     undesirable: float
-    """Weight of responses labelled bad."""
+    """Weight of responses that are labelled bad (KTO)."""
     denominator: Literal["comparison", "prompt"]
-    """What weighs the same: every comparison, or every prompt."""
+    """Average the loss over comparisons, or over prompts."""
     margin: float
-    """By how much the better response's scaled score has to be higher (0: not at all)."""
+    """Target margin: how much higher the better response's scaled score must be (0: none)."""
     row_margins: float
-    """What the margins that rows give count (0: not at all)."""
+    """Weight of the margins that rows give (0: ignore them)."""
     sign_penalty: float
-    """Weight of better scores below 0, and of worse ones above."""
+    """Penalty for better responses that score below 0, and worse ones above."""
     size_penalty: float
-    """Weight of the squares of the scores."""
+    """Penalty on squared scores."""
 
 
-class RLOptions(TrainingOptions, total=False):
-    """Options of posttrain rl."""
+class SamplingOptions(TypedDict, total=False):
+    """Options of several verbs."""
 
-    algorithm: str
-    """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
-    settings: dict[str, Any]
-    """Changes to the row, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
-    critic: Literal["separate", "shared"] | None
-    """For rows with a critic of states: a backbone of its own (the default), or a head on the policy's."""
-    critic_model: str | None
-    """Folder the critic's backbone starts from: a checkpoint, a reward model, or the critic of a run; default:
-    --model."""
-    critic_lr: float | None
-    """Peak learning rate of the critic; default: --lr."""
-    ptx: str | None
-    """Rows of text, or of prompts and responses, whose likelihood is part of every update (ppo-ptx)."""
-    steps: int
-    """Training steps."""
-    prompts: int
-    """Tasks per step."""
-    group: int
-    """Rollouts per task."""
     max_tokens: int
-    """Token budget of a reply."""
-    max_episode_tokens: int | None
-    """Environments of several turns: token budget of all replies of an episode together; default: none."""
-    max_turns: int
-    """Environments of several turns: how many replies an episode may have."""
-    max_tool_calls: int | None
-    """Environments of several turns: how many answers of tools an episode may show; default: no limit."""
-    episode_seconds: float | None
-    """Environments of several turns: an episode that has taken so long shows no further turn. Results then depend on
-    the clock; default: no limit."""
-    ahead: int
-    """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
-    (0: by the newest). A --correction, or a ratio with --old-policy sampler, makes up for most of that: only for
-    replies of one token is a weight per token exact."""
-    tokens_per_step: int
-    """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and
-    its group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""
-    routing_replay: bool
-    """Mixtures of experts: tokens are learned from with the experts that sampled them, whatever the router would choose
-    by now. With the embedded engine."""
+    """Maximum number of tokens in a reply."""
     temperature: float
-    """Of sampling; log-probabilities are taken under the same temperature."""
+    """Sampling temperature; 0 is greedy. Training takes log-probabilities at the same temperature."""
+    top_p: float
+    """Sample from the smallest set of tokens with this total probability. Training needs 1: anything else would change
+    the distribution that is sampled."""
+    top_k: int
+    """Sample from the K most likely tokens (0: all). Training needs 0."""
     stop: tuple[str, ...]
     """Strings that end a reply."""
-    top_p: float
-    """Must stay 1 in training: it would change the distribution that is sampled."""
-    top_k: int
-    """Must stay 0 in training."""
+
+
+class EpisodeOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    max_episode_tokens: int | None
+    """Maximum number of sampled tokens in an episode, over all of its replies. Default: no limit."""
+    max_turns: int
+    """Maximum number of replies in an episode."""
+    max_tool_calls: int | None
+    """Maximum number of tool results in an episode. Default: no limit."""
+    episode_timeout: float | None
+    """Timeout of an episode, in seconds: after it, no further turn is shown. Default: none. Results then depend on the
+    clock."""
+
+
+class EnvWorkerOptions(EnvLimitOptions, total=False):
+    """Options of several verbs."""
+
+    env_workers: int | None
+    """Environment processes. Default: one per CPU core. 0 runs the environment in this process, without limits: for
+    debuggers."""
+
+
+class ServiceOptions(RetrieverOptions, total=False):
+    """Options of several verbs."""
+
+    reward_model: tuple[str, ...]
+    """Reward model: the folder of a sequence classifier with one label. Without --env, its score is the reward; an
+    environment asks it as "reward-model". Name several with NAME=FOLDER."""
+    judge: tuple[str, ...]
+    """Judge: the TOML recipe of a model behind an OpenAI endpoint, or of a checkpoint that reasons. Without --env, its
+    verdict is the reward; an environment asks it as "judge". Name several with NAME=RECIPE."""
+
+
+class ReplicaOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    slots: int
+    """Replies that are decoded at once: bounds the memory of the KV cache."""
+    replicas: int
+    """Sampling engines, each in a process of its own with a copy of the weights (0: none). An engine that dies is
+    restarted. Samples do not depend on their number. With 0, the local engine shares this process, and vLLM has one."""
+
+
+class EngineOptions(ReplicaOptions, total=False):
+    """Options of several verbs."""
+
+    engine: Literal["local", "vllm"]
+    """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
+    engine_cache: float
+    """KV cache limit in GiB: of vLLM, or of what the local engine keeps of episodes between turns. What the local
+    engine drops is computed again, to the same bits."""
+    engine_timeout: float
+    """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, an engine of
+    several is restarted; a single one ends the run."""
+    weight_sync: Literal["copied", "adapter", "nccl", "ipc"]
+    """Transport of new weights to vLLM. copied: all of them through host memory, adapters merged. adapter: with --lora,
+    the base once and then only the adapters. nccl, ipc: with --replicas, from GPU to GPU, or within one GPU; these two
+    are vLLM's own and have not been tried on GPUs yet."""
+    launch: Literal["local", "ray"]
+    """Where --replicas run: on this machine, or wherever a Ray cluster has room. RAY_ADDRESS names the cluster; without
+    it, one is started here. All machines must see --out under the same path."""
+    replica_cpus: float
+    """--launch ray: CPUs for each replica. With --device cuda it also takes a GPU."""
+    engines: tuple[str, ...]
+    """Sample with engines that listen here or on other machines (posttrain engine --listen). They must see --out under
+    the same path."""
+    engine_token: str | None
+    """File with the secret for --engines. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
+    engine_restarts: int
+    """Consecutive restarts of an engine before it is given up. When none is left, the run saves and ends."""
+
+
+class RLOptions(
+    AlgorithmOptions,
+    EngineOptions,
+    ServiceOptions,
+    EnvWorkerOptions,
+    EpisodeOptions,
+    SamplingOptions,
+    TrainingOptions,
+    total=False,
+):
+    """Options of posttrain rl."""
+
+    critic: Literal["separate", "shared"] | None
+    """Algorithms with a critic: a backbone of its own, or a head on the policy's. Default: separate."""
+    critic_model: str | None
+    """Model the critic starts from: a checkpoint, a reward model, or the critic of a run. Default: --model."""
+    critic_lr: float | None
+    """Peak learning rate of the critic. Default: --lr."""
+    ptx: str | None
+    """Rows whose likelihood is part of every update (ppo-ptx): texts, or prompts with responses."""
+    steps: int
+    """Training steps. Each samples, scores and updates."""
+    prompts: int
+    """Prompts per step."""
+    group: int
+    """Group size: rollouts per prompt."""
+    async_steps: int
+    """Sample this many steps ahead of the update (0: synchronous). Rollouts then come from older weights. A
+    --correction, or a ratio with --old-policy sampler, makes up for most of that: only for replies of one token is a
+    weight per token exact."""
+    tokens_per_step: int
+    """Maximum number of tokens that one step samples of a reply (0: no limit). A longer reply goes on in the next step,
+    with newer weights, and its group is learned from once all of it is complete. For environments of one turn."""
+    routing_replay: bool
+    """Mixtures of experts: learn each token with the experts that sampled it. With the local engine."""
+    success: float | None
+    """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
+    Algorithms that learn from right replies use it too."""
     eval_tasks: str | None
     """Rows to evaluate on, instead of a held-out share of --tasks."""
     eval_samples: int
     """Replies per held-out task in each evaluation."""
     eval_limit: int
-    """How many held-out tasks an evaluation plays at most."""
-    success: float | None
-    """Replies with at least this reward are right, for accuracy, pass@k and whatever learns from right replies;
-    default: what a built-in environment, or SUCCESS = ... beside your own, says."""
-    env_workers: int | None
-    """Processes that play and score; default: one per CPU core (0: none; everything runs here, without limits, for
-    debuggers)."""
-    env_seconds: float
-    """Time limit of one call of the environment; beyond it the reward is invalid."""
-    env_memory: float
-    """Memory limit of each of these processes, in GiB; beyond it the reward is invalid (0: no limit)."""
-    reward_model: tuple[str, ...]
-    """Folder of a reward model (a sequence-classification checkpoint of one label), which environments ask as "reward-
-    model"; without --env, its score is the reward. Of several, NAME=FOLDER is asked by its name."""
-    judge: tuple[str, ...]
-    """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
-    checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is
-    asked by its name."""
-    retriever: tuple[str, ...]
-    """What environments ask as "retriever" for passages: the folder of an index (posttrain retriever build), or the
-    address of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its
-    name."""
-    slots: int
-    """How many replies are sampled at once: bounds the memory of the key-value cache."""
-    engine: Literal["local", "vllm"]
-    """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
-    engine_cache: float
-    """In GiB. vLLM: limit of its key-value cache. local: of what is kept of episodes between their turns; what is let
-    go is computed again, to the same bits."""
-    engine_seconds: float
-    """Engines in other processes: time limit of a hand-over of weights, and of a decoding step. Beyond it one of
-    several is started again, and the only one ends the run."""
-    replicas: int
-    """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's
-    own, in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
-    handover: Literal["copied", "adapter", "nccl", "ipc"]
-    """How weights reach vLLM: copied, all of them through memory of the machine, adapters merged; adapter, with --lora,
-    the frozen ones once and then the adapters alone. With --replicas on cards: nccl, from card to card; ipc, within one
-    card. These two are vLLM's own and have not been tried on cards yet."""
-    launch: Literal["local", "ray"]
-    """Where --replicas are processes: local, this machine, or ray, wherever a Ray cluster has room (RAY_ADDRESS; else
-    one of this machine is made). Other machines have to see --out under the same path."""
-    replica_cpus: float
-    """--launch ray: CPUs that each replica takes of the cluster; with --device cuda it takes a GPU too."""
-    engines: tuple[str, ...]
-    """Sample with engines that listen (posttrain engine --listen), here or on other machines: HOST:PORT. They need to
-    see --out under the same path, where the weights for them lie."""
-    engine_token: str | None
-    """File with what engines that listen want to know; default: POSTTRAIN_ENGINE_TOKEN in the environment."""
-    engine_restarts: int
-    """How often in a row each of several engines is started again. When none is left, the run saves and ends."""
+    """Maximum number of held-out tasks in an evaluation."""
     advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "earned", "none"]
-    """How credit is assigned; gae brings a critic."""
+    """Advantage estimator; gae adds a critic."""
     baseline: Literal["none", "batch", "group", "others"]
-    """Whose mean reward is subtracted."""
+    """Baseline: the mean reward to subtract."""
     scale: Literal["none", "batch", "group"]
-    """Whose standard deviation advantages are divided by."""
+    """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
     baseline_weight: Literal["equal", "length", "gradient"]
-    """Weight of each reward in that mean; gradient: the optimal baseline, one backward pass per rollout."""
+    """Weight of each reward in the baseline. gradient is the optimal baseline, with one backward pass per rollout."""
     whiten: bool
     """Normalise advantages to mean 0 and standard deviation 1 over all tokens."""
     gamma: float
-    """Discount per sampled token."""
+    """Discount factor per sampled token."""
     part_weights: str
     """Weights of the reward's named parts: correct=1 format=0.5."""
     advantage_k: int
-    """Replies of which one has to be right (pass@k); below --group."""
+    """k of pass@k: one of k replies has to be right. Below --group."""
     gae_lambda: float
-    """Lambda of generalized advantage estimation."""
+    """Lambda of generalized advantage estimation (GAE)."""
     gae_alpha: float
-    """Lambda by length instead: 1 - 1 / (this times the reply's tokens), at least 0."""
+    """Length-adaptive lambda of GAE: 1 - 1 / (alpha x tokens of the reply), at least 0."""
     surrogate: Literal["clip", "ratio", "log-probability", "weighted", "expected-q"]
-    """What is maximised: min(r A, clip(r) A), r A, lp A, or sg(r) lp A."""
+    """Surrogate objective: min(r A, clip(r) A), r A, lp A, or sg(r) lp A."""
     clip_low: float
-    """The ratio is clipped at 1 - this."""
+    """Clip the ratio below 1 minus this."""
     clip_high: float
-    """The ratio is clipped at 1 + this."""
+    """Clip the ratio above 1 plus this."""
     clip_dual: float
-    """Where A < 0, the objective is at least this times A: above 1 (0: no bound)."""
+    """Dual clip: where A < 0, bound the objective by this times A; above 1 (0: none)."""
     weight_at: Literal["token", "reward"]
-    """What a ratio weighs: the advantage of its token, or the reward that is earned at it (with --ratio causal exact
-    for rewards, whoever sampled)."""
+    """Ratios weigh the advantage of their token, or the reward that is earned at it. With --ratio causal, reward is
+    exact for replies that any policy has sampled."""
     aggregate: Literal["sequence-mean", "token-mean", "sequence-sum", "constant", "prompt-mean"]
-    """Weight of each token in the loss."""
+    """Aggregation of the loss over tokens."""
     ratio: Literal["token", "sequence-mean", "sequence-sum", "sequence-value", "causal", "geometric"]
-    """Which tokens make up the ratio r; geometric: GMPO's clipped geometric mean."""
+    """Importance ratio: per token or per sequence. geometric is GMPO's clipped geometric mean."""
     old_policy: Literal["start", "sampler"]
-    """Whose log-probabilities the ratio divides by: those of the weights at the start of the step, or those that the
-    tokens were sampled with."""
+    """Denominator of the ratio: log-probabilities of the weights at the start of the step, or those of sampling."""
     correction: Literal["truncate", "icepop", "sequence", "sequence-truncate", "none"]
-    """Weight for an engine whose log-probabilities differ from the learner's, or whose weights are older, as with
-    --ahead and --replay (none: no weight). One per token is unbiased for replies of one token alone."""
+    """Importance weight for an engine that differs from the learner, or lags behind (--async-steps, --replay). none: no
+    weight. One per token is unbiased for replies of one token alone."""
     correction_cap: float
-    """Bound of that weight, above 1."""
+    """Cap of the weight of --correction, above 1."""
     kl_estimator: Literal["k1", "k2", "k3", "exact", "forward"]
-    """How the KL is estimated; exact: over the whole vocabulary. In the loss k2 and exact have the gradient of the KL
+    """Estimator of the KL; exact sums over the whole vocabulary. In the loss k2 and exact have the gradient of the KL
     per token, in the reward k1 that of a reply."""
     kl: float
-    """Coefficient of the KL penalty to the starting model (0: none, no reference is kept)."""
+    """Coefficient of the KL penalty to the reference, the starting model (0: none, and no reference is kept)."""
     kl_where: Literal["loss", "reward"]
-    """Whether the KL is part of the loss or subtracted from the reward."""
+    """Where the KL goes: into the loss, or subtracted from the reward."""
     kl_control: Literal["fixed", "adaptive", "halving-doubling"]
-    """How the coefficient changes from step to step."""
+    """How the KL coefficient changes from step to step."""
     kl_target: float
-    """KL that the control aims at, in nats per token."""
+    """Target KL of the controller, in nats per token."""
     kl_horizon: float
-    """Rollouts over which the adaptive control may change beta by a fifth."""
+    """Horizon of the adaptive KL controller, in rollouts: the coefficient changes by a fifth at most."""
     entropy: float
-    """Coefficient of the entropy bonus (0: none); with a target, where it starts."""
+    """Coefficient of the entropy bonus (0: none). With --entropy-target, its initial value."""
     entropy_target: float
-    """Entropy to hold, in nats per token, by tuning the bonus."""
+    """Target entropy in nats per token; the coefficient is tuned to hold it."""
     top_entropy: float
-    """Learn from this share of the tokens, those with the highest entropy (1: all)."""
+    """Learn only from this share of the tokens, those with the highest entropy (1: all)."""
     value_clip: float
-    """How far values may move per step (0: no limit)."""
+    """Clip range of the value function (0: no clipping)."""
     value_coefficient: float
-    """What the value loss weighs."""
+    """Coefficient of the value loss."""
     critic_warmup: int
     """Steps at the start in which only the critic learns."""
     critic_tau: float
-    """How far the slow copies of action values follow each update."""
+    """Target networks of action values: rate at which they follow each update."""
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"]
-    """How far the student is from its teacher; sampled: at the sampled tokens alone."""
+    """Divergence of the student from its teacher. sampled looks at the sampled tokens only."""
     distillation: float
-    """Weight of the teacher in the loss, or in each token's reward."""
+    """Weight of the teacher, in the loss or in each token's reward."""
     jsd_beta: float
-    """jensen-shannon: share of the teacher in the mixture."""
+    """Jensen-Shannon divergence: share of the teacher in the mixture."""
     teacher_temperature: float
-    """Of the teacher's logits; default: that of sampling."""
+    """Temperature of the teacher's logits. Default: the sampling temperature."""
     branches: int
-    """Rollouts that begin at a tool's answer which raised the entropy (0: none)."""
+    """Rollouts that branch at a tool result which raised the entropy (0: none)."""
     branch_first: float
-    """Share of a group that begins with the prompt."""
+    """Share of a group that starts at the prompt, with --branches."""
     branch_tokens: int
-    """Tokens of a reply from which its entropy is estimated."""
+    """Tokens of a reply from which --branches estimates entropy."""
     branch_threshold: float
-    """Rollouts branch where alpha + beta x the rise is above it."""
+    """Branch where alpha + beta x the rise in entropy is above this."""
     branch_credit: Literal["soft", "hard"]
-    """Advantage of shared tokens: each rollout's own, or the mean of those that share them."""
+    """Advantage of tokens that branches share: each rollout's own, or their mean."""
     dynamic_sampling: int
-    """Replace groups without signal, playing at most this many times --prompts (0: off)."""
+    """Dynamic sampling: replace groups without signal, up to N times --prompts (0: off)."""
     overlong_filter: bool
-    """Leave truncated episodes out of the loss."""
+    """Exclude truncated episodes from the loss."""
     overlong_cache: int
-    """Tokens before the episode's budget over which a penalty grows to -1 (0: no penalty)."""
+    """Overlong penalty: tokens before the limit over which it grows to -1 (0: none)."""
     length_reward: float
     """Reward for being among the shorter replies of the group (0: none)."""
     imitation: float
-    """Weight of the likelihood of successes in the loss (0: none)."""
+    """Weight of the likelihood of right replies in the loss (0: none)."""
     ptx_coefficient: float
-    """Weight of the likelihood of the texts of --ptx."""
+    """Weight of the likelihood of --ptx texts in the loss."""
     trust_region: float
-    """Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW)."""
+    """Natural gradient steps within this KL, in nats per token, instead of AdamW (0: AdamW)."""
     replay: int
-    """Rollouts to remember and draw from (0: only the step's own). A --correction, or a ratio with --old-policy
+    """Replay buffer, in rollouts (0: on-policy, only the step's own). A --correction, or a ratio with --old-policy
     sampler, makes up for the weights that sampled them."""
     reference_every: int
-    """Steps after which the reference becomes the policy (0: never)."""
+    """Steps between updates of the reference to the current policy (0: never)."""
     epochs: int
     """Passes over the rollouts of a step."""
     minibatches: int
@@ -510,181 +587,104 @@ class DistillOptions(RLOptions, total=False):
     """Options of posttrain distill."""
 
     teachers: dict[str, str]
-    """Teachers that tasks choose by the column "teacher": --teachers.maths runs/maths --teachers.code runs/code. Tasks
+    """Teachers that tasks choose with a column "teacher": --teachers.maths runs/maths --teachers.code runs/code. Tasks
     without a choice have --teacher."""
     teacher_prompt_template: str | None
-    """What the teacher reads instead of the prompt, made from columns: "{hint} {prompt}". Or a column "teacher_prompt":
-    text, or a list of messages."""
+    """Prompt for the teacher in place of the student's, built from columns: "{hint} {prompt}". A column
+    "teacher_prompt" (text, or a list of messages) does the same."""
 
 
-class EvaluationOptions(DataOptions, total=False):
+class EvaluationOptions(
+    SeedOptions,
+    HardwareOptions,
+    HeldOutOptions,
+    ReplicaOptions,
+    ServiceOptions,
+    EnvWorkerOptions,
+    EpisodeOptions,
+    SamplingOptions,
+    DataOptions,
+    total=False,
+):
     """Options of posttrain eval."""
 
     against: str | None
-    """A second checkpoint: the two are compared task by task."""
+    """Second model: the two are compared task by task."""
     samples: int
     """Replies per task."""
     k: tuple[int, ...]
-    """pass@k for these k."""
-    temperature: float
-    """Of sampling; 0: greedy."""
-    top_p: float
-    """Sample from the smallest set of tokens with this probability."""
-    top_k: int
-    """Sample from this many likeliest tokens (0: all)."""
-    max_tokens: int
-    """Token budget of a reply."""
-    max_episode_tokens: int | None
-    """Token budget of all replies of an episode together; default: none."""
-    max_turns: int
-    """How many replies an episode may have."""
-    max_tool_calls: int | None
-    """How many answers of tools an episode may show; default: no limit."""
-    episode_seconds: float | None
-    """An episode that has taken so long shows no further turn; default: no limit."""
-    stop: tuple[str, ...]
-    """Strings that end a reply."""
+    """Values of k for pass@k."""
     success: float | None
-    """Replies with at least this reward are right, as in training."""
-    seed: int
-    """Decides the samples."""
-    held_out: float
-    """Use only this held-out share of the tasks, as training with the same --held-out and --split-seed does."""
-    split_seed: int | None
-    """The --split-seed of the training run that held them out; default: that of the checkpoint's own run, or else 0."""
+    """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None
-    """A .json file for all figures and rewards; the rollouts go beside it, into a file that ends in
-    .rollouts.parquet."""
-    env_workers: int | None
-    """Processes that play and score; default: one per CPU core."""
-    env_seconds: float
-    """Time limit of one call of the environment."""
-    env_memory: float
-    """Memory limit of each of these processes, in GiB (0: no limit)."""
-    reward_model: tuple[str, ...]
-    """Folder of a reward model (a sequence-classification checkpoint of one label), which environments ask as "reward-
-    model"; without --env, its score is the reward. Of several, NAME=FOLDER is asked by its name."""
-    judge: tuple[str, ...]
-    """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
-    checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is
-    asked by its name."""
-    retriever: tuple[str, ...]
-    """What environments ask as "retriever" for passages: the folder of an index (posttrain retriever build), or the
-    address of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its
-    name."""
-    slots: int
-    """How many replies are sampled at once."""
-    replicas: int
-    """Sample with so many engines, each a process of this machine with a copy of the weights; 0: in this process. No
-    token depends on it."""
-    compiled: bool
-    """As in training."""
-    precision: Literal["float32", "bfloat16"]
-    """Arithmetic of the forward passes."""
-    device: str
-    """auto, cpu, cuda ..."""
-    threads: int | None
-    """CPU threads; default: PyTorch's choice."""
+    """JSON file for all figures and rewards. The rollouts go into a file beside it that ends in .rollouts.parquet."""
 
 
-class SampleOptions(DataOptions, total=False):
+class SampleOptions(ReplicaOptions, HardwareOptions, ServiceOptions, EnvWorkerOptions, DataOptions, total=False):
     """Options of posttrain sample."""
 
     samples: int
-    """Replies per prompt for each model, temperature, top-p and seed."""
+    """Replies per prompt, for each model, temperature, top-p and seed."""
     temperature: tuple[float, ...]
-    """Of sampling; several: each of them. 0 is greedy, one reply."""
+    """Sampling temperatures; each is used. 0 is greedy, one reply."""
     top_p: tuple[float, ...]
-    """Sample from the smallest set of tokens with this probability; several: each of them."""
+    """Sample from the smallest set of tokens with this total probability; several: each is used."""
     top_k: int
-    """Sample from this many likeliest tokens (0: all)."""
+    """Sample from the K most likely tokens (0: all)."""
     seed: tuple[int, ...]
-    """Decides the samples; several: each of them."""
+    """Random seeds; each is used. The same seed gives the same replies."""
     max_tokens: int
-    """Token budget of a reply."""
+    """Maximum number of tokens in a reply."""
     stop: tuple[str, ...]
     """Strings that end a reply."""
     kind: str
-    """The column that names the kind of a prompt, where kinds have settings of their own."""
+    """Column that names the kind of a prompt, where kinds have settings of their own."""
     kinds: dict[str, dict[str, str]]
-    """Settings by kind of prompt, instead of those above: --kinds.code.temperature 0.2,0.6 --kinds.code.max_tokens 512,
-    or a table [sample.kinds.code]. They are samples, temperature, top_p, top_k, max_tokens and stop."""
+    """Settings by kind of prompt: --kinds.code.temperature 0.2,0.6 --kinds.code.max_tokens 512. Or a table
+    [sample.kinds.code] of a recipe. They are samples, temperature, top_p, top_k, max_tokens and stop."""
     adaptive: int | None
-    """Sample up to this many (in the place of --samples) for prompts whose first --samples replies disagree."""
+    """Sample up to this many replies for prompts whose first --samples replies disagree."""
     disagreement: float
-    """With --adaptive: from where on replies disagree. With an environment or a reward model, the highest score minus
+    """With --adaptive: threshold of disagreement. With an environment or a reward model it is the highest score minus
     the lowest; else 1 minus the mean edit similarity of two replies, from 0 to 1."""
     distinct: bool
-    """Keep equal replies to a prompt once, with how often they came (times)."""
+    """Keep equal replies to a prompt once, with their count (times)."""
     out: str
-    """The file to write, a line of JSON for each prompt."""
+    """File to write: one line of JSON per prompt."""
     resume: bool
-    """Continue the file in --out after its last whole line; with the same options, tasks and models only."""
+    """Continue the file in --out after its last whole line. Options, tasks and models must be the same."""
     overwrite: bool
-    """Replace a file that is already in --out."""
-    env_workers: int | None
-    """Processes that play and score; default: one per CPU core."""
-    env_seconds: float
-    """Time limit of one call of the environment."""
-    env_memory: float
-    """Memory limit of each of these processes, in GiB (0: no limit)."""
-    reward_model: tuple[str, ...]
-    """Folder of a reward model, whose scores are written beside the replies; as in evaluation."""
-    judge: tuple[str, ...]
-    """Recipe (TOML) of a judge, whose scores are written beside the replies; as in evaluation."""
-    retriever: tuple[str, ...]
-    """What environments ask for passages: the folder of an index, or the address of a server; as in evaluation."""
-    slots: int
-    """How many replies are sampled at once."""
-    replicas: int
-    """Sample with so many engines, each a process of this machine with a copy of the weights; 0: in this process. No
-    token depends on it."""
-    compiled: bool
-    """As in training."""
-    precision: Literal["float32", "bfloat16"]
-    """Arithmetic of the forward passes."""
-    device: str
-    """auto, cpu, cuda ..."""
-    threads: int | None
-    """CPU threads; default: PyTorch's choice."""
+    """Replace the file that is in --out."""
     quiet: bool
-    """No progress lines."""
+    """Show no progress."""
 
 
-class LabelOptions(FromRowsOptions, total=False):
+class LabelOptions(EnvWorkerOptions, SeedOptions, FromRowsOptions, total=False):
     """Options of posttrain label."""
 
     out: str
-    """The file to write: the items with "scores", "comparisons" or "ranks"."""
+    """File to write: the rows with "scores", "comparisons" or "ranks"."""
     resume: bool
-    """Continue the file in --out after its last whole line; with the same items and labeller only."""
+    """Continue the file in --out after its last whole line. Rows and labeller must be the same."""
     overwrite: bool
-    """Replace files that are already there."""
+    """Replace files that exist."""
     best: str | None
-    """Also write this file: prompts with their best responses, for sft."""
+    """Also write prompts with their best responses to this file, for sft."""
     top: int
-    """With --best: how many responses of a prompt, the best first."""
+    """With --best: number of responses per prompt, the best first."""
     at_least: float | None
     """With --best: only responses with at least this score."""
     pairs: str | None
-    """Also write this file: rows with prompt, chosen and rejected, for prefer and reward-model."""
+    """Also write pairs (prompt, chosen, rejected) to this file, for prefer and reward-model."""
     pair: Literal["extremes", "random"]
-    """With --pairs: the best against the worst response of a prompt, or a random pair."""
+    """With --pairs: compare the best with the worst response of a prompt, or a random pair."""
     margin: float
-    """With --pairs: the scores of the two differ by at least so much."""
+    """With --pairs: minimum difference between the two scores."""
     flip: float
-    """Turn comparisons round with this probability: noise for experiments."""
+    """Probability of swapping a comparison: label noise for experiments."""
     comparisons: int | None
-    """Pairwise judges: compare at most so many pairs of responses to a prompt, drawn at random; default: all."""
-    seed: int
-    """Decides random pairs, flips, and the order in which a person sees replies."""
-    env_workers: int | None
-    """Processes that score; default: one per CPU core."""
-    env_seconds: float
-    """Time limit of one call of the reward function."""
-    env_memory: float
-    """Memory limit of each of these processes, in GiB (0: no limit)."""
+    """Pairwise judges: compare at most N pairs of responses per prompt, drawn at random. Default: all."""
     device: str
-    """Of a reward model: auto, cpu, cuda ..."""
+    """Where a reward model computes: auto, cpu, cuda ..."""
     threads: int | None
-    """CPU threads; default: PyTorch's choice."""
+    """CPU threads. Default: PyTorch's choice."""

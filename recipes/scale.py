@@ -28,7 +28,7 @@ WAYS = {
     "one process, one thread": "--threads 1",
     "two processes": "--threads 1 --processes 2",
     "two processes, --shard": "--threads 1 --processes 2 --shard",
-    "two processes, --shard --replicas 2 --ahead 1": "--threads 1 --processes 2 --shard --replicas 2 --ahead 1",
+    "two processes, --shard --replicas 2 --async-steps 1": "--threads 1 --processes 2 --shard --replicas 2 --async-steps 1",
 }
 RUN = (
     "rl --env arithmetic --prompts 64 --group 8 --minibatches 2 --max-tokens 4 --kl 0 --lr 7e-4 --betas 0.9 0.95 "

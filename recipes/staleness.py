@@ -1,4 +1,4 @@
-"""What it costs to learn from older rollouts: three rows, several --ahead, with a correction and without.
+"""What it costs to learn from older rollouts: three rows, several --async-steps, with a correction and without.
 
     python recipes/staleness.py [--seeds 0 1 2] [--out runs/staleness]
 
@@ -97,7 +97,7 @@ def one(
     """What one run learns. The cap is the row's default; minibatches are two, so that the ratio moves within a step."""
     settings = {"correction": accounting if accounting == "truncate" else "none"} if ahead else {}
     run = posttrain.rl(
-        practice, "arithmetic", start, out=str(out / "run"), algorithm=row, ahead=ahead, steps=steps, prompts=64,
+        practice, "arithmetic", start, out=str(out / "run"), algorithm=row, async_steps=ahead, steps=steps, prompts=64,
         group=8, minibatches=2, max_tokens=4, kl=0.0, lr=7e-4, betas=(0.9, 0.95), warmup=10, schedule="linear",
         eval_tasks=str(out / f"unseen-{seed}.jsonl"), eval_every=steps // 6, eval_samples=4, save_every=steps,
         env_workers=0, seed=seed, settings=settings, **SMALL,

@@ -25,9 +25,9 @@ from processes import descendants
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = (
-    "rl --tasks sums.jsonl --env my.py:reward --model start --prompts 4 --group 4 --max-tokens 6 --ahead 1 --lr 1e-3 "
-    "--save-every 1 --keep 2 --env-workers 1 --threads 1 --quiet --processes 2 --replicas 2 --engine-seconds 3 "
-    "--engine-restarts 50 --patience 60 --restarts 5"
+    "rl --tasks sums.jsonl --env my.py:reward --model start --prompts 4 --group 4 --max-tokens 6 --async-steps 1 --lr 1e-3 "
+    "--save-every 1 --keep 2 --env-workers 1 --threads 1 --quiet --processes 2 --replicas 2 --engine-timeout 3 "
+    "--engine-restarts 50 --collective-timeout 60 --restarts 5"
 )
 SMALL = "--tokenizer characters --hidden 32 --layers 2 --heads 2 --context 32 --steps 30 --rows 8 --threads 1 --quiet"
 

@@ -118,6 +118,6 @@ def serving(behave: Behaviour = by_length) -> Iterator[Server]:
 
 def write_recipe(file: Path, address: str, **settings: Any) -> str:
     """A judge.toml for this endpoint."""
-    lines = {"endpoint": address, "model": "tested", "cache": False, "seconds": 5.0, "retries": 2, **settings}
+    lines = {"endpoint": address, "model": "tested", "cache": False, "timeout": 5.0, "retries": 2, **settings}
     file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in lines.items()), encoding="utf-8")
     return str(file)

@@ -411,9 +411,9 @@ that papers chose, for less variance or equal steps, and these figures are of on
 ## The rows
 
 On policy, and where other weights have sampled (0.40 nats a reply away, ratios of whole replies from 0.09 to 12), with each
-weight that can make up for that, at its default cap of 2. With `--ahead` and `--tokens-per-step` `truncate` is the default.
-`ratio to the sampler` is `--old-policy sampler`, the only one for a ratio with `--replay`; the later ones of several updates
-per step have the same ratio. `-`: the row has no such weight, or needs none.
+weight that can make up for that, at its default cap of 2. With `--async-steps` and `--tokens-per-step` `truncate` is
+the default. `ratio to the sampler` is `--old-policy sampler`, the only one for a ratio with `--replay`; the later ones
+of several updates per step have the same ratio. `-`: the row has no such weight, or needs none.
 
 {rows}
 

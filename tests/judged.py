@@ -76,7 +76,11 @@ def move(model: RewardModel, by: float, seed: int) -> None:
 
 
 def trained(
-    folder: Path, tokenizer: Tokenizer, start: Decoder, shape: ScoreShape = ScoreShape(), seed: int = 1
+    folder: Path,
+    tokenizer: Tokenizer,
+    start: Decoder,
+    shape: ScoreShape = ScoreShape(),  # noqa: B008
+    seed: int = 1,
 ) -> RewardModel:
     """A reward model as training writes it, its head and backbone moved a little; folder/start holds what it began from."""
     save_model(start, folder / "start", tokenizer)

@@ -32,8 +32,11 @@ from mutating.trial import ROOT, Copy, Outcome, Record, Server, attempt_afresh
 
 PACKAGE = ROOT / "posttrain"
 MODULES = (
-    "algorithms/*.py", "sources/*.py", "envs/play/player.py", "envs/play/episode.py", "engines/local/sampler.py", "engines/request.py",
-    "engines/local/running_batch.py", "engines/local/local_engine.py", "models/losses/likelihood.py", "models/native/linear.py", "learners/*.py",
+    "algorithms/*.py", "sources/*.py", "envs/play/player.py", "envs/play/episode.py", "engines/local/sampler.py",
+    "engines/request.py",
+    "engines/local/running_batch.py", "engines/local/local_engine.py", "models/losses/likelihood.py",
+    "models/native/linear.py",
+    "learners/*.py",
     "training/loop.py", "batch.py", "types.py",
 )  # fmt: skip
 FILES = (  # those whose tests run in this very process; the quickest of them are tried first

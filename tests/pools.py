@@ -125,7 +125,7 @@ class Fake:
 
 
 class Put:
-    """See `handover.Transport`."""
+    """See `weight_sync.Transport`."""
 
     def __init__(self, world: World) -> None:
         self.world = world

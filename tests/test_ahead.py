@@ -91,7 +91,7 @@ def test_a_step_is_sampled_by_the_weights_after_the_step_that_the_count_says(
     start: Path, tmp_path: Path, tokenizer: Tokenizer, ahead: int
 ) -> None:
     run = posttrain.rl(
-        SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=ahead, settings={"minibatches": 2}, **PLAYED
+        SUMS, digits, str(start), out=str(tmp_path / "run"), async_steps=ahead, settings={"minibatches": 2}, **PLAYED
     )
     for step in range(1, 7):
         before = max(0, step - 1 - ahead)
@@ -124,7 +124,7 @@ def finished(engine: LocalEngine) -> Completion:
 def test_the_first_steps_of_a_run_played_ahead_learn_from_the_start_alone(start: Path, tmp_path: Path) -> None:
     """Steps 1 to 1 + k are sampled by the weights that the run begins with: of step 1 nothing differs from k = 0."""
     one, other = (
-        posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / str(k)), ahead=k, **{**PLAYED, "steps": 2})
+        posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / str(k)), async_steps=k, **{**PLAYED, "steps": 2})
         for k in (0, 3)
     )
     first, second = read_rollouts(one.path, 1), read_rollouts(other.path, 1)
@@ -143,7 +143,7 @@ def test_what_is_learned_from_of_a_step_played_ahead_is_the_same_after_a_resumpt
         return Invalid("broken") if "5" in reply else digits(task, reply)
 
     def played(**how: Any) -> posttrain.Run:
-        how = {**PLAYED, "steps": 4, "ahead": 1, **how}
+        how = {**PLAYED, "steps": 4, "async_steps": 1, **how}
         return posttrain.rl(SUMS, broken, str(start), out=str(tmp_path / "run"), **how)
 
     path = played().path
@@ -160,7 +160,7 @@ def test_no_update_reaches_weights_that_have_not_been_taken_over_yet(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sampled(out: str) -> list[Any]:
-        run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / out), ahead=1, **{**PLAYED, "steps": 4})
+        run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / out), async_steps=1, **{**PLAYED, "steps": 4})
         return [read_rollouts(run.path, step) for step in range(1, 5)]
 
     quick, load = sampled("quick"), LocalEngine.load
@@ -239,7 +239,7 @@ def test_each_piece_of_a_reply_is_sampled_by_the_weights_of_its_step_and_groups_
     start: Path, tmp_path: Path, tokenizer: Tokenizer, ahead: int
 ) -> None:
     how = {**PLAYED, "max_tokens": 8, "steps": 7}
-    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=ahead, tokens_per_step=3, **how)
+    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), async_steps=ahead, tokens_per_step=3, **how)
     learned: dict[str, int] = {}  # group -> the step that learned from it
     weights = {0: start}
     for folder in sorted((run.path / "checkpoints").iterdir(), reverse=True):
@@ -367,7 +367,7 @@ def test_what_cannot_be_left_in_the_middle_is_refused(asked: dict[str, Any], sin
 
 
 @pytest.mark.parametrize("row", ["grpo", "gspo", "cispo", "ppo"])
-@pytest.mark.parametrize("lag", [{"ahead": 1}, {"tokens_per_step": 9}])
+@pytest.mark.parametrize("lag", [{"async_steps": 1}, {"tokens_per_step": 9}])
 def test_older_weights_are_corrected_for_or_the_ratio_is_to_the_policy_that_sampled(
     row: str, lag: dict[str, int]
 ) -> None:
@@ -393,12 +393,12 @@ def test_older_weights_are_corrected_for_or_the_ratio_is_to_the_policy_that_samp
 )
 def test_rows_that_account_for_nothing_are_refused(row: str, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told) as error:
-        adjust(find(row), RL(algorithm=row, ahead=1, settings=settings))
+        adjust(find(row), RL(algorithm=row, async_steps=1, settings=settings))
     assert "\n" not in str(error.value)
 
 
 def test_with_a_correction_rows_without_a_ratio_are_played_ahead() -> None:
-    row = adjust(find("reinforce"), RL(algorithm="reinforce", ahead=1))
+    row = adjust(find("reinforce"), RL(algorithm="reinforce", async_steps=1))
     assert row.old == "start" and row.correction is not None
 
 
@@ -458,7 +458,11 @@ def test_a_policy_that_is_its_teacher_learns_nothing_from_what_older_weights_sam
     row = adjust(
         find("distill-k1"),
         Distill(
-            algorithm="distill-k1", ahead=1, teacher="somewhere", env="my.py:reward", settings={"old_policy": "sampler"}
+            algorithm="distill-k1",
+            async_steps=1,
+            teacher="somewhere",
+            env="my.py:reward",
+            settings={"old_policy": "sampler"},
         ),
     )
     assert row.old == "sampler"
@@ -478,14 +482,14 @@ def test_a_penalty_to_the_policy_that_sampled_is_steered_by_the_distance_from_th
     rate = Optimization.rate
     monkeypatch.setattr(Optimization, "rate", lambda self, update: rate(self, update) if update <= 4 else 0.0)
     how = {**PLAYED, "steps": 3, "algorithm": "ppo-kl", "critic_lr": 1e-2, "settings": {"old_policy": "sampler"}}
-    rows = read_metrics(posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=1, **how).path)
+    rows = read_metrics(posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), async_steps=1, **how).path)
     assert rows[2]["kl/measured"] == pytest.approx(rows[2]["sampler/kl"], rel=1e-3) and rows[2]["sampler/kl"] > 1e-3
 
 
 def test_with_a_correction_older_weights_weigh_what_was_sampled(start: Path, tmp_path: Path) -> None:
     """The decoupled objective: its weight is what the start of the step thinks of a token over what the sampler did."""
     settings = {"correction": "truncate", "correction_cap": 1.05}
-    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), ahead=2, settings=settings, **PLAYED)
+    run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), async_steps=2, settings=settings, **PLAYED)
     rows = read_metrics(run.path)
     assert [row["ratio/first"] for row in rows] == [1.0] * 6
     assert rows[0]["sampler/gap"] < 1e-5 < 1e-3 < rows[-1]["sampler/gap"]
@@ -511,7 +515,9 @@ def test_a_mistake_while_playing_ahead_ends_the_run_with_what_was_learned_before
         "--out",
         str(out),
     ]
-    words += "--steps 6 --prompts 3 --group 2 --max-tokens 6 --ahead 2 --env-workers 1 --threads 1 --quiet".split()
+    words += (
+        "--steps 6 --prompts 3 --group 2 --max-tokens 6 --async-steps 2 --env-workers 1 --threads 1 --quiet".split()
+    )
     (tmp_path / "env.py").write_text(
         "def dialogue(task):\n"
         "    reply = yield task['prompt']\n"
@@ -657,7 +663,7 @@ def test_a_rollout_is_stored_and_restored_whole() -> None:
 
 
 def test_rollouts_played_ahead_of_other_tasks_are_refused(start: Path, tmp_path: Path) -> None:
-    words: dict[str, Any] = {**PLAYED, "steps": 4, "ahead": 1}
+    words: dict[str, Any] = {**PLAYED, "steps": 4, "async_steps": 1}
     run = posttrain.rl(SUMS, digits, str(start), out=str(tmp_path / "run"), **words)
     for folder in ("step-000004", "step-000003"):
         assert (run.path / "checkpoints" / folder).exists()

@@ -42,7 +42,11 @@ def started(folder: Path, kind: str, tokenizer: Tokenizer, **changed: Any) -> Pa
 
 
 def trained(
-    folder: Path, kind: str, tokenizer: Tokenizer, shape: ScoreShape = ScoreShape(), **changed: Any
+    folder: Path,
+    kind: str,
+    tokenizer: Tokenizer,
+    shape: ScoreShape = ScoreShape(),  # noqa: B008
+    **changed: Any,
 ) -> RewardModel:
     """A reward model whose head and backbone have moved, and its folder."""
     start = started(folder / "start", kind, tokenizer, **changed)

@@ -130,7 +130,7 @@ def runs(out: Path, rank: int, together: Processes) -> None:
 
 def both(rank: int, port: int, out: Path) -> None:
     joined(rank, port, 2)
-    together = process_group.joined("cpu", SFT().patience)
+    together = process_group.joined("cpu", SFT().collective_timeout)
     learners(out, rank, together)
     runs(out, rank, together)
 

@@ -159,7 +159,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown option": (words("rl", stesp=3), ("--stesp", "did you mean --steps?")),
     "two lines without an option": (["sft", "two\nlines"], ("such as --model two lines: posttrain",)),
     "rows without an option": (["sft", "rows.jsonl"], ("'rows.jsonl' has no option in front of it, such as --tasks",)),
-    "unknown verb": (["trian"], ("trian", "sft, prefer, reward-model, rl")),
+    "unknown verb": (["trian"], ("trian", "sft, rl, prefer")),
     "wrong type": (words("rl", steps="many"), ("--steps", "many")),
     "fraction of a step": (words("rl", steps=1.6), ("--steps is a whole number, not 1.6",)),
     "seed beyond all": (words("rl", seed=2**64), ("--seed must be at least",)),
@@ -196,7 +196,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "reward file that does not import": (words("rl", env="unfinished.py:reward"), ("SyntaxError", "unfinished.py:1")),
     "reward that judges only right answers": (words("eval", env="strict.py:reward"), ("no number", "--env")),
     "empty stop text": ([*words("rl"), "--stop", ""], ("--stop holds an empty text", "leave it out")),
-    "endless step of an environment": (words("rl", env_seconds=1e300), ("--env-seconds must be", "at most 86400")),
+    "endless step of an environment": (words("rl", env_timeout=1e300), ("--env-timeout must be", "at most 86400")),
     "pass@0": (words("eval", k=0), ("--k must be above 0, not 0",)),
     "eval file not writable": (words("eval", out="rows.jsonl/x.json"), ("cannot be written",)),
     "missing replies": (words("check", replies="nowhere.txt"), ("--replies nowhere.txt cannot be read",)),
@@ -250,7 +250,7 @@ def test_mistake_is_one_line_with_the_fix_and_leaves_no_run_behind(
 
 def test_reward_that_never_returns_ends_within_its_limits(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
-    assert main(words("rl", env="endless.py:reward", env_seconds=0.2, out="endless")) == 2
+    assert main(words("rl", env="endless.py:reward", env_timeout=0.2, out="endless")) == 2
     assert time.monotonic() - begin < 30
     warning, error = capfd.readouterr().err.splitlines()
     assert "did not return within 0.2 s" in warning and "did not return within 0.2 s" in error

@@ -42,7 +42,7 @@ def exact(task: dict[str, Any], reply: str) -> float:
 
 
 def test_tools_of_a_real_server_answer_within_an_episode_and_a_dead_one_begins_anew() -> None:
-    server = Server(REAL, seconds=30)
+    server = Server(REAL, timeout=30)
     env = environment(server, exact)
 
     async def episodes() -> None:
@@ -82,11 +82,11 @@ BROKEN = {
 
 def test_a_server_that_misbehaves_costs_the_episode_what_was_declared() -> None:
     async def episodes(tool: str, reason: str) -> None:
-        bad = Server(BAD, seconds=0.6)
+        bad = Server(BAD, timeout=0.6)
         task, replies = {"prompt": "?", "answer": "5"}, [call(tool), call("echo", a=1), "5"]
         invalid = await scripted_async(environment(bad, exact), task, replies)
         assert isinstance(invalid.reward, Invalid) and reason in invalid.reason and len(invalid.shown) == 1
-        bad.seconds = 6  # the next server may be slow to begin
+        bad.timeout = 6  # the next server may be slow to begin
         told = await scripted_async(environment(Slow(bad, tool), exact, failure="answer"), task, replies)
         assert told.reward == 1.0
         assert told.texts[1:] == ["<result>error: the tool cannot be used</result>\n", '<result>{"a": 1}</result>\n']
@@ -113,12 +113,12 @@ class Slow(Server):
         return await self.server.tools()
 
     async def call(self, name: str, arguments: Any) -> ToolAnswer:
-        self.server.seconds = 0.6 if name == self.tool else 6.0
+        self.server.timeout = 0.6 if name == self.tool else 6.0
         return await self.server.call(name, arguments)
 
 
 def test_answers_are_shown_as_text_of_bounded_length_whatever_they_are() -> None:
-    bad = Server(BAD, seconds=6, longest=200)
+    bad = Server(BAD, timeout=6, longest=200)
 
     async def answers() -> dict[str, ToolAnswer]:
         found = {tool: await bad.call(tool, {}) for tool in ("odd", "many", "picture")}
@@ -132,7 +132,7 @@ def test_answers_are_shown_as_text_of_bounded_length_whatever_they_are() -> None
 
 def test_a_slow_call_does_not_take_the_others_of_its_connection_with_it() -> None:
     """Where one tool hangs and others answer meanwhile, the server is kept."""
-    server = Server(BAD, seconds=3)
+    server = Server(BAD, timeout=3)
 
     async def calls() -> None:
         await server.tools()
@@ -156,7 +156,7 @@ def test_a_slow_call_does_not_take_the_others_of_its_connection_with_it() -> Non
 @pytest.mark.parametrize("command", [["/no/such/program"], [sys.executable, "-c", "print('hello')"], [*BAD, "silent"]])
 def test_a_server_that_does_not_start_is_told_with_its_command(command: list[str]) -> None:
     async def fails() -> str:
-        server = Server(command, start_seconds=1.0)
+        server = Server(command, start_timeout=1.0)
         with pytest.raises(BridgeError) as raised:
             await server.tools()
         await server.close()
@@ -219,7 +219,7 @@ def test_calls_are_bounded_and_the_reply_after_the_last_answer_is_scored() -> No
 def test_in_a_worker_the_server_is_shared_by_episodes_and_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text(
         "from posttrain.envs.bridges.mcp_tools import Server, environment\n"
-        f"server = Server({BAD!r}, seconds=5)\n"
+        f"server = Server({BAD!r}, timeout=5)\n"
         "agent = environment(server, lambda task, reply: float(reply == '5'))\n"
     )
     pids: set[int] = set()
@@ -326,7 +326,7 @@ def test_a_real_server_that_fails_or_is_full_is_told(real: str) -> None:
         held = [openenv._Session(env) for _ in range(2)]
         for session in held:
             await session.begin({"seed": 1})
-        waits = openenv.environment(real, action=number, seconds=0.5)
+        waits = openenv.environment(real, action=number, timeout=0.5)
         found = await scripted_async(waits, {"seed": 1}, ["1"])
         for session in held:
             await session.close()
@@ -383,13 +383,13 @@ def test_a_server_that_answers_rubbish_is_invalid_or_ends_the_episode(answer: An
 
     async def episodes() -> None:
         async with saying(GOOD, answer) as url:
-            found = await scripted_async(openenv.environment(url, seconds=seconds), {"seed": 1}, ["a", "b"])
+            found = await scripted_async(openenv.environment(url, timeout=seconds), {"seed": 1}, ["a", "b"])
             assert isinstance(found.reward, Invalid) and reason in found.reason, found.reason
             assert found.texts == ["hello\n"]
-            ends = openenv.environment(url, seconds=seconds, failure="end", invalid_reward=-0.25)
+            ends = openenv.environment(url, timeout=seconds, failure="end", invalid_reward=-0.25)
             assert (await scripted_async(ends, {"seed": 1}, ["a", "b"])).reward == -0.25
         async with saying(answer) as url:
-            begins = await scripted_async(openenv.environment(url, seconds=seconds), {"seed": 1}, ["a"])
+            begins = await scripted_async(openenv.environment(url, timeout=seconds), {"seed": 1}, ["a"])
             assert isinstance(begins.reward, Invalid) and not begins.shown
 
     asyncio.run(episodes())
@@ -406,7 +406,7 @@ def test_only_a_server_that_is_full_is_asked_again(code: str, tries: range) -> N
     async def episode() -> Any:
         async with serve(handle, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
-            return await scripted_async(openenv.environment(url, seconds=0.5), {"seed": 5}, ["one"])
+            return await scripted_async(openenv.environment(url, timeout=0.5), {"seed": 5}, ["one"])
 
     assert "refuses to begin: no" in asyncio.run(episode()).reason
     assert len(connections) in tries

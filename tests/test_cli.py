@@ -57,6 +57,7 @@ def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
     code, modules, said = loaded_by("--help")
     ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.core", "posttrain.core.types"}
     ours |= {"posttrain.core.doing", "posttrain.core.messages", "posttrain.core.user_files"}
+    ours |= {"posttrain.cli.command_table", "posttrain.cli.help_pages"}
     assert code == 0
     assert all(verb in said for verb in ("sft", "rl", "eval", "chat", "algorithms", "check"))
     assert {name for name in modules if name.startswith("posttrain")} == ours
@@ -64,8 +65,8 @@ def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
 
 
 @pytest.mark.parametrize(("verb", "config"), [("sft", SFT), ("rl", RL), ("eval", Evaluation)])
-def test_help_of_a_verb_names_every_option_and_loads_nothing_heavy(verb: str, config: type) -> None:
-    code, modules, said = loaded_by(verb, "--help")
+def test_the_whole_help_of_a_verb_names_every_option_and_loads_nothing_heavy(verb: str, config: type) -> None:
+    code, modules, said = loaded_by(verb, "--help-all")
     assert code == 0 and not modules & HEAVY
     for option in fields(config):
         if option.name == "settings":  # flags, and --set
@@ -181,7 +182,7 @@ def test_rl_records_options_sizes_and_objective_and_tells_where_everything_is(
         assert line in said
     assert "maximise" in "".join(recorded["objective"])
     assert "2 prompts x 2 rollouts = 4 rollouts" in "".join(recorded["sizes"])
-    assert "options: tasks rows.jsonl, env arithmetic, model start, out run, threads 1, kl 0.0, steps 2" in said
+    assert "options: tasks rows.jsonl, env arithmetic, model start, threads 1, out run, max_tokens 4, kl 0.0" in said
     assert "defaults" not in said and "temperature 1.0" not in said  # run.json has them
     for path in ("checkpoints/step-000002", "curves.png", "rollouts"):
         assert str(Path("run") / path) in said and (place / "run" / path).exists()

@@ -335,7 +335,8 @@ def test_nothing_is_left_of_a_worker_that_was_killed_while_a_program_ran(
     monkeypatch.setenv("TMPDIR", str(place := tmp_path / "place"))
     place.mkdir()
     (tmp_path / "stuck.py").write_text(
-        "import time\nfrom posttrain.sandbox.limits import ProgramLimits as Limits\nfrom posttrain.sandbox.shared_sandbox import shared\n\n\n"
+        "import time\nfrom posttrain.sandbox.limits import ProgramLimits as Limits\n"
+        "from posttrain.sandbox.shared_sandbox import shared\n\n\n"
         "def reward(task, reply):\n    program = shared().start(Limits(life=100.0))\n    program.run('x = 1')\n"
         "    if reply == 'stuck':\n        time.sleep(100)\n    return 1.0\n"
     )
@@ -364,7 +365,8 @@ SWALLOWING = (
     "import itertools\nassert list(itertools.takewhile(bool, map(f, [1]))) == []",
     "def each():\n    yield from map(f, [1, 2])\nassert list(each()) == []",
     "assert dict(zip([1, 2], map(f, [1, 2]))) == {}",
-    "import contextlib\n@contextlib.contextmanager\ndef around():\n    yield f(1)\nwith around() as made:\n    assert made == 7",
+    "import contextlib\n@contextlib.contextmanager\ndef around():\n    yield f(1)\n"
+    "with around() as made:\n    assert made == 7",
     "class Own:\n    def __iter__(self): return self\n    def __next__(self): return f(1)\nassert list(Own()) == []",
     "import asyncio\nclass Own:\n    def __aiter__(self): return self\n    async def __anext__(self): return f(1)\n"
     "async def main(): return [x async for x in Own()]\nassert asyncio.run(main()) == []",

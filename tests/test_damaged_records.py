@@ -237,7 +237,7 @@ LARGE = (
 @pytest.mark.parametrize("sql", LARGE)
 def test_a_question_that_no_interrupt_reaches_ends_all_the_same(folder: Path, sql: str) -> None:
     pytest.importorskip("duckdb")
-    words = ["-m", "posttrain", "query", str(folder), sql, "--seconds", "0.5", "--memory", "0.3"]
+    words = ["-m", "posttrain", "query", str(folder), sql, "--timeout", "0.5", "--memory", "0.3"]
     ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, check=False)
     assert (
         ended.returncode == 2 and ended.stderr.count("\n") == 1 and ended.stderr.startswith("posttrain: the question")
@@ -248,7 +248,7 @@ def test_a_question_that_no_interrupt_reaches_ends_all_the_same(folder: Path, sq
 def test_a_question_takes_no_time_or_memory_that_is_none(
     folder: Path, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for option in ("--seconds", "--memory"):
+    for option in ("--timeout", "--memory"):
         assert main(["query", str(folder), "select 1", f"{option}={word}"]) == 2
         assert "must be above 0" in capsys.readouterr().err
 

@@ -338,7 +338,7 @@ def test_the_canary_hears_weights_that_were_handed_over_and_reached_nothing(toke
         canary.look(moved)
 
 
-# -- hand-over and wire ------------------------------------------------------------------------------------------------
+# -- weight sync and wire ------------------------------------------------------------------------------------------------
 
 
 def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -740,7 +740,7 @@ def same_course(one: Path, other: Path, steps: int = 4) -> None:
 def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(tmp_path / "one", start, ahead=1, correction="truncate")
+    run(tmp_path / "one", start, async_steps=1, correction="truncate")
     poll, killed = EnginePool.poll, list[int]()
 
     def polled(self: EnginePool) -> list[Completion]:
@@ -752,7 +752,7 @@ def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
 
     monkeypatch.setattr(EnginePool, "poll", polled)
     with leaves_no_process():
-        run(tmp_path / "two", start, replicas=2, ahead=1, correction="truncate")
+        run(tmp_path / "two", start, replicas=2, async_steps=1, correction="truncate")
     same_course(tmp_path / "one", tmp_path / "two")
     timing = [json.loads(line) for line in (tmp_path / "two" / "timing.jsonl").read_text().splitlines()]
     evaluated = [posttrain.evaluate(SUMS[:5], talk, str(start), samples=3, env_workers=0, replicas=n) for n in (0, 1)]
@@ -813,7 +813,7 @@ def test_a_run_with_an_engine_that_listens_is_the_run_without(
     monkeypatch.setenv(TOKEN, "a token of 24 characters")
     run(tmp_path / "two", start, engines=(engine.address,))
     same_course(tmp_path / "one", tmp_path / "two")
-    assert not (tmp_path / "two" / "handover").exists()
+    assert not (tmp_path / "two" / "weight-sync").exists()
     said = engine.end()
     assert engine.process.returncode == 0 and "refused     127.0.0.1: it has another token" in said
     assert said.count("a pool      127.0.0.1") == said.count("it is gone") == 1 and said.endswith("stopped\n")

@@ -270,7 +270,7 @@ DODGING = noisy([0.0] * 20 + [0.01 * i for i in range(40)], 0.1)
 def test_invalid_rewards_that_grow_with_the_policy_are_named_and_a_constant_share_is_not() -> None:
     (finding,) = find(rows({"invalid": DODGING}))
     assert finding.name == "invalid" and 25 < finding.step < 45 and "0% were at the start" in finding.message
-    assert "too long" not in finding.message and "--env-seconds" in finding.message
+    assert "too long" not in finding.message and "--env-timeout" in finding.message
     (slow,) = find(rows({"invalid": DODGING, "invalid/timeout": DODGING}))
     assert "took too long to check" in slow.message
     for share in (0.0, 0.02, 0.3):

@@ -1,4 +1,5 @@
-"""Who may ask a server of this machine: programs here, no web page, no peer that holds all connections, nobody without the token."""
+"""Who may ask a server of this machine: programs here, no web page, no peer that holds all connections, nobody without
+the token."""
 
 from __future__ import annotations
 

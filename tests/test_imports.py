@@ -1,4 +1,5 @@
-"""Who imports whom: a room imports its own floor or a lower one, no circles, a name is used once, heavy libraries have one home."""
+"""Who imports whom: a room imports its own floor or a lower one, no circles, a name is used once, heavy libraries have
+one home."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ HOMES = {
 LIGHT = ("core/", "system/", "data/", "verify/", "sandbox/", "envs/", "algorithms/", "config/", "runs/", "apps/audit/",
          "apps/planning/", "services/retrieval/", "services/retriever.py", "engines/serving/requests.py",
          "training/figures.py", "training/sources/diversity.py", "training/sources/packing.py", "typed.py",
-         "cli/main.py", "cli/commands.py", "cli/inspect_commands.py", "cli/write_types.py")  # fmt: skip
+         "cli/main.py", "cli/commands.py", "cli/inspect_commands.py", "cli/write_types.py",
+         "cli/command_table.py", "cli/help_pages.py", "cli/init_command.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 
 SEAMS = {"Engine", "Learner", "Model", "Objective", "Service", "Source", "World"}

@@ -33,7 +33,7 @@ def judge_of() -> Iterator[Callable[..., Judge]]:
     opened: list[Judge] = []
 
     def judge_of(server: Server, cache: AnswerCache | None = None, **settings: Any) -> Judge:
-        how = {"model": "tested", "seconds": 5.0, "retries": 3, "cache": cache is not None, **settings}
+        how = {"model": "tested", "timeout": 5.0, "retries": 3, "cache": cache is not None, **settings}
         opened.append(Judge(recipe_of({"endpoint": server.address, **how}), cache=cache))
         return opened[-1]
 
@@ -126,7 +126,7 @@ def test_what_may_pass_is_asked_again(judge_of: Callable[..., Judge], trouble: S
 
 def test_a_call_that_hangs_is_given_up_and_made_again(judge_of: Callable[..., Judge]) -> None:
     with serving(lambda request, number: Said(by_length(request).content, after=0 if number else 3)) as server:
-        assert asked(judge_of(server, seconds=0.3), [question("abc")]) == [4.0]
+        assert asked(judge_of(server, timeout=0.3), [question("abc")]) == [4.0]
 
 
 def test_what_trickles_in_has_the_limit_of_a_whole_call(judge_of: Callable[..., Judge]) -> None:
@@ -145,7 +145,7 @@ def test_what_trickles_in_has_the_limit_of_a_whole_call(judge_of: Callable[..., 
 
     threading.Thread(target=server.http.serve_forever, args=(0.01,), daemon=True).start()
     began = time.monotonic()
-    [answer] = asked(judge_of(server, seconds=0.4, retries=0), [question("abc")])
+    [answer] = asked(judge_of(server, timeout=0.4, retries=0), [question("abc")])
     server.http.shutdown()
     server.http.server_close()
     assert isinstance(answer, Invalid) and "no answer within 0.4 s" in answer.reason and time.monotonic() - began < 3
@@ -418,7 +418,7 @@ def test_a_judge_is_another_one_by_all_that_answers_depend_on_and_by_nothing_els
         "together": False, "scale": [0, 1], "reason": False, "structured": "none", "max_tokens": 7, "temperature": 0.5,
     }  # fmt: skip
     same: dict[str, Any] = {
-        "endpoint": "http://b/v1", "key_env": "KEY", "calls": 3, "seconds": 7.0, "retries": 1,
+        "endpoint": "http://b/v1", "key_env": "KEY", "calls": 3, "timeout": 7.0, "retries": 1,
         "requests_per_minute": 9.0, "prompt_price": 1.0, "reply_price": 1.0, "cache": False,
     }  # fmt: skip
     assert {*others, *same} == {f.name for f in fields(Recipe)}

@@ -255,5 +255,5 @@ def test_all_processes_of_a_start_agree_on_its_number_whatever_was_said_before(m
         for thread in threads:
             thread.join()
         assert found == dict.fromkeys(range(size), number)
-    with pytest.raises(UserError, match=r"process 1 has not come for 0.1 s \(--patience\)"):
+    with pytest.raises(UserError, match=r"process 1 did not join within 0.1 s \(--collective-timeout\)"):
         process_group.attempt_of(kept, 0, 2, 0.1)

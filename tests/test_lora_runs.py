@@ -150,7 +150,7 @@ def test_a_merge_that_binds_nothing_is_seen_by_the_canary_and_ends_the_run(
     assert "no engine is left" in told and "off the learner's log-probabilities" in told and "version 1" in told
 
 
-@pytest.mark.parametrize("more", ["--ahead 1", "--tokens-per-step 4"])
+@pytest.mark.parametrize("more", ["--async-steps 1", "--tokens-per-step 4"])
 def test_rollouts_of_older_adapters_are_played_again_when_a_run_resumes(place: Path, more: str) -> None:
     ran([*RL, *more.split()], "run")
     assert content(last("run")) == content(again("rl", "run"))

@@ -26,11 +26,11 @@ from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.trainer import train
 
 OLDER: dict[str, dict[str, Any]] = {
-    "--ahead": {"ahead": 1},
+    "--async-steps": {"async_steps": 1},
     "--tokens-per-step": {"tokens_per_step": 9},
     "--replay": {"replay": 512},
     "several updates": {"epochs": 4},
-    "all": {"ahead": 1, "tokens_per_step": 9, "epochs": 2, "minibatches": 2},
+    "all": {"async_steps": 1, "tokens_per_step": 9, "epochs": 2, "minibatches": 2},
 }
 
 
@@ -96,7 +96,7 @@ def test_the_ratio_of_replayed_rollouts_is_to_the_policy_that_sampled_them() -> 
         row_of("trpo", replay=512)
 
 
-@pytest.mark.parametrize("way", ["--ahead", "--tokens-per-step", "--replay"])
+@pytest.mark.parametrize("way", ["--async-steps", "--tokens-per-step", "--replay"])
 def test_products_that_nothing_clips_are_taken_to_whoever_sampled(way: str) -> None:
     """A truncated weight per token beside them would be a bias for nothing."""
     row = row_of("off-policy-pg", **OLDER[way])
@@ -126,7 +126,7 @@ def test_the_expected_gradient_of_replayed_arms_is_the_true_one() -> None:
     )  # -0.355: the arms as if they were its own
     assert bandit(row_of("reinforce", replay=512, epochs=4)) == pytest.approx(0.025, abs=1e-7)
     assert bandit(row_of("off-policy-pg", replay=512)) == pytest.approx(0.025, abs=1e-7)
-    assert bandit(row_of("reinforce", ahead=1, correction="truncate", correction_cap=6.0)) == pytest.approx(
+    assert bandit(row_of("reinforce", async_steps=1, correction="truncate", correction_cap=6.0)) == pytest.approx(
         0.025, abs=1e-7
     )
 

@@ -49,13 +49,13 @@ def test_one_engine_and_one_learner_in_turns_or_side_by_side() -> None:
     assert turns.steps_per_hour == pytest.approx(240) and turns.learners == pytest.approx(1 / 3)
     assert turns.engines["decoding"] == pytest.approx(2 / 3) and turns.idle == pytest.approx((1 / 3, 2 / 3))
     # 0-10 and 10-20 with the first weights; those of the update until 15 play from 20 on
-    side = run(alone, ahead=1)
+    side = run(alone, async_steps=1)
     assert side.learned == (15, 25, 35, 45) and side.engines["decoding"] == pytest.approx(1)
-    assert run(alone, learners=2, ahead=1).learned == (13, 23, 33, 43), (
+    assert run(alone, learners=2, async_steps=1).learned == (13, 23, 33, 43), (
         "tokens are shared, what else a step takes is not"
     )
     slow = replace(alone, learning=Learning(2.0))
-    assert run(slow, ahead=1).learned == (30, 50, 70, 90) and run(slow, ahead=1).limit == "learners"
+    assert run(slow, async_steps=1).learned == (30, 50, 70, 90) and run(slow, async_steps=1).limit == "learners"
     shared = run(alone, shared=True)
     assert shared.learned == turns.learned and shared.idle == pytest.approx((0, 0), abs=1e-9)
 
@@ -77,10 +77,10 @@ def test_two_engines_hold_two_versions_and_take_up_the_next_when_they_have_finis
     two = job(*groups, prompts=2, speed=replace(ONE, slots=1), learning=learning)
     assert run(two, engines=2).learned == (13, 23, 36, 46)
     # first: 0-10, 10-17 and 17-21 (third step); second: 0-4, 4-8, 13-23 (third step); fourth step: 21-28, 23-27
-    assert run(two, engines=2, ahead=1).learned == (13, 20, 26, 31)
+    assert run(two, engines=2, async_steps=1).learned == (13, 20, 26, 31)
     loading = replace(two, speed=replace(two.speed, load=2.0))
     # third step: first 19-23, second 15-25; fourth: first 25-32, second 27-31
-    assert run(loading, engines=2, ahead=1).learned == (13, 20, 28, 35)
+    assert run(loading, engines=2, async_steps=1).learned == (13, 20, 28, 35)
 
 
 def test_replies_that_are_cut_go_on_in_the_next_step_and_their_group_waits_for_them() -> None:
@@ -95,7 +95,7 @@ def test_replies_that_are_cut_go_on_in_the_next_step_and_their_group_waits_for_t
 
 
 def test_what_was_played_ahead_before_it_is_measured_counts_once() -> None:
-    outcome = run(job(group(10), learning=Learning(0.0, step=4.5)), 10, ahead=5)
+    outcome = run(job(group(10), learning=Learning(0.0, step=4.5)), 10, async_steps=5)
     # six steps are played at once until 10, then one at a time: until 24.5, 34.5, 44.5, 54.5
     assert outcome.learned == (14.5, 19, 23.5, 28, 32.5, 37, 41.5, 46, 50.5, 59)
     # of the three that were learned from since 41.5 two were played since then
@@ -117,7 +117,7 @@ def test_environments_are_waited_for_and_the_prompt_of_a_group_is_read_once() ->
 def test_weights_that_go_under_running_replies_interrupt_them_for_the_hand_over_alone() -> None:
     clock = job(group(10), speed=replace(ONE, slots=1, load=0.5), learning=Learning(0.0, step=3.0))
     # 0-10 and 10-20 but for half a second from 13 on
-    assert run(clock, ahead=1, clock=True).learned == (13, 23.5, 34, 44.5)
+    assert run(clock, async_steps=1, clock=True).learned == (13, 23.5, 34, 44.5)
 
 
 # -- by formula --------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_the_period_of_a_tandem_is_the_sum_in_turns_and_the_slower_side_ahead(
 ) -> None:
     speed = Speed(((1, 0.5 + 0.25), (8, 0.5 + 8 * 0.25)), load=load, slots=members)
     play = length * (0.5 + 0.25 * members) + load
-    outcome = run(job(group(*[length] * members), speed=speed, learning=Learning(0.0, learning)), 12, ahead=ahead)
+    outcome = run(job(group(*[length] * members), speed=speed, learning=Learning(0.0, learning)), 12, async_steps=ahead)
     period = play + learning if ahead == 0 else max(play, learning)
     # steps that are played with one version may come in pairs: the mean over a few of them is the period
     assert outcome.learned[-1] - outcome.learned[5] == pytest.approx(6 * period, abs=1e-6 + load * (ahead > 0) * 6)
@@ -174,10 +174,10 @@ def test_long_replies_cost_what_ahead_cannot_win_back_and_cutting_them_does() ->
     groups = [group(*(min(1600, 1 + int(random.lognormvariate(mu, 0.7))) for _ in range(8))) for _ in range(512)]
     trial = job(*groups, prompts=32, speed=Speed(((1, 0.0101), (1000, 0.11))), learning=Learning(5 / (32 * 8 * 200)))
     base = run(trial, 12, engines=8).steps_per_hour
-    one, two, four = (run(trial, 24, engines=8, ahead=ahead).steps_per_hour / base for ahead in (1, 2, 4))
+    one, two, four = (run(trial, 24, engines=8, async_steps=ahead).steps_per_hour / base for ahead in (1, 2, 4))
     assert 1.3 < one < two and four == pytest.approx(two, rel=0.05)
-    clock = run(trial, 24, engines=8, ahead=4, clock=True).steps_per_hour / base
-    parts = run(trial, 24, engines=8, ahead=2, tokens=200).steps_per_hour / base
+    clock = run(trial, 24, engines=8, async_steps=4, clock=True).steps_per_hour / base
+    parts = run(trial, 24, engines=8, async_steps=2, tokens=200).steps_per_hour / base
     assert clock > 1.15 * two and parts == pytest.approx(clock, rel=0.1)
 
 
@@ -223,7 +223,7 @@ def test_a_job_is_what_the_files_say(pilot: Path) -> None:
     assert read.update_tokens == pytest.approx(tokens / (total["seconds/update"] + total["seconds/credit"]))
     assert read.job.learning.step == pytest.approx(total["seconds/between"] / 5)
     assert read.job.group(7) is read.job.group(7) and read_pilot(str(pilot / "rl")).job.group(7) == read.job.group(7)
-    larger = read_pilot(str(pilot / "rl"), prompts=3, group=9, handover=1.5)
+    larger = read_pilot(str(pilot / "rl"), prompts=3, group=9, weight_sync=1.5)
     assert larger.job.prompts == 3 and larger.job.speed.load == 1.5
     assert {len(larger.job.group(n).episodes) for n in range(9)} == {9}
     drawn = [larger.job.group(n) for n in range(300)]
@@ -238,9 +238,12 @@ def test_the_command_fits_a_terminal_and_gives_data(pilot: Path, capsys: pytest.
     wide = [line for line in lines if len(line) > 80 and str(pilot) not in line]
     assert len(lines) <= 24 and not wide, wide
     assert any(line.startswith("best of 6 GPUs: ") for line in lines)
-    assert main(["plan", str(pilot / "rl"), "--engines", "1", "3", "--ahead", "0", "1", "--steps", "12", "--json"]) == 0
+    assert (
+        main(["plan", str(pilot / "rl"), "--engines", "1", "3", "--async-steps", "0", "1", "--steps", "12", "--json"])
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
-    assert [(s["engines"], s["ahead"]) for s in told["settings"]] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert [(s["engines"], s["async_steps"]) for s in told["settings"]] == [(1, 0), (1, 1), (3, 0), (3, 1)]
     assert told["best"] in told["settings"] and sum(told["best"]["engine_time"].values()) == pytest.approx(1, abs=0.02)
     assert told["best"]["steps_per_hour"] == pytest.approx(max(s["steps_per_hour"] for s in told["settings"]), rel=0.01)
 
@@ -302,7 +305,7 @@ def test_options_that_say_nothing_are_refused(pilot: Path, tmp_path: Path) -> No
     for words, said in (
         (["--gpus", "4", "--engines", "2"], "--gpus tries every split"),
         (["--engines", "0"], "--engines 0 must be from 1"),
-        (["--ahead", "-1"], "--ahead -1 must be from 0"),
+        (["--async-steps", "-1"], "--async-steps -1 must be from 0"),
         (["--steps", "2"], "--steps"),
     ):
         with pytest.MonkeyPatch.context() as patch:

@@ -59,7 +59,15 @@ def everything(out: Path) -> None:
         played = {**PLAYED, "env_workers": workers}
         posttrain.rl(SUMS, nearness, model, out=str(out / row), algorithm=row, **played, **QUICK)
     posttrain.rl(
-        SUMS, nearness, model, out=str(out / "ahead"), algorithm="grpo", ahead=1, tokens_per_step=3, **PLAYED, **QUICK
+        SUMS,
+        nearness,
+        model,
+        out=str(out / "ahead"),
+        algorithm="grpo",
+        async_steps=1,
+        tokens_per_step=3,
+        **PLAYED,
+        **QUICK,
     )
     posttrain.prefer(PAIRS, model=model, out=str(out / "dpo"), steps=3, rows=6, lr=1e-3, **QUICK)
     posttrain.reward_model(PAIRS, model=model, out=str(out / "reward-model"), steps=3, rows=6, lr=1e-3, **QUICK)
@@ -196,7 +204,7 @@ def test_micro_batches_are_dealt_whole_and_evenly(sizes: list[int], count: int) 
 def test_programs_of_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="torchrun --nproc-per-node 2"):
         posttrain.sft(SUMS, out="never", processes=2, **SMALL)
-    with pytest.raises(UserError, match="--restarts is of several processes"):
+    with pytest.raises(UserError, match="--restarts requires --processes > 1"):
         posttrain.sft(SUMS, out="never", restarts=2, **SMALL)
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -340,7 +348,7 @@ class Command:
 def test_a_run_whose_processes_are_killed_and_stopped_goes_on_to_the_same_end(tmp_path: Path, stopped: bool) -> None:
     calm, hit = (tmp_path / name for name in ("calm", "hit"))
     in_processes(one_of_two_at_once, (free_port(), prepared(calm)), 2)
-    run = Command(hit, "--restarts", "2", "--patience", "4" if stopped else "30")
+    run = Command(hit, "--restarts", "2", "--collective-timeout", "4" if stopped else "30")
     run.start()
     run.saved(1)
     os.kill(run.rank(1), signal.SIGKILL)
@@ -350,7 +358,7 @@ def test_a_run_whose_processes_are_killed_and_stopped_goes_on_to_the_same_end(tm
     code, said = run.wait()
     assert code == 0, said
     assert "process 1 was ended by SIGKILL" in said
-    assert ("process 1 has said nothing for 4 s (--patience)" in said) == stopped
+    assert ("process 1 did not respond within 4 s (--collective-timeout)" in said) == stopped
     assert said.count("started again from the newest checkpoint") == 1 + stopped
     assert (hit / "run" / "metrics.jsonl").read_bytes() == (calm / "run" / "metrics.jsonl").read_bytes()
     for path in sorted((calm / "run" / "checkpoints" / f"step-{STEPS:06d}").glob("*.safetensors")):

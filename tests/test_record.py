@@ -316,7 +316,10 @@ def test_curves_draw_the_metrics_that_exist_for_one_run_and_for_several(tmp_path
 
 def test_importing_the_record_loads_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "matplotlib", "tensorboardX", "rich")
-    modules = "posttrain.runs.run_folder, posttrain.runs.checkpoint, posttrain.runs.terminal.display, posttrain.training.figures"
+    modules = (
+        "posttrain.runs.run_folder, posttrain.runs.checkpoint, posttrain.runs.terminal.display, "
+        "posttrain.training.figures"
+    )
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

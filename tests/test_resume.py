@@ -191,7 +191,7 @@ def test_several_turns_and_updates_per_step_killed_and_resumed_are_identical(pla
 
 
 def test_steps_played_ahead_killed_and_resumed_are_identical(place: Path, uninterrupted: Left) -> None:
-    run, words = place / "ahead-killed", [*TURNS, "--ahead", "2"]
+    run, words = place / "ahead-killed", [*TURNS, "--async-steps", "2"]
     half_written = there(run / "checkpoints" / ".step-000004.draft", run / "checkpoints" / "step-000004")
     kill_and_resume(run, words, [lines(run, 3), half_written, lines(run, 8)])
     assert traces(run) == uninterrupted("ahead", words)
@@ -200,7 +200,7 @@ def test_steps_played_ahead_killed_and_resumed_are_identical(place: Path, uninte
 
 
 def test_replies_in_the_middle_killed_and_resumed_are_identical(place: Path, uninterrupted: Left) -> None:
-    run, words = place / "middle-killed", [*ONE_TURN, "--tokens-per-step", "4", "--ahead", "1"]
+    run, words = place / "middle-killed", [*ONE_TURN, "--tokens-per-step", "4", "--async-steps", "1"]
     kill_and_resume(run, words, [lines(run, 4), lines(run, 7)])
     assert traces(run) == uninterrupted("middle", words)
     assert any('"open"' in file.read_text() for file in run.glob("checkpoints/*/training/state.json"))

@@ -412,7 +412,10 @@ def test_a_port_in_use_and_an_address_that_is_none_are_told(
             f"--port {port} cannot be used on 127.0.0.1: Address already in use; choose another --port, or 0",
         ),
         (["--host", "256.1.1.1"], "--host 256.1.1.1 is no address of this machine"),
-        (["--host", "192.0.2.1", "--port", "0"], "--port 0 cannot be used on 192.0.2.1: Cannot assign requested address"),
+        (
+            ["--host", "192.0.2.1", "--port", "0"],
+            "--port 0 cannot be used on 192.0.2.1: Cannot assign requested address",
+        ),
         (["--port", "65536"], "--port must be at least 0 and at most 65535, not 65536"),
         (["--topk", "0"], "--topk must be above 0"),
     ):

@@ -455,7 +455,7 @@ def test_run_that_replays_goes_on_exactly_and_samples_alike_elsewhere(tmp_path: 
     tokenizer.save(start)
     how: dict[str, Any] = dict(
         model=str(start), prompts=3, group=4, max_tokens=5, lr=5e-3, threads=1, env_workers=0, save_every=2, quiet=True,
-        minibatches=2, routing_replay=True, router_balance=0.01, router_z=1e-3, ahead=1,
+        minibatches=2, routing_replay=True, router_balance=0.01, router_z=1e-3, async_steps=1,
     )  # fmt: skip
     whole = posttrain.rl(TASKS, digits, steps=4, out=str(tmp_path / "whole"), **how).metrics
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
@@ -491,7 +491,7 @@ def test_policy_replays_and_its_reference_routes_by_itself(lora: int | None, fol
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"routing_replay": True}, "--routing-replay is of mixtures of experts"),
+        ({"routing_replay": True}, "--routing-replay requires a mixture-of-experts model"),
         ({"router_balance": 0.01}, "--router-balance and --router-z are of mixtures of experts"),
         ({"router_z": 0.01, "algorithm": "trpo"}, "leave out --router-balance and --router-z"),
     ],

@@ -38,7 +38,8 @@ def start(tmp_path: Path) -> Path:
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my.py").write_text(
-        "def reward(task, reply):\n    order = list({'up', 'down', 'left', 'right', 'in', 'out'})\n    return order.index(task['answer']) + len(reply) / 9\n"
+        "def reward(task, reply):\n    order = list({'up', 'down', 'left', 'right', 'in', 'out'})\n"
+        "    return order.index(task['answer']) + len(reply) / 9\n"
     )
     torch.set_num_threads(1)
     return tmp_path
@@ -100,7 +101,10 @@ def test_time_zone_locale_and_hash_seed_change_no_byte_of_a_run(start: Path) -> 
     tokenizer = Tokenizer.load(start / "start")
     with run_date.fixed("2026-02-03"):
         tokenizer.save(start / "start")
-    words = "rl --tasks rows.jsonl --env my.py:reward --model start --steps 1 --prompts 2 --group 2 --max-tokens 2 --threads 1"
+    words = (
+        "rl --tasks rows.jsonl --env my.py:reward --model start "
+        "--steps 1 --prompts 2 --group 2 --max-tokens 2 --threads 1"
+    )
     running = []
     for number, surroundings in enumerate(SURROUNDINGS):
         command = [

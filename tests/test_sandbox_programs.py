@@ -185,7 +185,8 @@ def test_a_killed_warm_interpreter_takes_its_programs_along_and_is_started_again
 
 def test_nothing_outlives_a_host_that_is_killed() -> None:
     script = (
-        "import time\nfrom posttrain.sandbox.host import Sandbox\nfrom posttrain.sandbox.limits import ProgramLimits as Limits\n"
+        "import time\nfrom posttrain.sandbox.host import Sandbox\n"
+        "from posttrain.sandbox.limits import ProgramLimits as Limits\n"
         "sandbox = Sandbox()\nprogram = sandbox.start(Limits(life=100.0))\nprogram.run('x = 1')\n"
         "print('ready', flush=True)\ntime.sleep(1000)\n"
     )

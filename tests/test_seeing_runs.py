@@ -129,7 +129,7 @@ TASKS = [{"id": str(shade), "shade": shade} for shade in range(0, 250, 25)]
     ("kind", "more"),
     [
         pytest.param("qwen3_vl", {"env_workers": 1}, marks=pytest.mark.long),
-        ("smolvlm", {"ahead": 1, "env_workers": 0}),
+        ("smolvlm", {"async_steps": 1, "env_workers": 0}),
     ],
 )
 def test_run_with_pictures_learns_and_goes_on_exactly(

@@ -458,5 +458,7 @@ def test_a_port_that_is_taken_is_told_in_one_line(folder: Path, capsys: pytest.C
         other.listen()
         port = str(other.getsockname()[1])
         assert main(["serve-policy", "--model", str(folder), "--port", port]) == 2
-    assert capsys.readouterr().err.startswith(f"posttrain: --port {port} cannot be used on 127.0.0.1: Address already in use")
+    assert capsys.readouterr().err.startswith(
+        f"posttrain: --port {port} cannot be used on 127.0.0.1: Address already in use"
+    )
     assert main(["serve-policy"]) == 2 and "--model is missing" in capsys.readouterr().err

@@ -82,7 +82,7 @@ def all_kinds(out: Path, start: Path, **options: Any) -> None:
     played: dict[str, Any] = {"steps": 3, **PLAYED, **QUICK, **options}
     soft = {"algorithm": "sac", "settings": {"critic_warmup": 1}}
     posttrain.rl(SUMS, nearness, str(start), out=str(out / "sac"), **soft, **played)
-    posttrain.rl(SUMS, nearness, str(start), out=str(out / "ahead"), algorithm="gspo", ahead=1, **played)
+    posttrain.rl(SUMS, nearness, str(start), out=str(out / "ahead"), algorithm="gspo", async_steps=1, **played)
     teacher = str(again.checkpoint)
     posttrain.distill(SUMS, model=str(start), teacher=teacher, out=str(out / "distill"), **played)
 
@@ -90,7 +90,7 @@ def all_kinds(out: Path, start: Path, **options: Any) -> None:
 def ranks(rank: int, port: int, size: int, out: Path) -> None:
     """All that so many processes do together in these tests."""
     joined(rank, port, size)
-    together = process_group.joined("cpu", SFT().patience)
+    together = process_group.joined("cpu", SFT().collective_timeout)
     for part in PARTS[size]:
         part(out, rank, together)
 
@@ -448,7 +448,7 @@ def test_a_process_that_is_lost_while_the_canary_is_told_what_to_hear_is_told_in
 
 
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--shard deals the weights out to several processes: give --processes too"):
+    with pytest.raises(UserError, match="--shard requires --processes > 1"):
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
     from posttrain.algorithms.all_algorithms import find
     from posttrain.config.training import RL

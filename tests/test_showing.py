@@ -136,7 +136,7 @@ def said_by(model: Model, row: dict[str, Any]) -> dict[str, np.ndarray]:
     ("kind", "how"),
     [
         ("native", {}),
-        ("native", {"ahead": 1, "correction": "truncate"}),
+        ("native", {"async_steps": 1, "correction": "truncate"}),
         ("native", {"tokens_per_step": 2, "correction": "truncate"}),
         ("native", {"lora": 4}),
         ("gemma3_text", {}),

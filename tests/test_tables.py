@@ -526,7 +526,7 @@ def test_a_question_reads_no_file_but_the_runs(tmp_path: Path, monkeypatch: pyte
 
 def test_a_question_has_a_time_and_a_memory(tmp_path: Path) -> None:
     folder = recorded(tmp_path, 1)
-    with pytest.raises(UserError, match=r"took longer than 0.2 s: narrow it, or raise --seconds"):
+    with pytest.raises(UserError, match=r"took longer than 0.2 s: narrow it, or raise --timeout"):
         answer(
             folder, "select count(*) from range(1000000000) a, range(1000) b where a.range + b.range > 5", seconds=0.2
         )
@@ -547,10 +547,10 @@ def test_a_question_that_would_never_end_ends_in_time_and_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sql: str
 ) -> None:
     folder, begin = str(recorded(tmp_path, 1)), time.monotonic()
-    assert main(["query", folder, sql, "--seconds", "0.5"]) == 2
+    assert main(["query", folder, sql, "--timeout", "0.5"]) == 2
     assert time.monotonic() - begin < 20
     told = capsys.readouterr().err.strip()
-    assert "took longer than 0.5 s: narrow it, or raise --seconds" in told and "\n" not in told
+    assert "took longer than 0.5 s: narrow it, or raise --timeout" in told and "\n" not in told
 
 
 def test_the_command_prints_a_table_or_lines_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

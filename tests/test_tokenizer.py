@@ -276,6 +276,9 @@ def test_a_tokenizer_can_be_sent_to_another_process() -> None:
 
 
 def test_importing_the_module_imports_no_heavy_library() -> None:
-    code = "import sys, posttrain.models.tokenizer.tokenizer; print(sorted({'torch', 'transformers', 'jinja2'} & set(sys.modules)))"
+    code = (
+        "import sys, posttrain.models.tokenizer.tokenizer; "
+        "print(sorted({'torch', 'transformers', 'jinja2'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

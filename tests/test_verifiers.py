@@ -37,7 +37,8 @@ from posttrain.verify.syntax import defines, parses, tree_similarity
 
 VECTORS = Path(__file__).parent / "vectors"
 MODULES = (
-    "answer citation json_schema fenced format language length pattern refusal repetition short_answer similarity syntax toxicity"
+    "answer citation json_schema fenced format language length pattern refusal repetition short_answer "
+    "similarity syntax toxicity"
 ).split()
 
 
@@ -140,9 +141,9 @@ def test_what_is_wrong_with_a_schema_is_invalid_for_every_reply(schema: Any, tol
 def test_a_catastrophic_pattern_of_a_schema_costs_its_time_limit_and_is_wrong() -> None:
     schema = {"properties": {"a": {"pattern": "^(a+)+$"}}}
     began = time.monotonic()
-    assert matches_schema(json.dumps({"a": "a" * 40 + "b"}), schema, seconds=0.3) == 0.0
+    assert matches_schema(json.dumps({"a": "a" * 40 + "b"}), schema, timeout=0.3) == 0.0
     assert time.monotonic() - began < 10
-    assert matches_schema(json.dumps({"a": "aaa"}), schema, seconds=0.3) == 1.0
+    assert matches_schema(json.dumps({"a": "aaa"}), schema, timeout=0.3) == 1.0
 
 
 def test_nothing_is_ever_fetched() -> None:
@@ -241,7 +242,7 @@ def test_a_pattern_is_found_or_not(reply: str, pattern: str, more: dict[str, Any
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_catastrophic_search_ends_and_earns_nothing_either_way(wanted: bool) -> None:
     began = time.monotonic()
-    assert matches("a" * 40 + "b", r"^(a+)+$", wanted=wanted, seconds=0.2) == 0.0
+    assert matches("a" * 40 + "b", r"^(a+)+$", wanted=wanted, timeout=0.2) == 0.0
     assert time.monotonic() - began < 10
     assert "cannot be read" in reason(matches("a", "("))
 
@@ -766,7 +767,7 @@ HOSTILE = {
 JUDGES: dict[str, Callable[[str], Any]] = {
     "find_json": find_json,
     "matches_schema": lambda t: matches_schema(t, PERSON),
-    "matches": lambda t: matches(t, r"(a+)+$b", seconds=0.1),
+    "matches": lambda t: matches(t, r"(a+)+$b", timeout=0.1),
     "exact_match": lambda t: exact_match(t, "a"),
     "f1": lambda t: f1(t, "a b"),
     "contains_answer": lambda t: contains_answer(t, "x y", words=True),

@@ -207,7 +207,7 @@ def test_a_policy_is_trained_in_it(folder: Path, tmp_path: Path) -> None:
     assert [row["secret"] for row in rows] == [0, 1, 2, 3]
     run = posttrain.rl(
         rows, env=which.environment(), model=str(folder), out=str(tmp_path / "run"), steps=2, prompts=2, group=2,
-        max_tokens=12, env_workers=1, env_seconds=120.0, quiet=True, lr=1e-3, precision="float32",
+        max_tokens=12, env_workers=1, env_timeout=120.0, quiet=True, lr=1e-3, precision="float32",
     )  # fmt: skip
     assert len(run.metrics) == 2 and all(line["sampler/kl"] < 1e-6 for line in run.metrics)
     assert all(line.get("invalid", 0) == 0 for line in run.metrics) and run.metrics[0]["reward/brief"] >= 0

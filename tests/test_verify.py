@@ -250,8 +250,8 @@ def test_braces_that_group_nothing_change_no_answer(written: str, plain: str) ->
 )
 @pytest.mark.parametrize("gold", ["x = 3", r"\sqrt{2}", r"\frac{1}{2}", r"\text{even}", "1,2", r"(-\infty,2)\cup(3,4)"])
 def test_no_answer_leaves_its_group(answer: str, gold: str) -> None:
-    assert verify(rf"\boxed{{{answer}}}", gold, seconds=0.5) == 0.0
-    assert verify(f"The answer is ${answer}$.", gold, seconds=0.5) == 0.0
+    assert verify(rf"\boxed{{{answer}}}", gold, timeout=0.5) == 0.0
+    assert verify(f"The answer is ${answer}$.", gold, timeout=0.5) == 0.0
 
 
 def test_a_check_that_fails_is_the_gold_answer_s_fault_only_if_that_fails_alone(

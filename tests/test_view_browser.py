@@ -23,9 +23,9 @@ playwright = pytest.importorskip(
 
 from posttrain.apps.view.api import Answers, Query  # noqa: E402
 from posttrain.apps.view.html_export import Selection, exported  # noqa: E402
-from posttrain.apps.view.view_command import opened
-from posttrain.system.http_front import HOST
-from posttrain.system.http_front import bound as bind
+from posttrain.apps.view.view_command import opened  # noqa: E402
+from posttrain.system.http_front import HOST  # noqa: E402
+from posttrain.system.http_front import bound as bind  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the pages are tested in Chromium: apt-get install chromium")

@@ -118,7 +118,7 @@ def test_a_run_learns_with_adapters_handed_over_alone_and_logs_the_mismatch(
     save_model(small(tokenizer), tmp_path / "start", tokenizer)
     tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(6)]
     run = posttrain.rl(
-        tasks, env=digits, model=str(tmp_path / "start"), out=str(tmp_path / "run"), engine="vllm", handover="adapter",
+        tasks, env=digits, model=str(tmp_path / "start"), out=str(tmp_path / "run"), engine="vllm", weight_sync="adapter",
         slots=64, lora=4, algorithm="grpo", kl=0.0, lr=2e-2, steps=6, prompts=6, group=16, max_tokens=8, quiet=True,
     )  # fmt: skip
     rows = run.metrics
@@ -134,10 +134,10 @@ def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Toke
         AdapterSync(adapted(tiny(tokenizer), dora=True))
     with pytest.raises(UserError, match="not ranks above 512"):
         AdapterSync(adapted(tiny(tokenizer), rank=600))
-    with pytest.raises(UserError, match="--handover adapter is of one process of training with one vLLM of its own"):
-        Many(2, handover="adapter").of(Alone())
-    with pytest.raises(UserError, match="--handover adapter is of vLLM: give --engine vllm, or leave it out"):
-        open_engine("local", adapted(tiny(tokenizer)), tokenizer, 4, "float32", many=Many(handover="adapter"))
+    with pytest.raises(UserError, match="--weight-sync adapter requires one training process with one vLLM"):
+        Many(2, weight_sync="adapter").of(Alone())
+    with pytest.raises(UserError, match="--weight-sync adapter requires --engine vllm"):
+        open_engine("local", adapted(tiny(tokenizer)), tokenizer, 4, "float32", many=Many(weight_sync="adapter"))
 
 
 def test_room_is_made_for_the_next_rank_that_vllm_knows(tokenizer: Tokenizer) -> None:

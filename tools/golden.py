@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[str, str]] = {
     "agent": ("sft-calls", f"rl {CALLS} --model runs/sft-calls --max-tokens 12 {RL} --algorithm grpo"),
     "replicas": ("sft", f"rl {SUMS} --algorithm grpo --replicas 2"),
     "processes": ("sft", f"rl {SUMS} --algorithm grpo --processes 2"),
-    "asynchronous": ("sft", f"rl {SUMS} --algorithm grpo --ahead 1"),
+    "asynchronous": ("sft", f"rl {SUMS} --algorithm grpo --async-steps 1"),
     "lora": ("sft", f"rl {SUMS} --algorithm grpo --lora 4"),
 }
 """Name -> the run whose checkpoint it starts from, and its command."""

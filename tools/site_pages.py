@@ -13,17 +13,18 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import mkdocs.plugins
 import pyarrow as pa
-from cyclopts import App
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import posttrain
 import posttrain.verify
+from posttrain.cli.command_table import COMMANDS
+from posttrain.cli.help_pages import HelpEntry, entries_of
 from posttrain.cli.main import app
 from posttrain.config import VERBS
 from posttrain.core.option_aliases import ELSEWHERE
@@ -106,28 +107,24 @@ def home() -> str:
 # -- the command ---------------------------------------------------------------------------------------------------------
 
 
-def commands(parent: App = app, before: str = "") -> Iterator[tuple[str, App]]:
-    """Every command with its whole name, such as ("retriever build", ...)."""
-    for name in parent:
-        if not name.startswith("-"):
-            command = parent[name]
-            if command.default_command is None:
-                yield from commands(command, f"{before}{name} ")
-            else:
-                yield f"{before}{name}", command
-
-
 def command_pages() -> dict[str, str]:
     pages = {}
     table = ["| command | what it does |", "|---|---|"]
-    for name, command in commands():
-        file = f"{name.replace(' ', '-')}.md"
-        told = options(command)
-        wide = "" if "\n## " in f"\n{told}" else "---\nhide: [toc]\n---\n\n"
-        pages[f"reference/cli/{file}"] = f"{wide}# posttrain {name}\n\n{command.help}\n\n{told}\n"
-        table.append(f"| [`posttrain {name}`]({file}) | {command.help} |")
+    for command in COMMANDS:
+        file = f"{command.name.replace(' ', '-')}.md"
+        groups: dict[str, list[HelpEntry]] = {}
+        for entry in entries_of(app, command):
+            groups.setdefault(entry.group, []).append(entry)
+        told = "\n\n".join(
+            f"## {group.capitalize()}\n\n"
+            + "\n".join(f"`{entry.names}`\n:   {as_markdown(entry.help)}\n" for entry in entries)
+            for group, entries in groups.items()
+        )
+        example = f"```bash\nposttrain {command.name} {command.example}\n```"
+        pages[f"reference/cli/{file}"] = f"# posttrain {command.name}\n\n{command.help}\n\n{example}\n\n{told}\n"
+        table.append(f"| [`posttrain {command.name}`]({file}) | {command.help} |")
     head = (
-        "# Command line\n\nEvery command with its options, as `posttrain COMMAND --help` prints them. Options may also come"
+        "# Command line\n\nEvery command with its options, as `posttrain COMMAND --help-all` prints them. Options may also come"
         " from a [recipe](../config.md); the command line wins.\n\n"
     )
     tail = (
@@ -137,52 +134,12 @@ def command_pages() -> dict[str, str]:
     return {"reference/cli/index.md": head + "\n".join(table) + tail} | pages
 
 
-def options(command: App) -> str:
-    """A command's options as definitions, below a heading for each group that the command sorts them into."""
-    groups: dict[str, list[str]] = {}
-    for argument in command.assemble_argument_collection(parse_docstring=True):
-        if argument.show:
-            names = ", ".join(f"`{name}`" for name in argument.names)
-            default = argument.field_info.default
-            told = "required" if argument.required else "" if default in EMPTY else f"default `{shown(default)}`"
-            about = " · ".join(filter(None, [kind(argument.hint), told]))
-            meaning = as_markdown((argument.parameter.help or "").replace("\n", " "))
-            group = next((g.name for g in argument.parameter.group or () if getattr(g, "name", "")), "Options")
-            groups.setdefault(str(group), []).append(f"{names}  {about}\n:   {meaning or '-'}\n")
-    heading = len(groups) > 1
-    return "\n".join((f"## {name}\n\n" if heading else "") + "\n".join(told) for name, told in groups.items())
-
-
-EMPTY: tuple[Any, ...] = (None, "", (), {})
-
-
-def shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
-
-def kind(hint: Any) -> str:
-    """A type as somebody who writes a command needs to know it."""
-    origin, inner = get_origin(hint), [part for part in get_args(hint) if part not in (type(None), Ellipsis)]
-    if origin is Literal:
-        return ", ".join(f"`{choice}`" for choice in inner)
-    if origin is dict:
-        return "NAME VALUE"
-    if origin in (tuple, list):
-        return f"{kind(inner[0])} ..."
-    if inner:
-        return " or ".join(dict.fromkeys(map(kind, inner)))
-    return {bool: "flag", int: "integer", float: "number", str: "text"}.get(hint, getattr(hint, "__name__", str(hint)))
-
-
 def config_page() -> str:
     """All options with the commands that have them, and what other trainers call them."""
     found: dict[str, list[str]] = {}
-    for name, command in commands():
-        for argument in command.assemble_argument_collection():
-            if argument.show and name in VERBS:
-                found.setdefault(argument.names[0], []).append(name)
+    for command in COMMANDS:
+        for entry in entries_of(app, command) if command.name in VERBS else ():
+            found.setdefault(entry.names.replace(",", " ").split()[0], []).append(command.name)
     lines = ["| option | commands |", "|---|---|"]
     lines += [
         f"| `{option}` | {', '.join(f'[{name}](cli/{name}.md)' for name in names)} |"

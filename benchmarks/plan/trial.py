@@ -15,13 +15,13 @@ from posttrain.apps.planning.simulation import Simulation
 
 PROMPTS, GROUP, MEAN, LONGEST, ENGINES = 128, 8, 2000, 16_000, 8
 SETTINGS = {
-    "ahead 1": PlanSetting(ENGINES, ahead=1),
-    "ahead 2": PlanSetting(ENGINES, ahead=2),
-    "ahead 4": PlanSetting(ENGINES, ahead=4),
-    "clock": PlanSetting(ENGINES, ahead=4, clock=True),
-    "ahead 1, 2,000 a step": PlanSetting(ENGINES, ahead=1, tokens=MEAN),
-    "ahead 2, 2,000 a step": PlanSetting(ENGINES, ahead=2, tokens=MEAN),
-    "ahead 2, 1,000 a step": PlanSetting(ENGINES, ahead=2, tokens=MEAN // 2),
+    "ahead 1": PlanSetting(ENGINES, async_steps=1),
+    "ahead 2": PlanSetting(ENGINES, async_steps=2),
+    "ahead 4": PlanSetting(ENGINES, async_steps=4),
+    "clock": PlanSetting(ENGINES, async_steps=4, clock=True),
+    "ahead 1, 2,000 a step": PlanSetting(ENGINES, async_steps=1, tokens=MEAN),
+    "ahead 2, 2,000 a step": PlanSetting(ENGINES, async_steps=2, tokens=MEAN),
+    "ahead 2, 1,000 a step": PlanSetting(ENGINES, async_steps=2, tokens=MEAN // 2),
 }
 
 

@@ -33,15 +33,19 @@ class Branching(Component):
     """
 
     branches: int = setting(
-        1, "branches", "Rollouts that begin at a tool's answer which raised the entropy (0: none).", above=0, absent=0
+        1, "branches", "Rollouts that branch at a tool result which raised the entropy (0: none).", above=0, absent=0
     )
-    first: float = setting(0.5, "branch-first", "Share of a group that begins with the prompt.", above=0, below=1)
-    tokens: int = setting(20, "branch-tokens", "Tokens of a reply from which its entropy is estimated.", above=0)
+    first: float = setting(
+        0.5, "branch-first", "Share of a group that starts at the prompt, with --branches.", above=0, below=1
+    )
+    tokens: int = setting(20, "branch-tokens", "Tokens of a reply from which --branches estimates entropy.", above=0)
     alpha: float = setting(0.5, least=0, most=1)
     beta: float = setting(0.2, above=0)
-    threshold: float = setting(0.5, "branch-threshold", "Rollouts branch where alpha + beta x the rise is above it.")
+    threshold: float = setting(
+        0.5, "branch-threshold", "Branch where alpha + beta x the rise in entropy is above this."
+    )
     credit: Literal["soft", "hard"] = setting(
-        "soft", "branch-credit", "Advantage of shared tokens: each rollout's own, or the mean of those that share them."
+        "soft", "branch-credit", "Advantage of tokens that branches share: each rollout's own, or their mean."
     )
     needs = frozenset({Need.GROUP})
     source = f"{PAPER}, section 3.1"

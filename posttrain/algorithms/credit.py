@@ -54,15 +54,15 @@ class Baselined(Advantage):
     """
 
     baseline: Literal["none", "batch", "group", "others"] = setting(
-        "group", "baseline", "Whose mean reward is subtracted."
+        "group", "baseline", "Baseline: the mean reward to subtract."
     )
     scale: Literal["none", "batch", "group"] = setting(
-        "none", "scale", "Whose standard deviation advantages are divided by."
+        "none", "scale", "Divide advantages by the standard deviation of the group, of the batch, or not at all."
     )
     weight: Literal["equal", "length", "gradient"] = setting(
         "equal",
         "baseline-weight",
-        "Weight of each reward in that mean; gradient: the optimal baseline, one backward pass per rollout.",
+        "Weight of each reward in the baseline. gradient is the optimal baseline, with one backward pass per rollout.",
     )
     eps: float = setting(1e-6, above=0)
     signal: bool = False
@@ -162,9 +162,9 @@ class ToGo(Advantage):
     (x - mean) / (std + eps). REINFORCE++ and its `-baseline` form (arXiv 2501.03262, eq. 5 to 9).
     """
 
-    baseline: Literal["none", "group"] = setting("none", "baseline", "Whose mean reward is subtracted.")
+    baseline: Literal["none", "group"] = setting("none", "baseline", "Baseline: the mean reward to subtract.")
     whiten: bool = setting(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
-    gamma: float = setting(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
+    gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
     eps: float = setting(1e-8, above=0)
 
     @property
@@ -322,7 +322,7 @@ class PassAtK(Advantage):
     A group of which every k hold a right one, or none does, has advantage exactly 0: one with W < k learns nothing more.
     """
 
-    k: int = setting(2, "advantage-k", "Replies of which one has to be right (pass@k); below --group.", least=1)
+    k: int = setting(2, "advantage-k", "k of pass@k: one of k replies has to be right. Below --group.", least=1)
     needs = frozenset({Need.GROUP, Need.SUCCESS})
     source = "Pass@k training, arXiv 2508.10751, analytical derivation"
 
@@ -370,10 +370,10 @@ class GAE(Advantage):
     whiten    (A - mean) / (std + eps) over all tokens of the batch.
     """
 
-    gamma: float = setting(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
-    lam: float = setting(0.95, "gae-lambda", "Lambda of generalized advantage estimation.", least=0, most=1)
+    gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
+    lam: float = setting(0.95, "gae-lambda", "Lambda of generalized advantage estimation (GAE).", least=0, most=1)
     alpha: float | None = setting(
-        None, "gae-alpha", "Lambda by length instead: 1 - 1 / (this times the reply's tokens), at least 0.", above=0
+        None, "gae-alpha", "Length-adaptive lambda of GAE: 1 - 1 / (alpha x tokens of the reply), at least 0.", above=0
     )
     whiten: bool = setting(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
     eps: float = setting(1e-8, above=0)

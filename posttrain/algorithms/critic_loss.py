@@ -47,8 +47,10 @@ class Value(CriticLoss):
     lambda; None: the advantage's own.
     """
 
-    clip: float | None = setting(0.2, "value-clip", "How far values may move per step (0: no limit).", above=0, off=0)
-    coefficient: float = setting(0.1, "value-coefficient", "What the value loss weighs.", least=0)
+    clip: float | None = setting(
+        0.2, "value-clip", "Clip range of the value function (0: no clipping).", above=0, off=0
+    )
+    coefficient: float = setting(0.1, "value-coefficient", "Coefficient of the value loss.", least=0)
     lam: float | None = setting(None, least=0, most=1)
     warmup: int = setting(0, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
     needs = frozenset({Need.VALUE})
@@ -95,11 +97,11 @@ class SoftQ(CriticLoss):
     last token; Q' are copies that move by `tau` towards Q after every update, alpha is the entropy coefficient.
     """
 
-    gamma: float = setting(1.0, "gamma", "Discount per sampled token.", least=0, most=1)
+    gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
     tau: float = setting(
-        0.05, "critic-tau", "How far the slow copies of action values follow each update.", least=0, most=1
+        0.05, "critic-tau", "Target networks of action values: rate at which they follow each update.", least=0, most=1
     )
-    coefficient: float = setting(1.0, "value-coefficient", "What the value loss weighs.", least=0)
+    coefficient: float = setting(1.0, "value-coefficient", "Coefficient of the value loss.", least=0)
     warmup: int = setting(20, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
     needs = frozenset({Need.ACTION_VALUE})
     wants = frozenset({"q", "target_q", "entropy"})

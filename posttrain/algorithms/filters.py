@@ -30,7 +30,7 @@ class DynamicSampling(Component):
     rounds: int = setting(
         4,
         "dynamic-sampling",
-        "Replace groups without signal, playing at most this many times --prompts (0: off).",
+        "Dynamic sampling: replace groups without signal, up to N times --prompts (0: off).",
         above=0,
         absent=0,
     )
@@ -98,7 +98,7 @@ class TopEntropy(Component):
     share: float = setting(
         0.2,
         "top-entropy",
-        "Learn from this share of the tokens, those with the highest entropy (1: all).",
+        "Learn only from this share of the tokens, those with the highest entropy (1: all).",
         above=0,
         most=1,
         absent=1,
@@ -129,8 +129,8 @@ class Replay(Component):
     capacity: int = setting(
         4096,
         "replay",
-        "Rollouts to remember and draw from (0: only the step's own). A --correction, or a ratio with --old-policy sampler, "
-        "makes up for the weights that sampled them.",
+        "Replay buffer, in rollouts (0: on-policy, only the step's own). A --correction, or a ratio with --old-policy "
+        "sampler, makes up for the weights that sampled them.",
         above=0,
         absent=0,
     )

@@ -18,7 +18,7 @@ from posttrain.core.types import Comparison
 if TYPE_CHECKING:
     from torch import Tensor
 
-BETA = "How much a difference of scores counts; the larger, the closer the policy stays to its reference."
+BETA = "Scale of the score differences. The larger it is, the closer the policy stays to its reference."
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Sigmoid(PreferenceLink):
     -(1 - e) log sigma(x) - e log sigma(-x), x = beta (s_w - s_l) - margin; e: the share of labels assumed to be wrong.
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     smoothing: float = setting(
-        0.0, "smoothing", "Share of the comparisons assumed to be labelled wrongly.", least=0, below=0.5
+        0.0, "smoothing", "Label smoothing: share of the comparisons assumed to be mislabelled.", least=0, below=0.5
     )
     takes_margin = True
 
@@ -87,8 +87,10 @@ class Robust(PreferenceLink):
     ((1 - e) (-log sigma(x)) - e (-log sigma(-x))) / (1 - 2 e), x = beta (s_w - s_l).
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
-    noise: float = setting(0.1, "noise", "Share of the comparisons that are labelled wrongly.", least=0, below=0.5)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
+    noise: float = setting(
+        0.1, "noise", "Share of the comparisons that are mislabelled (robust DPO).", least=0, below=0.5
+    )
     source = "robust DPO, arXiv 2403.00409"
 
     @property
@@ -108,7 +110,7 @@ class Square(PreferenceLink):
     (s_w - s_l - 1 / (2 beta))^2 (IPO, arXiv 2310.12036, eq. 17).
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     source = "IPO, arXiv 2310.12036, eq. 17"
 
     @property
@@ -126,7 +128,7 @@ class Hinge(PreferenceLink):
     max(0, 1 - x), x = beta (s_w - s_l) - margin (SLiC-HF, arXiv 2305.10425, eq. 1; on log ratios: RSO, arXiv 2309.06657).
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     source = "SLiC-HF, arXiv 2305.10425, eq. 1; on log ratios: RSO, arXiv 2309.06657, hinge-norm"
     takes_margin = True
 
@@ -145,7 +147,7 @@ class SelfPlay(PreferenceLink):
     (s_w - 1 / (2 beta))^2 + (s_l + 1 / (2 beta))^2, both terms, unscaled (SPPO, arXiv 2405.00675, eq. 4.7 with P = 1).
     """
 
-    beta: float = setting(0.001, "beta", BETA, above=0)
+    beta: float = setting(0.001, "beta", BETA, above=0, first_hour=True)
     source = "SPPO, arXiv 2405.00675, eq. 4.7, hard labels"
 
     @property
@@ -165,7 +167,7 @@ class AnchoredUp(PreferenceLink):
     1 - sigma(beta s_w) + sigma(beta s_l) (APO-zero, arXiv 2408.06266, eq. 7).
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     source = "APO-zero, arXiv 2408.06266, eq. 7"
 
     @property
@@ -183,7 +185,7 @@ class AnchoredDown(PreferenceLink):
     sigma(beta s_w) + 1 - sigma(beta (s_w - s_l)) (APO-down, arXiv 2408.06266, eq. 8).
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     source = "APO-down, arXiv 2408.06266, eq. 8"
 
     @property
@@ -201,7 +203,7 @@ class Contrast(PreferenceLink):
     -log sigma(x_w) - 1/2 log sigma(-x_w) - 1/2 log sigma(-x_l), x = beta s (NCA, arXiv 2402.05369, for pairs).
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     source = "NCA, arXiv 2402.05369, with two responses"
 
     @property
@@ -220,7 +222,7 @@ class ReverseKL(PreferenceLink):
     KL((q, 1 - q) || (1 - e, e)), q = sigma(beta (s_w - s_l)) (EXO, arXiv 2402.00856, eq. 16 for pairs).
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     smoothing: float = setting(0.001, "smoothing", above=0, below=0.5)
     source = "EXO, arXiv 2402.00856, eq. 16 with two responses"
 
@@ -243,7 +245,7 @@ class ClassifierLink(PreferenceLink):
     2404.04656; without the weights that it gives where good and bad ones are of other prompts).
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     shift: bool = setting(True)  # whether d is subtracted; its authors keep a running mean of earlier batches, as here
     source = "BCO, arXiv 2404.04656, without density ratios"
 
@@ -270,9 +272,9 @@ class Prospect(PreferenceLink):
     eq. 8).
     """
 
-    beta: float = setting(0.1, "beta", BETA, above=0)
-    desirable: float = setting(1.0, "desirable", "Weight of responses labelled good.", least=0)
-    undesirable: float = setting(1.0, "undesirable", "Weight of responses labelled bad.", least=0)
+    beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
+    desirable: float = setting(1.0, "desirable", "Weight of responses that are labelled good (KTO).", least=0)
+    undesirable: float = setting(1.0, "undesirable", "Weight of responses that are labelled bad (KTO).", least=0)
     source = "KTO, arXiv 2402.01306, eq. 8; drift: section 4.2"
     needs = frozenset({Need.DRIFT})
     reads_labels = True
@@ -296,7 +298,7 @@ class PlackettLuce(PreferenceLink):
     ties that is the Plackett-Luce likelihood (DPO, arXiv 2305.18290, appendix A.3, eq. 18); tied ones are not compared.
     """
 
-    beta: float = setting(1.0, "beta", BETA, above=0)
+    beta: float = setting(1.0, "beta", BETA, above=0, first_hour=True)
     source = "Plackett 1975; DPO, arXiv 2305.18290, appendix A.3"
 
     @property

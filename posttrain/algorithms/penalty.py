@@ -29,9 +29,12 @@ class Adaptive(Control):
     beta *= 1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon (Ziegler et al. 2019, arXiv 1909.08593).
     """
 
-    target: float = setting(0.05, "kl-target", "KL that the control aims at, in nats per token.", above=0)
+    target: float = setting(0.05, "kl-target", "Target KL of the controller, in nats per token.", above=0)
     horizon: float = setting(
-        10_000.0, "kl-horizon", "Rollouts over which the adaptive control may change beta by a fifth.", above=0
+        10_000.0,
+        "kl-horizon",
+        "Horizon of the adaptive KL controller, in rollouts: the coefficient changes by a fifth at most.",
+        above=0,
     )
     source = "Ziegler et al. 2019, arXiv 1909.08593, section 2.2"
 
@@ -51,7 +54,7 @@ class HalvingDoubling(Control):
     beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4).
     """
 
-    target: float = setting(0.01, "kl-target", "KL that the control aims at, in nats per token.", above=0)
+    target: float = setting(0.01, "kl-target", "Target KL of the controller, in nats per token.", above=0)
     source = "PPO, arXiv 1707.06347, section 4"
 
     @property
@@ -99,22 +102,23 @@ class KL(Component):
     estimator: Literal["k1", "k2", "k3", "exact", "forward"] = setting(
         "k3",
         "kl-estimator",
-        "How the KL is estimated; exact: over the whole vocabulary. In the loss k2 and exact have the gradient of the KL "
+        "Estimator of the KL; exact sums over the whole vocabulary. In the loss k2 and exact have the gradient of the KL "
         "per token, in the reward k1 that of a reply.",
     )
     beta: float = setting(
         0.04,
         "kl",
-        "Coefficient of the KL penalty to the starting model (0: none, no reference is kept).",
+        "Coefficient of the KL penalty to the reference, the starting model (0: none, and no reference is kept).",
         least=0,
         absent=0,
+        first_hour=True,
     )
     where: Literal["loss", "reward"] = setting(
-        "loss", "kl-where", "Whether the KL is part of the loss or subtracted from the reward."
+        "loss", "kl-where", "Where the KL goes: into the loss, or subtracted from the reward."
     )
     against: Literal["reference", "old"] = "reference"
     control: Control | None = setting(
-        None, "kl-control", "How the coefficient changes from step to step.", choices=CONTROLS
+        None, "kl-control", "How the KL coefficient changes from step to step.", choices=CONTROLS
     )
 
     @property
@@ -171,10 +175,18 @@ class Entropy(Component):
     """
 
     coefficient: float = setting(
-        0.0, "entropy", "Coefficient of the entropy bonus (0: none); with a target, where it starts.", least=0, absent=0
+        0.0,
+        "entropy",
+        "Coefficient of the entropy bonus (0: none). With --entropy-target, its initial value.",
+        least=0,
+        absent=0,
     )
     target: float | None = setting(
-        None, "entropy-target", "Entropy to hold, in nats per token, by tuning the bonus.", above=0, creates=True
+        None,
+        "entropy-target",
+        "Target entropy in nats per token; the coefficient is tuned to hold it.",
+        above=0,
+        creates=True,
     )
     rate: float = setting(0.01, above=0)  # change of the coefficient per step and nat
     wants = frozenset({"entropy"})

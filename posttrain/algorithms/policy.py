@@ -39,7 +39,7 @@ class Imitation(Component):
     """
 
     coefficient: float = setting(
-        0.1, "imitation", "Weight of the likelihood of successes in the loss (0: none).", least=0, absent=0
+        0.1, "imitation", "Weight of the likelihood of right replies in the loss (0: none).", least=0, absent=0
     )
     needs = frozenset({Need.SUCCESS})
     source = "VAPO, arXiv 2504.05118, eq. 11 and 12"
@@ -57,7 +57,9 @@ class Pretraining(Component):
     eq. 2).
     """
 
-    coefficient: float = setting(1.0, "ptx-coefficient", "Weight of the likelihood of the texts of --ptx.", least=0)
+    coefficient: float = setting(
+        1.0, "ptx-coefficient", "Weight of the likelihood of --ptx texts in the loss.", least=0
+    )
     rows: int = setting(16, above=0)  # texts in each update
     source = "InstructGPT, arXiv 2203.02155, eq. 2"
 
@@ -70,23 +72,23 @@ class Pretraining(Component):
 class Algorithm(Row):
     """A row of the table of policies."""
 
-    advantage: Advantage = setting(
-        flag="advantage", help="How credit is assigned; gae brings a critic.", choices=ADVANTAGES
-    )
+    advantage: Advantage = setting(flag="advantage", help="Advantage estimator; gae adds a critic.", choices=ADVANTAGES)
     surrogate: Surrogate = setting(
         flag="surrogate",
-        help="What is maximised: min(r A, clip(r) A), r A, lp A, or sg(r) lp A.",
+        help="Surrogate objective: min(r A, clip(r) A), r A, lp A, or sg(r) lp A.",
         choices=SURROGATES,
     )
-    aggregate: Aggregate = setting(flag="aggregate", help="Weight of each token in the loss.", choices=AGGREGATES)
+    aggregate: Aggregate = setting(flag="aggregate", help="Aggregation of the loss over tokens.", choices=AGGREGATES)
     ratio: tuple[RatioStep, ...] = setting(  # applied left to right to the log ratio; they do not commute
-        (), "ratio", "Which tokens make up the ratio r; geometric: GMPO's clipped geometric mean.", choices=RATIOS
+        (),
+        "ratio",
+        "Importance ratio: per token or per sequence. geometric is GMPO's clipped geometric mean.",
+        choices=RATIOS,
     )
     old: Literal["start", "sampler"] = setting(
         "start",
         "old-policy",
-        "Whose log-probabilities the ratio divides by: those of the weights at the start of the step, or those that the "
-        "tokens were sampled with.",
+        "Denominator of the ratio: log-probabilities of the weights at the start of the step, or those of sampling.",
     )
     correction: Correction | None = None  # for an engine whose numbers differ from the learner's, or that lags behind
     kl: KL | None = None
@@ -99,7 +101,7 @@ class Algorithm(Row):
     filters: tuple[OverlongFilter, ...] = setting(  # rollouts that are in the loss
         (),
         "overlong-filter",
-        "Leave truncated episodes out of the loss.",
+        "Exclude truncated episodes from the loss.",
         choices={"true": (OverlongFilter(),), "false": ()},
     )
     shaping: tuple[Shaping, ...] = ()  # added to the reward
@@ -108,10 +110,10 @@ class Algorithm(Row):
     trust_region: TrustRegion | None = None
     replay: Replay | None = None
     refresh: int = setting(
-        0, "reference-every", "Steps after which the reference becomes the policy (0: never).", least=0
+        0, "reference-every", "Steps between updates of the reference to the current policy (0: never).", least=0
     )
-    epochs: int = setting(1, "epochs", "Passes over the rollouts of a step.", above=0)
-    minibatches: int = setting(1, "minibatches", "Optimizer updates per pass.", above=0)
+    epochs: int = setting(1, "epochs", "Passes over the rollouts of a step.", above=0, first_hour=True)
+    minibatches: int = setting(1, "minibatches", "Optimizer updates per pass.", above=0, first_hour=True)
     stated: str = ""  # what the paper, or its authors' code, says of the number of updates
     idea: str = ""  # what is new about it, in at most eight words
 

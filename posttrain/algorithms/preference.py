@@ -31,10 +31,13 @@ class Margin(Component):
     """
 
     constant: float = setting(
-        0.0, "margin", "By how much the better response's scaled score has to be higher (0: not at all).", creates=True
+        0.0,
+        "margin",
+        "Target margin: how much higher the better response's scaled score must be (0: none).",
+        creates=True,
     )
     scale: float = setting(
-        0.0, "row-margins", "What the margins that rows give count (0: not at all).", least=0, creates=True
+        0.0, "row-margins", "Weight of the margins that rows give (0: ignore them).", least=0, creates=True
     )
 
     @property
@@ -64,7 +67,7 @@ class Imitated(Component):
         1.0, "imitation", "Weight of the likelihood of the better responses in the loss (0: none).", least=0, absent=0
     )
     per: Literal["tokens", "responses", "sums"] = setting(
-        "tokens", "imitation-per", "Denominator of that likelihood: all their tokens, each response's own, or none."
+        "tokens", "imitation-per", "Normalise --imitation by all tokens, by each response's tokens, or not at all."
     )
 
     @property
@@ -96,23 +99,25 @@ class Imitated(Component):
 class Preference(Row):
     """A row of the table of comparisons."""
 
-    link: PreferenceLink = setting(flag="link", help="What is done with the scores of responses.", choices=LINKS)
+    link: PreferenceLink = setting(flag="link", help="Loss on the scores of responses.", choices=LINKS)
     score: Score = setting(
         LogRatio(),
         "score",
-        "What is compared: the log ratio to the reference, the likelihood, the odds.",
+        "Score of a response: log ratio to the reference, likelihood, or odds.",
         choices=SCORES,
     )
     denominator: Denominator = setting(
-        PerComparison(), "denominator", "What weighs the same: every comparison, or every prompt.", choices=DENOMINATORS
+        PerComparison(), "denominator", "Average the loss over comparisons, or over prompts.", choices=DENOMINATORS
     )
-    coefficient: float = setting(1.0, "preference", "Weight of the comparisons in the loss, beside imitation.", above=0)
+    coefficient: float = setting(
+        1.0, "preference", "Weight of the comparisons in the loss, beside --imitation.", above=0
+    )
     margin: Margin | None = None
     imitation: Imitated | None = None
     weight: PolicyWeight | None = setting(
         None,
         "policy-weight",
-        "Let comparisons count by the policy's own probability of their responses.",
+        "Weight comparisons by the policy's probability of their responses (WPO).",
         choices={"true": PolicyWeight(), "false": None},
     )
     idea: str = ""  # what is new about it, in at most eight words

@@ -119,7 +119,7 @@ class Causal(RatioStep):
 
 @dataclass(frozen=True)
 class Correction(Component):
-    """Accounts for an engine whose log-probabilities differ from the learner's: vLLM's, or older weights (`ahead`).
+    """Accounts for an engine whose log-probabilities differ from the learner's: vLLM's, or older weights (`async_steps`).
 
     A weight without a gradient, c = pi_old / mu per token. This gap is not the ratio's (pi / pi_old); the weight multiplies
     what is maximised, outside any clip.
@@ -139,11 +139,11 @@ class Correction(Component):
     kind: Literal["truncate", "icepop", "sequence", "sequence-truncate"] = setting(
         "truncate",
         "correction",
-        "Weight for an engine whose log-probabilities differ from the learner's, or whose weights are older, as with "
-        "--ahead and --replay (none: no weight). One per token is unbiased for replies of one token alone.",
+        "Importance weight for an engine that differs from the learner, or lags behind (--async-steps, --replay). none: no "
+        "weight. One per token is unbiased for replies of one token alone.",
         absent="none",
     )
-    cap: float = setting(2.0, "correction-cap", "Bound of that weight, above 1.", above=1)
+    cap: float = setting(2.0, "correction-cap", "Cap of the weight of --correction, above 1.", above=1)
 
     @property
     def formula(self) -> str:

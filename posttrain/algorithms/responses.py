@@ -18,7 +18,7 @@ from posttrain.core.lazy_torch import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-TAIL = "Weight of a response's tokens behind the length of the shorter one it is compared with (1: as the others)."
+TAIL = "Weight of the tokens by which a response is longer than the one it is compared with. 1: as the others."
 LENGTH_DESENSITISED = "; LD-DPO, arXiv 2409.06411"
 
 
@@ -71,9 +71,11 @@ class LogRatio(Score):
     two compared responses weigh less, so that length itself is not learned (LD-DPO, arXiv 2409.06411).
     """
 
-    mean: bool = setting(False, "length-normalised", "Scores are means over a response's tokens instead of sums.")
+    mean: bool = setting(
+        False, "length-normalised", "Average scores over a response's tokens, instead of summing them."
+    )
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"] = setting(
-        "reverse-kl", "divergence", "From the reference, in place of the reverse KL."
+        "reverse-kl", "divergence", "Divergence from the reference, in place of the reverse KL."
     )
     alpha: float = setting(0.5, least=0)  # 1 less the paper's: 1 is the reverse KL, 0 the forward one
     tail: float = setting(1.0, "tail", TAIL, least=0, most=1)
@@ -124,7 +126,9 @@ class ResponseLikelihood(Score):
     s = sum_t lp_t (CPO, arXiv 2401.08417), or its mean over the tokens (SimPO, arXiv 2405.14734, eq. 3).
     """
 
-    mean: bool = setting(False, "length-normalised", "Scores are means over a response's tokens instead of sums.")
+    mean: bool = setting(
+        False, "length-normalised", "Average scores over a response's tokens, instead of summing them."
+    )
     tail: float = setting(1.0, "tail", TAIL, least=0, most=1)
 
     @property

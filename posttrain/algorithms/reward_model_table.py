@@ -31,9 +31,13 @@ class ScorePenalty(Component):
     """
 
     sign: float = setting(
-        0.1, "sign-penalty", "Weight of better scores below 0, and of worse ones above.", least=0, creates=True
+        0.1,
+        "sign-penalty",
+        "Penalty for better responses that score below 0, and worse ones above.",
+        least=0,
+        creates=True,
     )
-    size: float = setting(0.01, "size-penalty", "Weight of the squares of the scores.", least=0, creates=True)
+    size: float = setting(0.01, "size-penalty", "Penalty on squared scores.", least=0, creates=True)
     source = "size: Eisenstein et al., arXiv 2312.09244, section 2; sign: hinges at 0 on either side"
 
     @property
@@ -58,9 +62,9 @@ LINKS: dict[str, PreferenceLink] = {
 class Scoring(Row):
     """A row of the table of reward models."""
 
-    link: PreferenceLink = setting(flag="link", help="What is done with the scores of responses.", choices=LINKS)
+    link: PreferenceLink = setting(flag="link", help="Loss on the scores of responses.", choices=LINKS)
     denominator: Denominator = setting(
-        PerComparison(), "denominator", "What weighs the same: every comparison, or every prompt.", choices=DENOMINATORS
+        PerComparison(), "denominator", "Average the loss over comparisons, or over prompts.", choices=DENOMINATORS
     )
     margin: Margin | None = None
     penalty: ScorePenalty | None = None

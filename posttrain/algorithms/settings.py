@@ -36,6 +36,7 @@ class Flag:
     help: str
     type: Any  # what it takes: of all places together
     places: tuple[tuple[Place, type[Component]], ...]  # of the setting, and the part that has it there
+    first_hour: bool = False  # whether --help shows it, and not only --help-all
 
 
 def choose(row: AnyRow, settings: Mapping[str, Any]) -> AnyRow:
@@ -88,7 +89,13 @@ def flags(kind: type[Row]) -> dict[str, Flag]:
             if knob.flag:
                 found.setdefault(knob.flag.replace("-", "_"), []).append((place, owner, hint, knob))
         _flags[kind] = {
-            name: Flag(name, every[0][3].help, _together(every), tuple((place, owner) for place, owner, _, _ in every))
+            name: Flag(
+                name,
+                every[0][3].help,
+                _together(every),
+                tuple((place, owner) for place, owner, _, _ in every),
+                any(known.first_hour for *_, known in every),
+            )
             for name, every in found.items()
         }
     return _flags[kind]

@@ -38,7 +38,7 @@ class SoftOverlong(Shaping):
     cache: int | None = setting(  # L_cache; None: a fifth of the limit
         None,
         "overlong-cache",
-        "Tokens before the episode's budget over which a penalty grows to -1 (0: no penalty).",
+        "Overlong penalty: tokens before the limit over which it grows to -1 (0: none).",
         above=0,
         absent=0,
     )

@@ -77,10 +77,14 @@ class Clip(Surrogate):
     above 1, bounds what a bad token can cost: where A < 0, no less than dual A (Ye et al. 2020, arXiv 1912.09729, eq. 5).
     """
 
-    low: float = setting(0.2, "clip-low", "The ratio is clipped at 1 - this.", least=0, most=1)
-    high: float = setting(0.2, "clip-high", "The ratio is clipped at 1 + this.", least=0)
+    low: float = setting(0.2, "clip-low", "Clip the ratio below 1 minus this.", least=0, most=1)
+    high: float = setting(0.2, "clip-high", "Clip the ratio above 1 plus this.", least=0)
     dual: float | None = setting(
-        None, "clip-dual", "Where A < 0, the objective is at least this times A: above 1 (0: no bound).", above=1, off=0
+        None,
+        "clip-dual",
+        "Dual clip: where A < 0, bound the objective by this times A; above 1 (0: none).",
+        above=1,
+        off=0,
     )
 
     @property
@@ -141,12 +145,12 @@ class WeightedLogProbability(Surrogate):
                           are taken as they were sampled. Exact for replies of one token.
     """
 
-    high: float | None = setting(None, "clip-high", "The ratio is clipped at 1 + this.", least=0)
+    high: float | None = setting(None, "clip-high", "Clip the ratio above 1 plus this.", least=0)
     at: Literal["token", "reward"] = setting(
         "token",
         "weight-at",
-        "What a ratio weighs: the advantage of its token, or the reward that is earned at it (with --ratio causal exact for "
-        "rewards, whoever sampled).",
+        "Ratios weigh the advantage of their token, or the reward that is earned at it. With --ratio causal, reward is "
+        "exact for replies that any policy has sampled.",
     )
 
     @property

@@ -35,16 +35,18 @@ class Distillation(Component):
     """
 
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"] = setting(
-        "reverse-kl", "divergence", "How far the student is from its teacher; sampled: at the sampled tokens alone."
+        "reverse-kl",
+        "divergence",
+        "Divergence of the student from its teacher. sampled looks at the sampled tokens only.",
     )
     coefficient: float = setting(
-        1.0, "distillation", "Weight of the teacher in the loss, or in each token's reward.", above=0
+        1.0, "distillation", "Weight of the teacher, in the loss or in each token's reward.", above=0
     )
     beta: float = setting(
-        0.5, "jsd-beta", "jensen-shannon: share of the teacher in the mixture.", above=0, below=1
+        0.5, "jsd-beta", "Jensen-Shannon divergence: share of the teacher in the mixture.", above=0, below=1
     )  # TRL's and GKD's beta
     temperature: float | None = setting(
-        None, "teacher-temperature", "Of the teacher's logits; default: that of sampling.", above=0
+        None, "teacher-temperature", "Temperature of the teacher's logits. Default: the sampling temperature.", above=0
     )
 
     @property

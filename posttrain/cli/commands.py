@@ -47,7 +47,7 @@ Options = Parameter(
 
 
 def sft(*, config: Annotated[SFT, Options] = SFT()) -> int:  # noqa: B008  frozen
-    """Supervised fine-tuning: imitate the responses of a dataset."""
+    """Supervised fine-tuning on responses, conversations or recorded episodes."""
     from posttrain.training.verbs import sft
 
     return _trained(config, sft.sft)
@@ -89,7 +89,7 @@ def rl(
     Parameters
     ----------
     set
-        A setting of a part of the algorithm by its place: --set surrogate.high=0.28 (posttrain algorithms ROW names them).
+        Change any setting of the algorithm by its place: --set surrogate.high=0.28 (posttrain algorithms NAME lists them).
     """
     from posttrain.training.verbs import rl
 
@@ -104,12 +104,12 @@ def prefer(
     config: Annotated[PreferWords, Options] = PreferWords(),  # type: ignore[valid-type]  # noqa: B008  frozen
     set: Places = (),
 ) -> int:
-    """Learn from preferences: pairs, rankings or labels of responses, without sampling (DPO and its family).
+    """Learn from preferences without sampling (DPO and its family).
 
     Parameters
     ----------
     set
-        A setting of a part of the algorithm by its place: --set link.beta=0.2 (posttrain algorithms ROW names them).
+        Change any setting of the algorithm by its place: --set link.beta=0.2 (posttrain algorithms NAME lists them).
     """
     from posttrain.training.verbs import prefer
 
@@ -129,7 +129,7 @@ def reward_model(
     Parameters
     ----------
     set
-        A setting of a part of the algorithm by its place: --set margin.constant=0.5 (posttrain algorithms ROW names them).
+        Change any setting of the algorithm by its place: --set margin.constant=0.5 (posttrain algorithms NAME lists them).
     """
     from posttrain.runs.run_files import REPORT
     from posttrain.training.verbs import reward_model_training
@@ -154,12 +154,13 @@ def distill(
     config: Annotated[DistillWords, Options] = DistillWords(),  # type: ignore[valid-type]  # noqa: B008  frozen
     set: Places = (),
 ) -> int:
-    """On-policy distillation: the student samples, a teacher says what each of its tokens is worth.
+    """On-policy distillation: the student samples, a teacher scores each token.
 
     Parameters
     ----------
     set
-        A setting of a part of the algorithm by its place, as in rl: --set teacher.coefficient=0.5.
+        Change any setting of the algorithm by its place: --set teacher.coefficient=0.5 (posttrain algorithms NAME lists
+        them).
     """
     from posttrain.training.verbs import rl
 
@@ -207,7 +208,7 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
 
 
 def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B008
-    """Sample replies to every prompt over a grid of settings: items to be labelled, or learned from."""
+    """Sample replies to every prompt over a grid of settings: examples to label or to learn from."""
     from posttrain.training.verbs import sample
 
     found = sample.sample(config)
@@ -216,7 +217,7 @@ def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B0
 
 
 def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
-    """Label responses by a reward model, a judge, a function or a person; write the best of them, or pairs."""
+    """Label replies with a reward model, a judge, a function or a person; write the best of them, or pairs."""
     validate(config)
     if config.agreement is not None:
         from posttrain.training.verbs.agreement import agreement, read_labels
@@ -245,7 +246,7 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
     Parameters
     ----------
     model
-        Folder of a checkpoint or of a run.
+        Model to talk to: the folder of a checkpoint or of a run.
     """
     from posttrain.cli.chat_command import converse
 
@@ -255,14 +256,14 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
 
 
 def merge(adapter: str, *, out: str) -> int:
-    """Put a low-rank adapter into the weights of its base: a whole checkpoint, which needs neither.
+    """Merge a LoRA adapter into its base model: a complete checkpoint that needs neither.
 
     Parameters
     ----------
     adapter
-        Folder of an adapter, of ours or of PEFT, or of a run with --lora.
+        Folder of an adapter in PEFT's format, or of a run with --lora.
     out
-        The folder to make.
+        Folder of the merged model, to be created.
     """
     from posttrain.cli.merge_command import merge_adapter
 
@@ -271,7 +272,7 @@ def merge(adapter: str, *, out: str) -> int:
 
 
 def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
-    """Answer requests over HTTP with what a checkpoint samples: token ids in and out, and OpenAI's forms on top."""
+    """Serve a model over HTTP: token ids in and out, and OpenAI's chat and completions."""
     from posttrain.cli.serve_command import serve_policy as serve
 
     validate(config)
@@ -280,7 +281,7 @@ def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> 
 
 
 def serve_engine(*, config: Annotated[ServeEngine, Options] = ServeEngine()) -> int:  # noqa: B008
-    """Sample for runs on other machines (posttrain rl --engines HOST:PORT), with the weights that they hand over."""
+    """Sample for runs on other machines (posttrain rl --engines HOST:PORT), with the weights that they send."""
     from posttrain.cli.engine_command import serve_engine as serve
 
     validate(config)
@@ -289,14 +290,20 @@ def serve_engine(*, config: Annotated[ServeEngine, Options] = ServeEngine()) -> 
 
 
 def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
-    """Run a reward or an environment against sample replies, before any training."""
+    """Run a reward or an environment on sample replies, before any training."""
+    from posttrain.cli.help_pages import beside
     from posttrain.envs.check import check as run_check
     from posttrain.envs.play.load_env import about
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
+    from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
 
+    if config.verifiers:
+        for name, verifier in VERIFIERS.items():
+            print("\n".join(beside(PREFIX + name, sentence(verifier), 25)))
+        return 0
     validate(config)
     lines = None
     if config.replies is not None:
@@ -320,7 +327,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     tasks = chat.of(load_tasks(config, None))
     told = about(config.env) if config.env else []
     with open_services(config, choose_device("auto")) as services:
-        report = run_check(config.env, tasks, lines, config.env_seconds, config.env_memory, services, viewer)
+        report = run_check(config.env, tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)
     report = replace(report, told=tuple(chat.lines(tasks, report.first)))
     width = columns(Output(sys.stdout))
@@ -329,7 +336,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
 
 
 def retriever_build(*, config: Annotated[RetrieverBuild, Options] = RetrieverBuild()) -> int:  # noqa: B008  frozen
-    """Make an index of passages: of their words (BM25), or with an encoder of their vectors."""
+    """Build an index of passages: by words (BM25), or by vectors of an encoder."""
     from time import perf_counter
 
     from posttrain.services.retrieval.passage_index import build
@@ -353,7 +360,7 @@ def retriever_build(*, config: Annotated[RetrieverBuild, Options] = RetrieverBui
 
 
 def retriever_serve(index: str, *, config: Annotated[RetrieverServe, Options] = RetrieverServe()) -> int:  # noqa: B008
-    """Serve an index over HTTP, by the protocol of Search-R1, until it is interrupted.
+    """Serve an index over HTTP, with the protocol of Search-R1.
 
     Parameters
     ----------
@@ -371,12 +378,12 @@ def retriever_serve(index: str, *, config: Annotated[RetrieverServe, Options] = 
 
 
 def plan(run: str, *, config: Annotated[Plan, Options] = Plan()) -> int:  # noqa: B008  frozen
-    """Simulate a pilot run's job on other machines, from its own files: steps per hour, who is idle, what limits it.
+    """Predict throughput on other machines from a pilot run: steps per hour, who is idle, what limits it.
 
     Parameters
     ----------
     run
-        Folder of the pilot: a run of posttrain rl or distill of one process, of some ten steps.
+        Folder of the pilot: a run of posttrain rl or distill with one process and some ten steps.
     """
     from posttrain.apps.planning import plan_command
 
@@ -385,12 +392,12 @@ def plan(run: str, *, config: Annotated[Plan, Options] = Plan()) -> int:  # noqa
 
 
 def launch(*command: str, config: Annotated[Launch, Options] = Launch()) -> int:  # noqa: B008  frozen
-    """Print what a batch system is to run for a command of posttrain.
+    """Print a script that runs a posttrain command on a batch system.
 
     Parameters
     ----------
     command
-        The command, after two dashes: -- rl --tasks sums.jsonl --out runs/rl ...
+        Command to run, after two dashes: -- rl --tasks sums.jsonl --out runs/rl ...
     """
     from posttrain.cli.slurm import script
 

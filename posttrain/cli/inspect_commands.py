@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 def algorithms(name: str | None = None, *, json: bool = False, pages: str | None = None) -> int:
-    """The algorithms with their ideas, or one: formula, parts with sources, what differs from grpo or dpo, settings.
+    """List the algorithms, or show one: formula, sources, differences from grpo or dpo, settings.
 
     Parameters
     ----------
     name
-        One row, or your own: my.py:row.
+        Algorithm to show, or your own: my.py:name.
     json
-        Print data instead.
+        Print JSON instead.
     pages
-        Write a page for every row into this folder.
+        Write a page for every algorithm into this folder.
     """
     from posttrain.algorithms.all_algorithms import EVERY, beside, find_any
     from posttrain.algorithms.describe import as_data, describe, differences, index, page, settings, symbols
@@ -92,18 +92,18 @@ def reproduce(
     out: str = "runs/reproduce",
     settings: dict[str, str] | None = None,
 ) -> int:
-    """Test a paper's claim in a few minutes: a table beside the published figures, a plot, a verdict with intervals.
+    """Test a paper's claim in a few minutes: a table with the published figures, a plot, a verdict with intervals.
 
     Parameters
     ----------
     name
-        An experiment; left out: the list of them.
+        Experiment to run. Left out: list them.
     seeds
-        One measurement each; those that are finished are kept.
+        Random seeds, one measurement each. Finished ones are kept.
     out
-        Where each experiment gets a folder of its own.
+        Folder for the experiments, one subfolder each.
     settings
-        What to change in it: --settings.steps 50 (table.md names them all).
+        Settings to change: --settings.steps 50 (table.md lists them all).
     """
     from posttrain.runs.terminal.printing import table
 
@@ -139,25 +139,25 @@ def rollouts(
     held_out: bool = False,
     json: bool = False,
 ) -> int:
-    """What was said in a step of a run, turn by turn: prompts, replies, calls of tools and their answers, rewards.
+    """Print the rollouts of a step, turn by turn: prompts, replies, tool calls and results, rewards.
 
     Parameters
     ----------
     run
-        Folder of a run, running or finished; or a file of rollouts, as posttrain eval --out leaves it.
+        Folder of a run, running or finished, or a file of rollouts that posttrain eval --out wrote.
     step
-        Which step; default: the last that is there.
+        Step to show. Default: the last one.
     group
-        The rollouts of this task only, or of this group, as the head line of each names it.
+        Show only this task or this group, by the name in the first line of a rollout.
     number
-        How many are shown.
+        Number of rollouts to show.
     order
-        Which come first: as they were played, those with the highest or the lowest reward, the longest, or
-        those whose reward is invalid.
+        Order: as recorded, highest reward, lowest reward, or longest first, or
+        invalid reward.
     held_out
-        Those of the held-out tasks, as they were played after that step.
+        Show the evaluation on held-out tasks after that step.
     json
-        Print the rows as they were written, a line of JSON each: tokens, their numbers, what became of the rollout.
+        Print one JSON line per rollout instead, as recorded: tokens, their numbers, its fate.
     """
     from posttrain.cli import input_bounds
     from posttrain.runs.record.rollout_reading import EVERY, READ, plainly
@@ -235,22 +235,22 @@ def view(
     rollouts: int | None = None,
     where: str = "",
 ) -> int:
-    """Look at runs in a browser, from their curves down to every number of a single token. It follows runs that are on.
+    """Browse runs in a web browser, from their curves to every number of a token. Running ones are followed.
 
     Parameters
     ----------
     runs
         Folders of runs, running or finished.
     port
-        Where the pages are served, on this machine alone; 0: any that is free.
+        Port of the pages, on this machine only (0: any free one).
     browser
-        Open them in a browser.
+        Open a web browser.
     export
-        Write one run into this HTML file instead, which opens from disk.
+        Write one run to this HTML file instead; it opens from disk.
     rollouts
-        How many rollouts go into that file; default: 200.
+        With --export: number of rollouts in the file. Default: 200.
     where
-        Which of them, as a condition in SQL: "step > 100 and reward < 1".
+        With --export: which rollouts, as a condition in SQL: "step > 100 and reward < 1".
     """
     if missing := lacking("view"):
         raise UserError(f"posttrain view needs {', '.join(missing)}: {install('view')}")
@@ -281,29 +281,29 @@ def query(
     sql: str,
     *,
     number: int = 40,
-    seconds: float = 60.0,
+    timeout: float = 60.0,
     memory: float = 2.0,
     json: bool = False,
 ) -> int:
-    """Ask about all rollouts of a run in SQL. Nothing but the run's own files is read, and none of them is changed.
+    """Query all rollouts of a run with SQL. Only the run's own files are read, and none is changed.
 
     Parameters
     ----------
     run
-        Folder of a run, running or finished; or a file of rollouts, as posttrain eval --out leaves it.
+        Folder of a run, running or finished, or a file of rollouts that posttrain eval --out wrote.
     sql
         One SELECT statement, such as "select fate, count(*) from rollouts group by fate". Tables: rollouts, evals, tokens (a
-        row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which has what is
-        short of all rollouts and is the fastest; "describe rollouts" lists the columns of one. A part of the reward:
+        row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which has the
+        short columns of all rollouts and is the fastest; "describe rollouts" lists the columns of one. A part of the reward:
         part(parts, 'form'); a note: notes->>'moves'.
     number
-        How many rows are shown.
-    seconds
-        How long it may take.
+        Maximum number of rows to show.
+    timeout
+        Timeout of the query, in seconds.
     memory
-        GiB that it may take.
+        Memory limit of the query, in GiB.
     json
-        Print a line of JSON for each row.
+        Print one JSON line per row instead.
     """
     from posttrain.core.json_text import json_text
     from posttrain.runs.terminal.printing import table
@@ -311,13 +311,13 @@ def query(
 
     if number < 1:
         raise UserError(f"--number {number} must be from 1: it is how many rows are shown")
-    if not (0 < seconds <= 1e6 and 0 < memory <= 1e6):
-        raise UserError(f"--seconds {seconds:g} and --memory {memory:g} must be above 0, and at most a million")
-    late = "the question took longer than {seconds:g} s: narrow it, or raise --seconds"
+    if not (0 < timeout <= 1e6 and 0 < memory <= 1e6):
+        raise UserError(f"--timeout {timeout:g} and --memory {memory:g} must be above 0, and at most a million")
+    late = f"the question took longer than {timeout:g} s: narrow it, or raise --timeout"
     large = "the question needs more memory than it may take: narrow it, or raise --memory"
     with closing(BoundedProcess("posttrain.apps.view.sql_worker", late, large)) as process:
-        args = str(run), sql, number + 1, seconds, memory
-        names, rows, left_out = process.call("asked", *args, seconds=seconds, gib=memory + 1)
+        args = str(run), sql, number + 1, timeout, memory
+        names, rows, left_out = process.call("asked", *args, seconds=timeout, gib=memory + 1)
     for line in left_out:
         print(inline(line), file=sys.stderr)
     more, rows = len(rows) > number, rows[:number]
@@ -351,38 +351,38 @@ def audit(
     steps: int = 40,
     json: bool = False,
 ) -> int:
-    """Look for reward hacking in a run, running or finished, which stays as it is: figures with intervals over prompts.
+    """Look for reward hacking in a run, running or finished: figures with intervals over prompts. Nothing is changed.
 
     A finding is a reason to read replies, not a verdict; docs/results/audit.md has the false alarms on healthy runs.
 
     Parameters
     ----------
     run
-        Folder of a run of posttrain rl. Left out with --train-classifier alone.
+        Folder of a run of posttrain rl. Leave it out with --train-classifier alone.
     gold
-        A second score: a part of the reward that the rollouts carry, or a reward, my.py:reward, that scores the texts now.
+        Gold score to compare with: a named part of the recorded reward, or a reward (my.py:reward) to score the texts with.
     disagreement
-        Two parts of the reward that ought to agree: --disagreement HEAD_A HEAD_B.
+        Two parts of the reward that should agree: --disagreement HEAD_A HEAD_B.
     classifier
-        File of a classifier of hacked replies, which is applied to the run.
+        File of a classifier of hacked replies, to apply to the run.
     train_classifier
-        Rows with prompt, text and hacked (true or false): trains the classifier and writes it to --classifier.
+        Rows with prompt, text and hacked (true or false): train the classifier and write it to --classifier.
     sycophancy
-        Also play the run's checkpoint on its tasks, without and with a user's wrong opinion in the prompt.
+        Also probe the run's checkpoint: its tasks without and with a user's wrong opinion in the prompt.
     opinion
-        How the opinion is put; {wrong} is the wrong answer.
+        Wording of the opinion; {wrong} is the wrong answer.
     tasks
-        Tasks of the probe and of the gold score, instead of the run's own.
+        Tasks for the probe and the gold score. Default: the run's own.
     env
-        Reward of the probe, instead of the run's own.
+        Reward for the probe. Default: the run's own.
     limit
-        Tasks of the probe, the first ones; default: 200.
+        Number of tasks in the probe, the first ones. Default: 200.
     samples
         Replies per task of the probe.
     steps
-        How many steps are read, evenly spread over the run.
+        Number of steps to read, evenly spread over the run.
     json
-        Print data instead.
+        Print JSON instead.
     """
     from posttrain.apps.audit.audit_command import AuditRequest, carry_out
 

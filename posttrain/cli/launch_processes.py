@@ -83,7 +83,7 @@ def _attempt(words: Sequence[str], config: Training) -> int:
         for rank in range(count):
             environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             children.append(subprocess.Popen([sys.executable, "-m", "posttrain", *words], env=environment))
-        return _watched(children, config.patience)
+        return _watched(children, config.collective_timeout)
     finally:
         for child in children:
             if child.poll() is None:
@@ -93,14 +93,14 @@ def _attempt(words: Sequence[str], config: Training) -> int:
             signal.signal(number, handler)
 
 
-def _watched(children: Sequence[subprocess.Popen[bytes]], patience: float) -> int:
+def _watched(children: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
     """Wait for all of them; those that stay behind are ended. Returns the exit code of all."""
     end: float | None = None
     while any(child.poll() is None for child in children):
         codes = [child.poll() for child in children]
         if end is None and any(codes):
             lost = any(code is not None and (code < 0 or code == CRASHED) for code in codes)
-            end = time.monotonic() + (GRACE if lost else GRACE + patience)
+            end = time.monotonic() + (GRACE if lost else GRACE + timeout)
         if end is not None and time.monotonic() > end:
             for child in children:
                 if child.poll() is None:

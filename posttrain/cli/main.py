@@ -26,6 +26,7 @@ from cyclopts.exceptions import (
 )
 
 from posttrain import __version__
+from posttrain.cli.command_table import COMMANDS, is_heading
 from posttrain.core import user_files
 from posttrain.core.doing import doing, watch
 from posttrain.core.messages import inline
@@ -51,54 +52,17 @@ _ESCAPE = re.compile(r"\\([ntr\\{}])")
 
 app = App(
     name="posttrain",
-    help="Post-training for language models: supervised fine-tuning, reinforcement learning, distillation, evaluation.\n\n"
-    "Options may come from a recipe: posttrain rl --config recipe.toml --steps 100 reads its table [rl]; "
-    "the command line wins.",
-    help_format="plaintext",
     version=__version__,
-    help_flags=["--help", "-h"],
+    help_flags=[],  # `help_pages` prints help
     suppress_keyboard_interrupt=False,  # it is told below
 )
-# these are in cli/inspect_commands.py, the others in cli/commands.py
-_LOOKING = {"algorithms", "audit", "query", "reproduce", "rollouts", "view"}
-for _name, _function, _help in (
-    ("sft", "sft", "Supervised fine-tuning: imitate the responses of a dataset."),
-    ("prefer", "prefer", "Learning from preferences: pairs, rankings or labels of responses (DPO and its family)."),
-    ("reward-model", "reward_model", "Train a reward model from pairs, rankings, labels or scores of responses."),
-    ("rl", "rl", "Reinforcement learning from a reward function, a verifier or an environment."),
-    ("distill", "distill", "On-policy distillation: the student samples, a teacher says what each token is worth."),
-    ("eval", "evaluate", "Mean reward, accuracy and pass@k on a set of tasks; --against compares two checkpoints."),
-    ("sample", "sample", "Sample replies to every prompt over a grid of settings: items to label or to learn from."),
-    (
-        "label",
-        "label",
-        "Label responses by a reward model, a judge, a function or a person; write best ones, or pairs.",
-    ),
-    ("chat", "chat", "Talk to a checkpoint (to one without a chat template: give it text to continue)."),
-    ("merge", "merge", "Put a low-rank adapter into the weights of its base: a whole checkpoint, for any program."),
-    ("serve-policy", "serve_policy", "Serve a checkpoint over HTTP: token ids, OpenAI's chat and completions."),
-    ("engine", "serve_engine", "Sample for runs on other machines, with the weights that they hand over."),
-    ("algorithms", "algorithms", "The algorithms and the idea of each, or one of them in plain mathematics."),
-    ("check", "check", "Run a reward or an environment against sample replies, before any training."),
-    ("rollouts", "rollouts", "What was said in a step of a run, turn by turn: prompts, replies, tools, rewards."),
-    ("view", "view", "Look at runs in a browser: curves, rollouts, groups, every token with its numbers; comparisons."),
-    ("query", "query", "Ask about all rollouts of a run in SQL: one SELECT, over its own files."),
-    ("audit", "audit", "Look for reward hacking in a run: what goes with the reward, what spreads, what comes apart."),
-    ("plan", "plan", "Simulate a pilot run on other machines: steps per hour, who is idle, the best split of N GPUs."),
-    ("launch", "launch", "Print what a batch system is to run for a command of posttrain: a file for Slurm's sbatch."),
-    ("reproduce", "reproduce", "Test what a paper claims in a small experiment: table, plot, verdict with intervals."),
-):
-    _module = "inspect_commands" if _function in _LOOKING else "commands"
-    app.command(f"posttrain.cli.{_module}:{_function}", name=_name, help=_help, help_format="markdown")
-retriever = App(
-    name="retriever", help="Search over passages: make an index of them, serve it over HTTP.", help_format="plaintext"
-)
-for _name, _help in (
-    ("build", "Make an index of passages: of their words (BM25), or with an encoder of their vectors."),
-    ("serve", "Serve an index over HTTP, by the protocol of Search-R1, until it is interrupted."),
-):
-    retriever.command(f"posttrain.cli.commands:retriever_{_name}", name=_name, help=_help, help_format="markdown")
-app.command(retriever)
+for _command in COMMANDS:
+    _app, (*_above, _name) = app, _command.name.split()
+    for _word in _above:
+        if _word not in _app:
+            _app.command(App(name=_word, help_flags=[]))
+        _app = _app[_word]
+    _app.command(f"posttrain.cli.{_command.function}", name=_name, help=_command.help)
 
 _asked_to_stop = False  # by a signal
 
@@ -107,6 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
+        if (text := _help(words)) is not None:
+            print(text)
+            return 0
         result = app(
             prepared(words),
             exit_on_error=False,
@@ -143,6 +110,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
+def _help(words: list[str]) -> str | None:
+    """The page of help that these words ask for; None: they ask for none, or of a command that there is not."""
+    own = words[: words.index("--")] if "--" in words else words
+    if own and not {"--help", "-h", "--help-all"} & set(own) and not is_heading(own):
+        return None
+    from posttrain.cli import help_pages
+
+    return help_pages.page(app, own)
+
+
 def prepared(words: list[str]) -> list[str]:
     """The words with what is ours to read in them done: recipes, numbers, escapes. What follows -- is another command's."""
     end = words.index("--") if "--" in words else len(words)
@@ -157,7 +134,7 @@ def _unknown(option: str, words: list[str]) -> str:
     if verb == "launch" and "--" not in rest and (command := next((word for word in rest if word in VERBS), None)):
         return f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {command} ..."
     if verb == "engine" and option == "--engines":
-        return "--engines is of the runs that sample here: an engine listens at --listen HOST:PORT"
+        return "--engines belongs to the run that samples here: an engine listens at --listen HOST:PORT"
     return f"unknown option {option}{_suggested(option, verb)}"
 
 
@@ -377,7 +354,7 @@ def _suggested(word: str, verb: str) -> str:
     from posttrain.config import VERBS
     from posttrain.core.option_aliases import suggestion
 
-    return (suggestion(word, _known(verb)) if verb in VERBS else "") or f": see posttrain {verb} --help"
+    return (suggestion(word, _known(verb)) if verb in VERBS else "") or f": see posttrain {verb} --help-all"
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
         config.slots,
         config.precision,
         cache_gib=config.engine_cache,
-        seconds=config.engine_seconds,
+        seconds=config.engine_timeout,
         serving=True,
     )
     with closing(engine):

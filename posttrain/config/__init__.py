@@ -42,7 +42,7 @@ VERBS: dict[str, type[FromRows]] = {
 """The verbs that take a configuration; a recipe has a table for each."""
 
 OF_ONE_CALL = frozenset(
-    {"out", "resume", "accept_changes", "overwrite", "quiet", "processes", "patience", "restarts", "shard"}
+    {"out", "resume", "accept_changes", "overwrite", "quiet", "processes", "collective_timeout", "restarts", "shard"}
 )
 """Options that a continued run does not take over."""
 
@@ -55,11 +55,11 @@ FREE_TO_CHANGE = frozenset(
         "record_after",
         "threads",
         "env_workers",
-        "env_seconds",
+        "env_timeout",
         "env_memory",
-        "engine_seconds",
+        "engine_timeout",
         "replicas",
-        "handover",
+        "weight-sync",
         "launch",
         "replica_cpus",
         "engines",

@@ -180,11 +180,9 @@ def _validate_rl(config: RL) -> None:
 
 
 def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
-    """The options of a run that is resumed: as recorded in run.json, but for what may change and is given in `config`.
-
-    Raises UserError if another option is given with another value, or if run.json holds a
-    value that its option cannot have.
-    """
+    """The options of a run that is resumed: as recorded in run.json, but for what may change and is given in
+    `config`. Raises UserError if another option is given with another value, or if run.json holds a value that its
+    option cannot have."""
     now = as_dict(config)
     if unknown := sorted(recorded.keys() - now.keys()):
         raise UserError(f"cannot resume {config.out}: another version wrote it, with options {', '.join(unknown)}")
@@ -220,10 +218,9 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 
 def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -> AnyConfig:
-    """The configuration of these options: fields of it and, for rl, flags of its algorithm's settings, values of their type.
-
-    Raises UserError, in one line that begins with `where`, for one that does not exist or does not fit.
-    """
+    """The configuration of these options: fields of it and, for rl, flags of its algorithm's settings, values of
+    their type. Raises UserError, in one line that begins with `where`, for one that does not exist or does not
+    fit."""
     hints = get_type_hints(kind)
     known = {f.name: hints[f.name] for f in fields(kind)}
     settings = kind.flags()

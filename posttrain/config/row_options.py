@@ -1,19 +1,18 @@
 """Options of whatever reads rows."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from posttrain.algorithms.row import Row
 from posttrain.algorithms.settings import Flag, flags
+from posttrain.config.option_groups import OptionGroup
 from posttrain.core.component import option
 
 Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class FromRows:
+class FromRows(OptionGroup, group="data"):
     """Where rows come from."""
 
     verb: ClassVar[str]  # of the command line, and the table of a recipe
@@ -36,44 +35,47 @@ class FromRows:
         given: frozenset[str] = self.__dict__["_given"]
         return given
 
-    tasks: str = ""
-    """Rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a Hugging Face dataset, with its configuration
-    where it has several (openai/gsm8k:main), or a function that makes rows without end: my.py:rows."""
+    tasks: str = option("", first_hour=True, value="ROWS")
+    """The rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a dataset, or my.py:rows. A Hugging Face
+    dataset of several configurations is named with one: openai/gsm8k:main. my.py:rows is a function that yields rows,
+    without end if it likes."""
     split: str | None = None
-    """Which split of a dataset that has several."""
+    """Split of a dataset that has several."""
     limit: int | None = option(None, above=0)
-    """Read only this many rows, the first ones."""
-    fields: dict[str, str] = field(default_factory=dict)
-    """Names of columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
+    """Read only the first N rows."""
+    fields: dict[str, str] = option(factory=dict, first_hour=True, value="COLUMN")
+    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
     prompt_template: str | None = None
-    """A prompt made from columns: "Question: {question}\\nAnswer:". A brace is {{ or }}. On the
-    command line \\n and \\t are read as a new line and a tab."""
+    """Build each prompt from columns: "Question: {question}\\nAnswer:". Write a literal brace as {{ or }}. On the
+    command line, \\n and \\t stand for a newline and a tab."""
 
 
 @dataclass(frozen=True)
-class Data(FromRows):
+class Data(FromRows, group="data"):
     """Rows, and how they become tasks of a model."""
 
     response_template: str | None = None
-    """A response made from columns, in the same way (sft)."""
+    """Build each response from columns, like --prompt-template (sft)."""
     too_long: Literal["skip", "truncate", "refuse"] = "skip"
-    """What happens to rows that do not fit the model's context (in rl: prompts that leave no room for a reply). skip:
-    they are left out and counted; truncate: prompts lose their beginning, demonstrations their end, and what is shown later
-    in an episode its middle; refuse: all are
-    measured before the first step, and one of them ends the run."""
-    env: str = ""
-    """What plays and scores: my.py:reward, package.module:name, or a built-in name, perhaps with options of its own:
-    search-qa,topk=5. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
-    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena,
-    verdict and word-problems. In sft, rows with replies are played through it; for other rows its row_to_task makes the
-    demonstrations, if it has one."""
-    chat_template: str | None = None
-    """How messages and tools become text: a file of Jinja, or chatml. It takes the place of the model's own, and is written
-    into the checkpoints of a run. Default: what the model's folder holds."""
-    chat: bool | None = None
-    """Show plain prompts of rows as messages of a user, in the model's chat template; responses of sft, prefer and
-    reward-model are then the assistant's. --no-chat: as bare text. Default: as the run did that the model is of, or else in
-    the template of instruct models (one that ends replies as the model does). Rows of messages are in it anyway."""
-    system: str | None = None
-    """A system message before these prompts, and before rows of messages that have none. Default: that of the run that the
-    model is of."""
+    """Treatment of rows that exceed the model's context: drop and count them (skip), cut them (truncate), or stop
+    (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of what an episode shows
+    later. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
+    reply."""
+    env: str = option("", group="environment", first_hour=True)
+    """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
+    built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9
+    + verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
+    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
+    shapes, textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
+    row_to_task writes the demonstrations, if it has one."""
+    chat_template: str | None = option(None, group="model")
+    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own and
+    is saved with the checkpoints of the run."""
+    chat: bool | None = option(None, group="model")
+    """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
+    Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that the model comes from,
+    or else yes for instruct models (whose template ends replies as the model does). Rows of messages are always
+    wrapped."""
+    system: str | None = option(None, group="model", value="TEXT")
+    """System message before these prompts, and before rows of messages that have none. Default: that of the run that
+    the model comes from."""

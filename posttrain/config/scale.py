@@ -1,69 +1,68 @@
-"""The options of what makes a run larger: plans, and files for batch systems."""
-
-from __future__ import annotations
+"""Options of what makes a run larger: plans, and files for batch systems."""
 
 from dataclasses import dataclass
 
+from posttrain.config.option_groups import OptionGroup
 from posttrain.core.component import option
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(OptionGroup, group="scale"):
     """Simulate a pilot run's job on other machines: steps per hour, who is idle, what limits it."""
 
-    gpus: int | None = option(None, above=0, most=4096)
-    """Split so many devices between engines and learners in every way, and name the best."""
-    engines: tuple[int, ...] = ()
-    """Numbers of engines to try, without --gpus; default: 1 2 4."""
-    learners: tuple[int, ...] = ()
-    """Numbers of learners to try, without --gpus; default: 1."""
-    ahead: tuple[int, ...] = (0, 1, 2, 4)
-    """Values of --ahead to try: step n learns from what the weights after step n - 1 - ahead sampled."""
-    tokens_per_step: int | None = option(None, above=0)
+    gpus: int | None = option(None, above=0, most=4096, first_hour=True)
+    """Split N devices between engines and learners in every way, and name the best."""
+    engines: tuple[int, ...] = option((), first_hour=True)
+    """Numbers of engines to try, without --gpus. Default: 1 2 4."""
+    learners: tuple[int, ...] = option((), first_hour=True)
+    """Numbers of learners to try, without --gpus. Default: 1."""
+    async_steps: tuple[int, ...] = option((0, 1, 2, 4), first_hour=True)
+    """Values of --async-steps to try. Step n learns from what the weights after step n - 1 - async_steps sampled."""
+    tokens_per_step: int | None = option(None, above=0, first_hour=True)
     """Also try every setting with this --tokens-per-step: longer replies go on in the next step, with its weights."""
-    prompts: int | None = option(None, above=0)
-    """Prompts a step; default: the pilot's."""
-    group: int | None = option(None, above=0)
-    """Replies a prompt; default: the pilot's. Members of its groups are then drawn again."""
-    handover_seconds: float | None = option(None, least=0)
-    """Seconds to hand weights over to an engine; default: the pilot's, which are next to none where they are shared."""
-    gradients: float = option(0.0, least=0)
-    """Seconds a step in which several learners sum their gradients: the pilot, with one, cannot know."""
+    prompts: int | None = option(None, above=0, first_hour=True)
+    """Prompts per step. Default: the pilot's."""
+    group: int | None = option(None, above=0, first_hour=True)
+    """Rollouts per prompt. Default: the pilot's. Members of its groups are then drawn anew."""
+    weight_sync_seconds: float | None = option(None, least=0, value="SECONDS")
+    """Duration of a weight sync, in seconds. Default: the pilot's, which is next to none where weights are shared."""
+    gradients: float = option(0.0, least=0, value="SECONDS")
+    """Seconds per step in which several learners sum their gradients: the pilot, with one, cannot know."""
     steps: int | None = option(None, least=8, most=100_000)
-    """Steps that are simulated, of which the first fifth is not counted; default: what takes a second for each setting."""
-    json: bool = False
-    """Print data instead, of all settings."""
+    """Steps to simulate; the first fifth is not counted. Default: what takes a second for each setting."""
+    json: bool = option(False, first_hour=True)
+    """Print JSON instead, with all settings."""
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Print what a batch system is to run for a command of posttrain."""
+class Launch(OptionGroup, group="scale"):
+    """Print a script that runs a posttrain command on a batch system."""
 
-    slurm: bool = False
-    """A file for Slurm's sbatch: posttrain launch --slurm --nodes 2 --gpus-per-node 8 -- rl --tasks ... > job.sbatch"""
-    nodes: int = option(1, above=0, most=10_000)
+    slurm: bool = option(False, first_hour=True)
+    """Print an sbatch script: posttrain launch --slurm --nodes 2 --gpus-per-node 8 -- rl --tasks ... > job.sbatch"""
+    nodes: int = option(1, above=0, most=10_000, first_hour=True)
     """Machines."""
-    gpus_per_node: int = option(0, least=0, most=64)
-    """GPUs of each; 0: none."""
-    processes_per_node: int | None = option(None, above=0, most=1024)
-    """Processes of the run on each; default: one for each GPU, or one."""
-    cpus_per_process: int | None = option(None, above=0, most=1024)
-    """Cores of each process; default: Slurm's."""
-    time: str | None = None
-    """Time limit, as Slurm writes it: 30, 12:00:00, 2-00:00:00; default: that of the partition."""
-    partition: str | None = None
-    """Partition; default: Slurm's."""
-    account: str | None = None
-    """Who pays for it."""
-    name: str = "posttrain"
+    gpus_per_node: int = option(0, least=0, most=64, first_hour=True)
+    """GPUs of each machine (0: none)."""
+    processes_per_node: int | None = option(None, above=0, most=1024, first_hour=True)
+    """Training processes on each machine. Default: one per GPU, or one."""
+    cpus_per_process: int | None = option(None, above=0, most=1024, first_hour=True)
+    """CPU cores of each process. Default: Slurm's."""
+    time: str | None = option(None, first_hour=True)
+    """Time limit, as Slurm writes it: 30, 12:00:00, 2-00:00:00. Default: the partition's."""
+    partition: str | None = option(None, first_hour=True)
+    """Partition. Default: Slurm's."""
+    account: str | None = option(None, first_hour=True)
+    """Account to charge."""
+    name: str = option("posttrain", first_hour=True)
     """Name of the job."""
-    log: str = "slurm-%j.out"
-    """File for what is printed; %j is the number of the job."""
-    venv: str | None = None
-    """Folder of the virtual environment that has posttrain; default: the python that is found on the nodes."""
-    container: str | None = None
+    log: str = option("slurm-%j.out", first_hour=True)
+    """File for the output; %j is the job's number."""
+    venv: str | None = option(None, first_hour=True, value="FOLDER")
+    """Virtual environment that has posttrain. Default: the nodes' python."""
+    container: str | None = option(None, first_hour=True, value="IMAGE")
     """Image that has posttrain, for Apptainer: a .sif file or docker://..."""
-    save_seconds: int = option(120, above=0, most=65_535)
-    """Seconds before the time limit in which the run is told to finish its step and save."""
-    directives: tuple[str, ...] = ()
-    """Further options of sbatch, without dashes: --directives constraint=a100 mem=0 exclusive."""
+    save_seconds: int = option(120, above=0, most=65_535, first_hour=True, value="SECONDS")
+    """Seconds before the time limit at which the run finishes its step and saves."""
+    directives: tuple[str, ...] = option((), first_hour=True, value="OPTION")
+    """Further sbatch options, without dashes: --directives constraint=a100 mem=0 exclusive."""

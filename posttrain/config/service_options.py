@@ -19,7 +19,8 @@ SERVICES = (*SCORERS, "retriever")
 
 
 def named_services(values: Sequence[str], kind: str) -> list[tuple[str, str]]:
-    """(name, file or folder) of each service of an option: "NAME=FOLDER", or "FOLDER" for the one called as its kind."""
+    """(name, file or folder) of each service of an option: "NAME=FOLDER", or "FOLDER" for the one called as its
+    kind."""
     found = [re.fullmatch(r"(?:([A-Za-z][\w-]*)=)?(.+)", value) for value in values]
     if any(match is None for match in found):
         raise UserError(f"--{kind} is empty: leave it out, or give a file or folder")

@@ -1,358 +1,320 @@
 """Options of what trains: sft, prefer, reward-model, rl and distill."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Preference
 from posttrain.algorithms.reward_model_table import Scoring
 from posttrain.algorithms.settings import flags
-from posttrain.config.row_options import Data, Precision
-from posttrain.config.service_options import play_the_only_service
+from posttrain.config.option_groups import OptionGroup
+from posttrain.config.row_options import Data
+from posttrain.config.shared_options import (
+    EnvLimitGroup,
+    EnvWorkerGroup,
+    EpisodeGroup,
+    HardwareGroup,
+    HeldOutGroup,
+    ReplicaGroup,
+    RetrieverGroup,
+    SamplingGroup,
+    SeedGroup,
+    ServiceGroup,
+)
 from posttrain.core.component import option
 
 
 @dataclass(frozen=True)
-class Training(Data):
-    """What every kind of training has."""
+class ModelGroup(OptionGroup, group="model"):
+    """The model to train, and which of its weights."""
 
-    model: str | None = None
-    """Folder of a Hugging Face checkpoint, of one of our runs, or a model's name. In sft: leave it out to start from
-    scratch with the sizes below."""
-    out: str = "runs/latest"
-    """The run directory to make."""
-    resume: bool = False
-    """Continue the run in --out from its newest undamaged checkpoint, exactly."""
-    accept_changes: bool = False
-    """Resume even though tasks, model or reward have changed, or part of the record is lost; run.json notes it."""
-    overwrite: bool = False
-    """Delete a run that is already in --out."""
-    seed: int = option(0, least=-(2**62), most=2**62)
-    """Decides data order, sampling and initial weights."""
-    held_out: float = option(0.0, least=0, below=1)
-    """Share of the tasks kept out of training and used for evaluation."""
-    split_seed: int | None = option(None, least=-(2**62), most=2**62)
-    """Decides which tasks are held out; default: --seed. Runs with different seeds that are to be compared on the same
-    tasks need the same one."""
-    eval_every: int = option(0, least=0)
-    """Steps between evaluations on the held-out tasks (0: before and after training only)."""
-    save_every: int = option(50, above=0)
-    """Steps between checkpoints; one more is made at the end."""
-    keep: int = option(2, above=0)
-    """How many checkpoints to keep."""
-    record: Literal["tokens", "sample", "full"] = "sample"
-    """What is recorded of single tokens. tokens: ids, and the engine's log-probabilities; sample: of 8 groups a step, drawn
-    by the seed, also what the update made of them (the learner's and the reference's log-probabilities, entropy, weight in
-    the loss ...); full: of all groups. No result depends on it."""
-    record_after: bool = False
-    """Record also the log-probabilities of these tokens under the weights that the step ends with: one more forward pass
-    over their groups."""
-    tokens_per_microbatch: int | None = option(None, above=0)
-    """How many tokens go through the model at once, beside a prompt: the memory of an update. No result depends on it.
-    Default: 1024 on a CPU, 8192 elsewhere."""
-    lr: float = option(1e-5, above=0)
+    model: str | None = option(None, first_hour=True, value="MODEL")
+    """Model to start from: a Hugging Face folder, the folder of a run, or a model's name. In sft, leave it out to
+    train from scratch."""
+    lora: int | None = option(None, above=0, most=65_536, first_hour=True, value="RANK")
+    """Train LoRA adapters of this rank instead of all weights. Gradients and optimizer state then take a fraction of
+    the memory. Checkpoints hold the adapters in PEFT's format. A model that is an adapter goes on with that one."""
+    lora_alpha: float | None = option(None, above=0, most=1e6)
+    """LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank (arXiv 2405.09673)."""
+    lora_targets: tuple[str, ...] = option(("all-linear",), value="NAME")
+    """Matrices to adapt: all-linear, or any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
+    quantize: Literal["nf4", "int8"] | None = None
+    """Keep the frozen weights in 4 bits (nf4, as QLoRA does) or 8 (int8); needs --lora. They are unpacked for each
+    product."""
+    rslora: bool = False
+    """Scale adapters by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
+    dora: bool = False
+    """Learn the magnitude of each row of an adapted matrix separately from its direction (DoRA); needs --lora."""
+    train_vision: bool = False
+    """Vision-language models: train the vision tower and its projection too. By default they are frozen."""
+
+
+@dataclass(frozen=True)
+class OptimizerGroup(OptionGroup, group="optimisation"):
+    """AdamW, its learning rate, and the terms of the loss that every algorithm may have."""
+
+    lr: float = option(1e-5, above=0, first_hour=True)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
+    """Learning rate after the warm-up. linear and cosine end at 0."""
     warmup: int = option(0, least=0)
-    """Updates over which the learning rate rises."""
+    """Warm-up: updates over which the learning rate rises from 0."""
     weight_decay: float = option(0.0, least=0)
-    """Decoupled weight decay of matrices."""
+    """Decoupled weight decay of weight matrices."""
     betas: tuple[float, float] = option((0.9, 0.999), least=0, below=1)
-    """AdamW's moment decay rates."""
+    """AdamW's decay rates of the two moments."""
     max_grad_norm: float = option(1.0, least=0)
-    """Gradients are clipped to this norm (0: no clipping)."""
+    """Clip gradients to this norm (0: no clipping)."""
+    tokens_per_microbatch: int | None = option(None, above=0)
+    """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a
+    CPU, 8192 elsewhere. Results do not depend on it."""
     router_balance: float = option(0.0, least=0)
-    """Mixtures of experts: coefficient of the loss that balances the load of experts (Switch: 0.01). It is of the whole
+    """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""
     router_z: float = option(0.0, least=0)
-    """Mixtures of experts: coefficient of the loss that keeps the router's logits small (ST-MoE: 0.001)."""
-    lora: int | None = option(None, above=0, most=65_536)
-    """Train low-rank adapters of this rank (LoRA) instead of the weights, which stay as they are: a fraction of the memory
-    of gradients and moments. Checkpoints hold the adapters, in PEFT's form. A run that begins with an adapter goes on with
-    that."""
-    lora_alpha: float | None = option(None, above=0, most=1e6)
-    """What the adapters add is multiplied by alpha / rank; default: twice the rank (arXiv 2405.09673)."""
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    """The matrices that are adapted: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
-    down_proj."""
-    quantize: Literal["nf4", "int8"] | None = None
-    """With --lora: hold the frozen weights of the layers in four bits (NF4, as QLoRA does) or eight, and unpack them for
-    each product."""
-    rslora: bool = False
-    """Divide alpha by the square root of the rank instead (rsLoRA): large ranks then learn as fast as small ones."""
-    dora: bool = False
-    """With --lora: let the length of each row of an adapted matrix learn by itself, and the adapters turn it (DoRA)."""
-    precision: Precision = "float32"
-    """Arithmetic of forward and backward passes; weights and moments stay in float32."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1 ..."""
-    threads: int | None = option(None, above=0)
-    """CPU threads; default: PyTorch's choice."""
-    compiled: bool = True
-    """On a CPU, compile the inner loops where a C compiler is found; --no-compiled: use torch's operations alone."""
-    health: Literal["warn", "stop", "log", "off"] = "warn"
-    """What to do when something goes wrong (entropy collapse, length or KL blow-up, no signal, a reward that jumps, skipped
-    updates): warn, stop with a checkpoint, only log it, or do not check. After 5 steps in a row whose updates were all
-    skipped because their gradients were not finite, the run stops, unless this is off."""
-    quiet: bool = False
-    """No progress display."""
-    train_vision: bool = False
-    """Of a model that sees: train what makes features of pictures too (the tower, and what brings them to the width of the
-    text); by default it stays as it is."""
-    processes: int = option(1, above=0, most=1024)
-    """Processes of this machine that share the run: each plays and computes its share, and holds the whole model. Several
-    machines: start one process each with torchrun."""
-    shard: bool = False
-    """Deal the weights out to the processes, with gradients and moments: each holds its rows of every matrix, and gathers
-    a layer when it is its turn."""
-    patience: float = option(600.0, above=0, most=86_400)
-    """Seconds within which each of several processes has to come to the next thing that they do together."""
-    restarts: int = option(0, least=0)
-    """How often several processes are started again, from the newest checkpoint, when one of them was killed or crashed."""
+    """Mixtures of experts: coefficient of the router z-loss, which keeps logits small (ST-MoE: 0.001)."""
 
 
 @dataclass(frozen=True)
-class Passes(Training):
+class ProcessesGroup(OptionGroup, group="scale"):
+    """Several processes that train one model."""
+
+    processes: int = option(1, above=0, most=1024, first_hour=True)
+    """Training processes on this machine, data parallel: each holds the whole model unless --shard. On several
+    machines, start one process each with torchrun."""
+    shard: bool = False
+    """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
+    collective_timeout: float = option(600.0, above=0, most=86_400, value="SECONDS")
+    """Timeout for collective operations, in seconds: a process that takes longer is considered lost."""
+    restarts: int = option(0, least=0)
+    """Restarts after a crash, from the newest checkpoint. Needs --processes above 1."""
+
+
+@dataclass(frozen=True)
+class RunGroup(OptionGroup, group="record"):
+    """The folder of the run, what is written into it, and what is watched."""
+
+    out: str = option("runs/latest", first_hour=True, value="FOLDER")
+    """Folder of the run, to be created."""
+    resume: bool = option(False, first_hour=True)
+    """Continue the run in --out from its newest intact checkpoint, bit for bit."""
+    overwrite: bool = option(False, first_hour=True)
+    """Delete the run that is in --out and start anew."""
+    accept_changes: bool = False
+    """With --resume: accept that tasks, model or reward have changed, or that a part of the record is lost. run.json notes
+    it."""
+    save_every: int = option(50, above=0)
+    """Steps between checkpoints. One more is written at the end."""
+    keep: int = option(2, above=0)
+    """Checkpoints to keep, the newest ones."""
+    record: Literal["tokens", "sample", "full"] = "sample"
+    """Per-token data to record. tokens: ids and the sampler's log-probabilities. sample: for 8 groups a step, also
+    what the update computed (log-probabilities of learner and reference, entropy, weight in the loss). full: the same
+    for all groups. Results do not depend on it."""
+    record_after: bool = False
+    """Also record log-probabilities after the step's update: one more forward pass over the groups of --record."""
+    health: Literal["warn", "stop", "log", "off"] = "warn"
+    """Reaction to trouble: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped updates.
+    stop saves a checkpoint first. After 5 steps in a row whose gradients were all not finite, the run stops, unless
+    this is off."""
+    quiet: bool = False
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup, OptimizerGroup, ModelGroup, Data):
+    """What every kind of training has."""
+
+    eval_every: int = option(0, least=0, group="evaluation", first_hour=True)
+    """Steps between evaluations on the held-out tasks (0: only before and after training)."""
+
+
+@dataclass(frozen=True)
+class Passes(Training, group="optimisation"):
     """Training on given responses, in passes over the rows."""
 
-    epochs: float = option(1.0, above=0)
+    epochs: float = option(1.0, above=0, first_hour=True)
     """Passes over the rows."""
-    steps: int | None = option(None, above=0)
-    """Optimizer updates, instead of --epochs; required for rows without end."""
-    rows: int = option(32, above=0)
-    """Prompts per optimizer update, each with all its responses."""
+    steps: int | None = option(None, above=0, first_hour=True)
+    """Optimizer updates, instead of --epochs. Required for rows without end."""
+    rows: int = option(32, above=0, first_hour=True)
+    """Batch size: prompts per optimizer update, each with all of its responses."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
 
 
 @dataclass(frozen=True)
-class SFT(Passes):
-    """Supervised fine-tuning: imitate the responses of a dataset."""
+class SFT(EnvLimitGroup, RetrieverGroup, Passes):
+    """Supervised fine-tuning on responses, conversations or recorded episodes."""
 
     verb = "sft"
     out: str = "runs/sft"
-    """The run directory to make."""
     rows: int = option(16, above=0)
-    """Rows per optimizer update."""
-    mask_prompt: bool = True
-    """Learn the responses only; --no-mask-prompt: the prompts too."""
-    min_reward: float | None = None
-    """Of rollouts that a run kept, and of replies that are played through --env: imitate those with this reward or more."""
-    env_seconds: float = option(10.0, above=0, most=86_400)
-    """Time limit of one call of the environment, as in rl."""
-    env_memory: float = option(4.0, least=0)
-    """Memory limit of the environment's process, in GiB, as in rl."""
-    retriever: tuple[str, ...] = ()
-    """What the environment asks for passages while replies are played: the folder of an index, or an address, as in rl."""
+    """Batch size: rows per optimizer update."""
+    mask_prompt: bool = option(True, group="optimisation")
+    """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
+    min_reward: float | None = option(None, group="data")
+    """Keep rollouts with at least this reward: those of a recorded run, or replies that are played through --env."""
     lr: float = option(1e-4, above=0)
-    """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate falls after the warm-up; linear and cosine end at 0."""
-    hidden: int = option(128, above=0)
-    """From scratch: width of the residual stream."""
-    layers: int = option(4, above=0)
+    hidden: int = option(128, above=0, group="model", first_hour=True)
+    """From scratch: hidden size."""
+    layers: int = option(4, above=0, group="model", first_hour=True)
     """From scratch: number of layers."""
-    heads: int = option(4, above=0)
-    """From scratch: query heads."""
-    kv_heads: int | None = option(None, above=0)
-    """From scratch: key-value heads; default: as many as query heads."""
-    intermediate: int | None = option(None, above=0)
-    """From scratch: width of the feed-forward layers; default: 8/3 of hidden, rounded up to a multiple of 32."""
-    context: int = option(512, above=1)
-    """From scratch: most tokens of prompt and reply together."""
-    tokenizer: str = "bpe"
-    """From scratch: bpe or characters, trained on the rows; or a folder to take one from."""
-    vocab: int = option(4096, above=0)
-    """From scratch: most entries of the tokenizer to train."""
+    heads: int = option(4, above=0, group="model")
+    """From scratch: attention heads."""
+    kv_heads: int | None = option(None, above=0, group="model")
+    """From scratch: key-value heads. Default: as many as attention heads."""
+    intermediate: int | None = option(None, above=0, group="model")
+    """From scratch: hidden size of the MLP. Default: 8/3 of --hidden, rounded up to a multiple of 32."""
+    context: int = option(512, above=1, group="model", first_hour=True)
+    """From scratch: context length in tokens, prompt and reply together."""
+    tokenizer: str = option("bpe", group="model", first_hour=True)
+    """From scratch: bpe or characters, trained on the rows, or a folder to take the tokenizer from."""
+    vocab: int = option(4096, above=0, group="model")
+    """From scratch: maximum vocabulary size of the tokenizer to train."""
 
 
 @dataclass(frozen=True)
-class Prefer(Passes):
-    """Learning from comparisons: make the better of two responses likelier, without sampling any."""
+class AlgorithmGroup(OptionGroup, group="algorithm"):
+    """Which algorithm learns, and changes to its settings."""
+
+    algorithm: str = option("", first_hour=True)
+    settings: dict[str, Any] = option(factory=dict)
+    """Settings of the algorithm, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
+
+
+@dataclass(frozen=True)
+class Prefer(AlgorithmGroup, Passes):
+    """Learn from preferences without sampling (DPO and its family)."""
 
     verb = "prefer"
     row = Preference
     out: str = "runs/prefer"
-    """The run directory to make."""
     algorithm: str = "dpo"
-    """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Changes to the row, by flag or by place: {"beta": 0.2, "link.smoothing": 0.1}."""
+    """Algorithm: dpo, ipo, kto ... (`posttrain algorithms` lists all), or your own as my.py:name."""
     lr: float = option(1e-6, above=0)
-    """Peak learning rate of AdamW."""
 
 
 @dataclass(frozen=True)
-class RewardModelling(Passes):
-    """A reward model: a head on a language model that says how good a reply is, learned from what people prefer."""
+class RewardModelling(AlgorithmGroup, Passes):
+    """Train a reward model: a language model with a head that scores replies."""
 
     verb = "reward-model"
     row = Scoring
     out: str = "runs/reward-model"
-    """The run directory to make."""
     algorithm: str = "bradley-terry"
-    """A row of the table: bradley-terry, k-wise, plackett-luce, outcome (labels, also of steps), regression; or your own:
-    my.py:row."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Changes to the row, by flag or by place."""
-    pooling: Literal["last", "mean"] = "last"
-    """What is scored: the last token of a reply, or the mean over all of them (which transformers cannot load)."""
-    head: Literal["linear", "mlp"] = "linear"
-    """The head: one linear layer, or two with a tanh between (which transformers cannot load)."""
+    """Algorithm: bradley-terry, k-wise, plackett-luce, outcome, regression, or your own as my.py:name. outcome learns
+    from labels of whole replies or of their steps."""
+    pooling: Literal["last", "mean"] = option("last", group="model")
+    """Token states to score: a reply's last one, or the mean over its tokens. transformers cannot load mean."""
+    head: Literal["linear", "mlp"] = option("linear", group="model")
+    """The head: one linear layer, or two with a tanh between. transformers cannot load mlp."""
     epochs: float = option(1.0, above=0)
-    """Passes over the rows. More than one overfits soon (InstructGPT took one)."""
+    """Passes over the rows. More than one soon overfits (InstructGPT used one)."""
 
 
 @dataclass(frozen=True)
-class RL(Training):
-    """Reinforcement learning: sample replies, score them, make good ones likelier."""
+class EngineGroup(ReplicaGroup, group="scale"):
+    """What samples in training, and how it gets the weights."""
+
+    engine: Literal["local", "vllm"] = option("local", first_hour=True)
+    """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
+    engine_cache: float = option(4.0, above=0, value="GIB")
+    """KV cache limit in GiB: of vLLM, or of what the local engine keeps of episodes between turns. What the local
+    engine drops is computed again, to the same bits."""
+    engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS")
+    """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, an engine
+    of several is restarted; a single one ends the run."""
+    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
+    """Transport of new weights to vLLM. copied: all of them through host memory, adapters merged. adapter: with
+    --lora, the base once and then only the adapters. nccl, ipc: with --replicas, from GPU to GPU, or within one GPU;
+    these two are vLLM's own and have not been tried on GPUs yet."""
+    launch: Literal["local", "ray"] = "local"
+    """Where --replicas run: on this machine, or wherever a Ray cluster has room. RAY_ADDRESS names the cluster;
+    without it, one is started here. All machines must see --out under the same path."""
+    replica_cpus: float = option(1.0, above=0, most=1024)
+    """--launch ray: CPUs for each replica. With --device cuda it also takes a GPU."""
+    engines: tuple[str, ...] = option((), value="HOST:PORT")
+    """Sample with engines that listen here or on other machines (posttrain engine --listen). They must see --out
+    under the same path."""
+    engine_token: str | None = option(None, value="FILE")
+    """File with the secret for --engines. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
+    engine_restarts: int = option(5, least=0)
+    """Consecutive restarts of an engine before it is given up. When none is left, the run saves and ends."""
+
+
+@dataclass(frozen=True)
+class RL(AlgorithmGroup, EngineGroup, ServiceGroup, EnvWorkerGroup, EpisodeGroup, SamplingGroup, Training):
+    """Reinforcement learning from a reward function, a verifier or an environment."""
 
     verb = "rl"
     row = Algorithm
     out: str = "runs/rl"
-    """The run directory to make."""
     algorithm: str = "grpo"
-    """A row of the table (see `posttrain algorithms`), or your own: my.py:row."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Changes to the row, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
-    critic: Literal["separate", "shared"] | None = None
-    """For rows with a critic of states: a backbone of its own (the default), or a head on the policy's."""
-    critic_model: str | None = None
-    """Folder the critic's backbone starts from: a checkpoint, a reward model, or the critic of a run; default: --model."""
-    critic_lr: float | None = option(None, above=0)
-    """Peak learning rate of the critic; default: --lr."""
-    ptx: str | None = None
-    """Rows of text, or of prompts and responses, whose likelihood is part of every update (ppo-ptx)."""
-    steps: int = option(200, above=0)
-    """Training steps."""
-    prompts: int = option(16, above=0, most=1_000_000)
-    """Tasks per step."""
-    group: int = option(8, above=0, most=1_000_000)
-    """Rollouts per task."""
-    max_tokens: int = option(256, above=0)
-    """Token budget of a reply."""
-    max_episode_tokens: int | None = option(None, above=0)
-    """Environments of several turns: token budget of all replies of an episode together; default: none."""
-    max_turns: int = option(64, above=0)
-    """Environments of several turns: how many replies an episode may have."""
-    max_tool_calls: int | None = option(None, least=0)
-    """Environments of several turns: how many answers of tools an episode may show; default: no limit."""
-    episode_seconds: float | None = option(None, above=0)
-    """Environments of several turns: an episode that has taken so long shows no further turn. Results then depend on the
-    clock; default: no limit."""
-    ahead: int = option(0, least=0, most=1000)
-    """How many steps before it is learned from a step is played, beside the updates, by weights that are as much older
-    (0: by the newest). A --correction, or a ratio with --old-policy sampler, makes up for most of that: only for replies of
-    one token is a weight per token exact."""
-    tokens_per_step: int = option(0, least=0)
-    """Most tokens of a reply that one step samples; an unfinished one goes on in the next step, with newer weights, and its
-    group is learned from when the last of its replies is whole (0: no limit). For environments of one reply."""
-    routing_replay: bool = False
-    """Mixtures of experts: tokens are learned from with the experts that sampled them, whatever the router would choose by
-    now. With the embedded engine."""
-    temperature: float = option(1.0, least=0)
-    """Of sampling; log-probabilities are taken under the same temperature."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a reply."""
-    top_p: float = option(1.0, above=0, most=1)
-    """Must stay 1 in training: it would change the distribution that is sampled."""
-    top_k: int = option(0, least=0, most=10**9)
-    """Must stay 0 in training."""
+    """Algorithm: grpo, dapo, ppo ... (`posttrain algorithms` lists all), or your own as my.py:name."""
+    critic: Literal["separate", "shared"] | None = option(None, group="algorithm")
+    """Algorithms with a critic: a backbone of its own, or a head on the policy's. Default: separate."""
+    critic_model: str | None = option(None, group="algorithm", value="FOLDER")
+    """Model the critic starts from: a checkpoint, a reward model, or the critic of a run. Default: --model."""
+    critic_lr: float | None = option(None, above=0, group="algorithm")
+    """Peak learning rate of the critic. Default: --lr."""
+    ptx: str | None = option(None, group="algorithm", value="ROWS")
+    """Rows whose likelihood is part of every update (ppo-ptx): texts, or prompts with responses."""
+    steps: int = option(200, above=0, group="optimisation", first_hour=True)
+    """Training steps. Each samples, scores and updates."""
+    prompts: int = option(16, above=0, most=1_000_000, group="sampling", first_hour=True)
+    """Prompts per step."""
+    group: int = option(8, above=0, most=1_000_000, group="sampling", first_hour=True)
+    """Group size: rollouts per prompt."""
+    async_steps: int = option(0, least=0, most=1000, group="sampling")
+    """Sample this many steps ahead of the update (0: synchronous). Rollouts then come from older weights. A --correction,
+    or a ratio with --old-policy sampler, makes up for most of that: only for replies of one token is a weight per token
+    exact."""
+    tokens_per_step: int = option(0, least=0, group="sampling")
+    """Maximum number of tokens that one step samples of a reply (0: no limit). A longer reply goes on in the next
+    step, with newer weights, and its group is learned from once all of it is complete. For environments of one
+    turn."""
+    routing_replay: bool = option(False, group="sampling")
+    """Mixtures of experts: learn each token with the experts that sampled it. With the local engine."""
     lr: float = option(1e-6, above=0)
-    """Peak learning rate of AdamW."""
-    eval_tasks: str | None = None
+    success: float | None = option(None, group="environment", value="REWARD")
+    """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
+    Algorithms that learn from right replies use it too."""
+    eval_tasks: str | None = option(None, group="evaluation", value="ROWS")
     """Rows to evaluate on, instead of a held-out share of --tasks."""
-    eval_samples: int = option(1, above=0)
+    eval_samples: int = option(1, above=0, group="evaluation")
     """Replies per held-out task in each evaluation."""
-    eval_limit: int = option(500, above=0)
-    """How many held-out tasks an evaluation plays at most."""
-    success: float | None = None
-    """Replies with at least this reward are right, for accuracy, pass@k and whatever learns from right replies; default:
-    what a built-in environment, or SUCCESS = ... beside your own, says."""
-    env_workers: int | None = option(None, least=0, most=1024)
-    """Processes that play and score; default: one per CPU core (0: none; everything runs here, without
-    limits, for debuggers)."""
-    env_seconds: float = option(10.0, above=0, most=86_400)
-    """Time limit of one call of the environment; beyond it the reward is invalid."""
-    env_memory: float = option(4.0, least=0)
-    """Memory limit of each of these processes, in GiB; beyond it the reward is invalid (0: no limit)."""
-    reward_model: tuple[str, ...] = ()
-    """Folder of a reward model (a sequence-classification checkpoint of one label), which environments ask as
-    "reward-model"; without --env, its score is the reward. Of several, NAME=FOLDER is asked by its name."""
-    judge: tuple[str, ...] = ()
-    """Recipe (TOML) of a judge, which environments ask as "judge": a model behind an OpenAI-compatible endpoint, or a
-    checkpoint that reasons before its verdict. Without --env, its verdict is the reward. Of several, NAME=RECIPE is asked
-    by its name."""
-    retriever: tuple[str, ...] = ()
-    """What environments ask as "retriever" for passages: the folder of an index (posttrain retriever build), or the address
-    of a server that speaks Search-R1's protocol (http://host:8000). Of several, NAME=FOLDER is asked by its name."""
-    slots: int = option(256, above=0)
-    """How many replies are sampled at once: bounds the memory of the key-value cache."""
-    engine: Literal["local", "vllm"] = "local"
-    """What samples: local, with the learner's own weights, or vLLM in a process of its own."""
-    engine_cache: float = option(4.0, above=0)
-    """In GiB. vLLM: limit of its key-value cache. local: of what is kept of episodes between their turns; what is let go is
-    computed again, to the same bits."""
-    engine_seconds: float = option(120.0, above=0, most=86_400)
-    """Engines in other processes: time limit of a hand-over of weights, and of a decoding step. Beyond it one of several is
-    started again, and the only one ends the run."""
-    replicas: int = option(0, least=0, most=1024)
-    """Sample with so many engines, each a process of this machine with a copy of the weights; 0: with the learner's own,
-    in its process (vLLM: one process). No token depends on it, and one that dies is replaced."""
-    handover: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
-    """How weights reach vLLM: copied, all of them through memory of the machine, adapters merged; adapter, with --lora, the
-    frozen ones once and then the adapters alone. With --replicas on cards: nccl, from card to card; ipc, within one card.
-    These two are vLLM's own and have not been tried on cards yet."""
-    launch: Literal["local", "ray"] = "local"
-    """Where --replicas are processes: local, this machine, or ray, wherever a Ray cluster has room (RAY_ADDRESS; else one
-    of this machine is made). Other machines have to see --out under the same path."""
-    replica_cpus: float = option(1.0, above=0, most=1024)
-    """--launch ray: CPUs that each replica takes of the cluster; with --device cuda it takes a GPU too."""
-    engines: tuple[str, ...] = ()
-    """Sample with engines that listen (posttrain engine --listen), here or on other machines: HOST:PORT. They need to see
-    --out under the same path, where the weights for them lie."""
-    engine_token: str | None = None
-    """File with what engines that listen want to know; default: POSTTRAIN_ENGINE_TOKEN in the environment."""
-    engine_restarts: int = option(5, least=0)
-    """How often in a row each of several engines is started again. When none is left, the run saves and ends."""
-
-    def __post_init__(self) -> None:
-        play_the_only_service(self)
+    eval_limit: int = option(500, above=0, group="evaluation")
+    """Maximum number of held-out tasks in an evaluation."""
 
     def chooses(self, flag: str) -> bool:
-        """Whether a setting of the row is the run's own choice, by its flag or by its place."""
+        """Whether a setting of the algorithm is the run's own choice, by its flag or by its place."""
         named = {flag, *(".".join(place) for place, _ in flags(Algorithm)[flag].places)}
         return any(name.replace("-", "_") in named or name in named for name in self.settings)
 
 
 @dataclass(frozen=True)
 class Distill(RL):
-    """On-policy distillation: the student samples, a teacher says what each of its tokens is worth."""
+    """On-policy distillation: the student samples, a teacher scores each token."""
 
     verb = "distill"
     out: str = "runs/distill"
-    """The run directory to make."""
-    env: str = ""
-    """What scores replies beside the teacher, as in rl; without one they are only sampled. The rows of distillation report
-    its rewards and learn nothing from them, unless --advantage says how."""
+    env: str = option("", first_hour=False)
+    """Reward function or environment to use beside the teacher, as in rl. Without one, replies are only sampled. The
+    distillation algorithms report its rewards and learn nothing from them, unless --advantage says how."""
     algorithm: str = "distill-reverse-kl"
-    """A row of the table: distill-reverse-kl, distill-forward-kl, distill-jsd, distill-k1, or one that learns from rewards
-    (grpo ...), to which the teacher is added."""
-    teacher: str | None = None
-    """Folder of the teacher: a checkpoint or a run, with the student's tokenizer; of any size. For distill-k1 also an
-    OpenAI-compatible endpoint: http://host:8000/v1, or http://host:8000/v1#MODEL."""
-    teachers: dict[str, str] = field(default_factory=dict)
-    """Teachers that tasks choose by the column "teacher": --teachers.maths runs/maths --teachers.code runs/code. Tasks
-    without a choice have --teacher."""
-    teacher_prompt_template: str | None = None
-    """What the teacher reads instead of the prompt, made from columns: "{hint} {prompt}". Or a column "teacher_prompt":
-    text, or a list of messages."""
+    """Algorithm: distill-reverse-kl, distill-forward-kl, distill-jsd, distill-k1, or one of rl, which the teacher
+    joins. Those of rl learn from rewards (grpo ...)."""
+    teacher: str | None = option(None, group="model", first_hour=True, value="MODEL")
+    """Teacher: the folder of a checkpoint or of a run, of any size, with the student's tokenizer. For distill-k1 also
+    an OpenAI-compatible endpoint: http://host:8000/v1, or http://host:8000/v1#MODEL."""
+    teachers: dict[str, str] = option(factory=dict, group="model", value="MODEL")
+    """Teachers that tasks choose with a column "teacher": --teachers.maths runs/maths --teachers.code runs/code.
+    Tasks without a choice have --teacher."""
+    teacher_prompt_template: str | None = option(None, group="data")
+    """Prompt for the teacher in place of the student's, built from columns: "{hint} {prompt}". A column
+    "teacher_prompt" (text, or a list of messages) does the same."""
     prompts: int = option(64, above=0, most=1_000_000)
-    """Tasks per step."""
     group: int = option(1, above=0, most=1_000_000)
-    """Rollouts per task: one is enough where none are compared."""
+    """Rollouts per prompt; one is enough where none are compared."""
     lr: float = option(1e-5, above=0)
-    """Peak learning rate of AdamW."""

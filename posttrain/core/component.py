@@ -75,6 +75,15 @@ class SettingRange:
         return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)
 
 
+@dataclass(frozen=True)
+class OptionShown:
+    """How --help shows an option; what is left open is as the class that it overrides says."""
+
+    group: str = ""  # the heading that it stands under
+    first_hour: bool | None = None  # whether --help shows it, and not only --help-all
+    value: str = ""  # a word for its value: FOLDER; "": by its type
+
+
 def option(
     default: Any = dataclasses.MISSING,
     *,
@@ -82,9 +91,17 @@ def option(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    factory: Any = dataclasses.MISSING,
+    group: str = "",
+    first_hour: bool | None = None,
+    value: str = "",
 ) -> Any:
-    """A dataclass field with a range: `lr: float = option(1e-5, above=0)`."""
-    return field(default=default, metadata={"knob": Setting(bounds=SettingRange(least, above, most, below))})
+    """A dataclass field with a range, and with how --help shows it: `lr: float = option(1e-5, above=0, first_hour=True)`."""
+    bounds = Setting(bounds=SettingRange(least, above, most, below))
+    metadata = {"knob": bounds, "shown": OptionShown(group, first_hour, value)}
+    if factory is not dataclasses.MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,7 @@ class Setting:
     creates: bool = False  # whether setting it makes the part, where a row has none
     choices: Mapping[str, Any] | None = None  # name -> part, where the setting is a part or several
     brought: str = ""  # what brings such a part, where no setting of its own does
+    first_hour: bool = False  # whether --help shows its flag, and not only --help-all
 
 
 def setting(
@@ -115,10 +133,12 @@ def setting(
     creates: bool = False,
     choices: Mapping[str, Any] | None = None,
     brought: str = "",
+    first_hour: bool = False,
 ) -> Any:
-    """A setting of a part, as a dataclass field: `low: float = knob(0.2, "clip-low", "...", least=0, most=1)`."""
+    """A setting of a part, as a dataclass field: `low: float = setting(0.2, "clip-low", "...", least=0, most=1)`."""
     creates = creates or absent is not NEVER
-    known = Setting(flag, help, SettingRange(least, above, most, below), off, absent, creates, choices, brought)
+    bounds = SettingRange(least, above, most, below)
+    known = Setting(flag, help, bounds, off, absent, creates, choices, brought, first_hour)
     return field(default=default, metadata={"knob": known})
 
 

@@ -231,6 +231,8 @@ ELSEWHERE = {
     "no_cuda": "{device} cpu",
     "max_tokens_per_turn": "{max_tokens}",
     "lmbda": "{algorithm}: all rows of distill learn from the student's own samples",
+    "ddp_timeout": "{collective_timeout}",
+    "nccl_timeout": "{collective_timeout}",
 }
 """A name in TRL, verl, OpenRLHF or Search-R1 -> the options, in braces, that mean it here."""
 

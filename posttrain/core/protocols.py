@@ -171,7 +171,7 @@ class Engine(Protocol):
 
     def cancel(self, id: int) -> None: ...  # a request that is not answered yet: there will be no completion
     def poll(self) -> list[Completion]: ...  # works for a few decoding steps; [] where nothing has finished in them
-    def load(self, weights: Any, version: int) -> None: ...  # hand-over; for shared weights only the version changes
+    def load(self, weights: Any, version: int) -> None: ...  # weight sync; for shared weights only the version changes
     def close(self) -> None: ...
 
 

@@ -1,7 +1,8 @@
 """The date that chat templates are told (`strftime_now`): fixed for a run, so that no prompt depends on the clock.
 
-A run fixes the day on which it begins, or the day that its starting checkpoint was trained with. It stands in run.json, is used
-again when the run is resumed, and goes with the tokenizer into its checkpoints, so that these are asked as they were trained.
+A run fixes the day on which it begins, or the day that its starting checkpoint was trained with. It stands in run.json,
+is used again when the run is resumed, and goes with the tokenizer into its checkpoints, so that these are asked as they were
+trained.
 """
 
 from __future__ import annotations

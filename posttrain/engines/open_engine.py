@@ -29,13 +29,13 @@ def open_engine(
     own: bool = False,
     many: Many = Many(),  # noqa: B008  frozen
 ) -> Engine:
-    """`seconds`: limit of silence of an engine in another process, in a hand-over of weights and in a decoding step.
+    """`seconds`: limit of silence of an engine in another process, in a weight sync and in a decoding step.
 
     `serving`: requests come at any time, and nothing but sampling needs the memory. `own`: the weights that are loaded last
     are sampled with, whatever becomes of the model meanwhile. `many`: a pool, if it names engines.
     """
-    if kind == "local" and many.handover == "adapter":
-        raise UserError("--handover adapter is of vLLM: give --engine vllm, or leave it out")
+    if kind == "local" and many.weight_sync == "adapter":
+        raise UserError("--weight-sync adapter requires --engine vllm")
     if kind == "local" and not many:
         return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
     if isinstance(model, Backbone) and model.sees:
@@ -55,5 +55,5 @@ def open_engine(
         load_seconds=seconds,
         step_seconds=seconds,
         poll_steps=POLL_STEPS if serving else None,
-        adapter_alone=many.handover == "adapter",
+        adapter_alone=many.weight_sync == "adapter",
     )

@@ -1,7 +1,7 @@
 """Whether an engine samples with the weights that it was given: a few tokens, scored by the learner too.
 
 The engine is asked for one token behind each beginning of a fixed text. What it says of the log-probability of that token
-is compared with the learner's, of which the whole table is computed once for each version. A hand-over that reaches no
+is compared with the learner's, of which the whole table is computed once for each version. A weight sync that reaches no
 weight in use is caught in two ways: the difference is above a limit, or it is that of the weights before.
 """
 

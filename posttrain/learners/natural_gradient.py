@@ -30,7 +30,7 @@ class TrustRegion(Component):
     delta: float = setting(
         0.01,
         "trust-region",
-        "Natural gradient steps within this KL, in nats per token, instead of AdamW's (0: AdamW).",
+        "Natural gradient steps within this KL, in nats per token, instead of AdamW (0: AdamW).",
         above=0,
         absent=0,
     )

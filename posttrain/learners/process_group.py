@@ -43,19 +43,19 @@ class Processes:
     def __init__(
         self,
         store: Store | None = None,
-        patience: float = 600.0,
+        timeout: float = 600.0,
         group: Any = None,
         name: str = "",
         lasting: Store | None = None,
     ) -> None:
         """The process group is up already. `store`: shared with the other processes; None: nobody is waited for by it.
 
-        `patience`: seconds within which the others have to come to each call. `group`: of torch.distributed, with the
+        `timeout`: seconds within which the others have to come to each call. `group`: of torch.distributed, with the
         `name` under which its calls are counted; None: all processes. `lasting`: a store that outlives a restart.
         """
         assert dist.is_initialized(), "start the process group first"
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._store, self._patience, self._calls = store, patience, 0
+        self._store, self._timeout, self._calls = store, timeout, 0
         self._group, self._name, self._apart, self._lasting = group, name, 0, lasting
 
     def sum(self, x: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class Processes:
         """What is said on it is told apart by its name, and the end of one is that of all."""
         self._meet()
         self._apart += 1
-        group = dist.new_group(timeout=timedelta(seconds=self._patience))
-        return Processes(self._store, self._patience, group, f"{self._name}{self._apart}.")
+        group = dist.new_group(timeout=timedelta(seconds=self._timeout))
+        return Processes(self._store, self._timeout, group, f"{self._name}{self._apart}.")
 
     def fail(self, error: BaseException) -> None:
         """Let the others, and other threads of this one, know why it makes no more calls. What fails first counts."""
@@ -123,7 +123,7 @@ class Processes:
         if self._store is None:
             return
         self._calls += 1
-        pause, end = FIRST_PAUSE, time.monotonic() + self._patience
+        pause, end = FIRST_PAUSE, time.monotonic() + self._timeout
         try:
             call = f"{self._name}{self._calls}"
             self._store.set(f"{call}/{self.rank}", "")
@@ -133,7 +133,7 @@ class Processes:
                     raise Elsewhere(why, int(code))
                 if time.monotonic() > end:
                     said = ", ".join(map(str, missing))
-                    raise Elsewhere(f"process {said} has said nothing for {self._patience:g} s (--patience)")
+                    raise Elsewhere(f"process {said} did not respond within {self._timeout:g} s (--collective-timeout)")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             if self._calls > 2:  # everybody has read it
@@ -158,11 +158,11 @@ _runs = count()
 """Of this process: each run says what it says under its own number."""
 
 
-def joined(device: str, patience: float) -> Processes:
+def joined(device: str, timeout: float) -> Processes:
     """The world of this process, one of those that torchrun or --processes has started, for one run."""
-    kept = _meeting_place(patience)
+    kept = _meeting_place(timeout)
     # torchrun's outlives a restart, and what was said in the attempt before is not said again.
-    attempt = _attempt(kept, patience) if _kept_by_torchrun() else 0
+    attempt = _attempt(kept, timeout) if _kept_by_torchrun() else 0
     store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
         cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
@@ -171,10 +171,10 @@ def joined(device: str, patience: float) -> Processes:
             store=PrefixStore("group", store),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=patience),
+            timeout=timedelta(seconds=timeout),
         )
         atexit.register(_leave)  # their threads must not outlive the interpreter
-    return Processes(PrefixStore(f"run {next(_runs)}", store), patience, lasting=PrefixStore("posttrain", kept))
+    return Processes(PrefixStore(f"run {next(_runs)}", store), timeout, lasting=PrefixStore("posttrain", kept))
 
 
 def _leave() -> None:
@@ -189,18 +189,18 @@ def _kept_by_torchrun() -> bool:
 
 
 @cache
-def _attempt(kept: Store, patience: float) -> int:
-    return attempt_of(kept, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), patience)
+def _attempt(kept: Store, timeout: float) -> int:
+    return attempt_of(kept, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
 
 
-def attempt_of(kept: Store, rank: int, size: int, patience: float) -> int:
+def attempt_of(kept: Store, rank: int, size: int, timeout: float) -> int:
     """The number of this start by torchrun, the same in all processes.
 
     torchrun's own number differs between machines: where a process fails it counts a restart, and where others have to
     start again with it, it does not. So the first process counts, and invites each of the others by a name that is new in
     every start: an old one may still stand in the store.
     """
-    store, end, name = PrefixStore("posttrain starts", kept), time.monotonic() + patience, uuid4().hex
+    store, end, name = PrefixStore("posttrain starts", kept), time.monotonic() + timeout, uuid4().hex
     attempt = store.add("number", 1) if rank == 0 else 0
     if rank:
         store.set(f"here/{rank}", name)
@@ -220,21 +220,21 @@ def attempt_of(kept: Store, rank: int, size: int, patience: float) -> int:
                 invited[other] = there
         if time.monotonic() > end:
             raise Elsewhere(
-                f"process {', '.join(map(str, sorted(missing)))} has not come for {patience:g} s (--patience)"
+                f"process {', '.join(map(str, sorted(missing)))} did not join within {timeout:g} s (--collective-timeout)"
             )
         time.sleep(LONGEST_PAUSE)
     return attempt
 
 
 @cache
-def _meeting_place(patience: float) -> Store:
+def _meeting_place(timeout: float) -> Store:
     """The store that the first process keeps, or torchrun for all."""
     kept: Store = dist.TCPStore(  # type: ignore[attr-defined]  # it is imported there by a star
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         int(os.environ["WORLD_SIZE"]),
         is_master=os.environ["RANK"] == "0" and not _kept_by_torchrun(),
-        timeout=timedelta(seconds=patience),
+        timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
     )
     return kept

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Backbone(Model, Protocol):
-    """A decoder that adapters and other heads can be put on, and whose weights engines elsewhere can take. It is a torch module."""
+    """A decoder that adapters and other heads can be put on, and whose weights engines elsewhere can take. It is a
+    torch module."""
 
     lora: LoRA | None  # how it is adapted; the weights themselves are then frozen
     generation: dict[str, Any]  # its generation_config.json
@@ -97,7 +98,8 @@ class Backbone(Model, Protocol):
 
     @property
     def native(self) -> bool:
-        """Whether tokens lie flat and attention is plugged in from outside: the engine with a KV cache of ours samples from it."""
+        """Whether tokens lie flat and attention is plugged in from outside: the engine with a KV cache of ours samples
+        from it."""
         ...
 
     def prepare_shards(self) -> None:

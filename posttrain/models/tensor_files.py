@@ -76,7 +76,7 @@ def read_state(file: Path, places: Mapping[str, Tensor]) -> None:
     """Fill tensors, in place. Raises UserError if the file is damaged or holds others."""
     with open_tensors(file) as stored:
         if odd := set(stored.keys()) ^ places.keys():
-            raise UserError(f"{file} is not of this model: see {min(odd)}")
+            raise UserError(f"{file} does not belong to this model: unexpected tensor {min(odd)}")
         for name, place in places.items():
             read_rows(file, stored, name, place)
 
@@ -85,7 +85,7 @@ def read_rows(file: Path, stored: Any, name: str, place: Tensor) -> None:
     """Fill a tensor with the one of this name in an open file; where some rows of it lie here, only these are read."""
     found = stored.get_slice(name)
     if tuple(found.get_shape()) != place.shape:
-        raise UserError(f"{file} is not of this model: see {name}")
+        raise UserError(f"{file} does not belong to this model: unexpected tensor {name}")
     first, own = here(place)
     if own.shape == place.shape:
         own.copy_(stored.get_tensor(name))

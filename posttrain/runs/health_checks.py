@@ -233,7 +233,7 @@ def invalid(history: History) -> str | None:
         "scored leaves its group, so the policy can dodge a bad reward\n"
         "usual causes: replies that make the reward slow or make it fail; read those "
         f"(posttrain rollouts RUN --step {history.step} --order invalid), give them a low reward instead, or raise "
-        "--env-seconds"
+        "--env-timeout"
     )
 
 

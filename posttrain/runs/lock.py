@@ -1,8 +1,8 @@
 """One process at a time writes a run: the lock on its folder, and how an owner that is gone is told from one that works.
 
 The file `lock` in the folder is locked by the operating system (flock), which lets go of it however its process ends; the
-processes that this one starts do not keep it. So is the folder itself, where its file system can lock folders: a file that somebody
-deletes admits no second owner. What stands in the file, and when it was last touched, is for the cases in
+processes that this one starts do not keep it. So is the folder itself, where its file system can lock folders: a file
+that somebody deletes admits no second owner. What stands in the file, and when it was last touched, is for the cases in
 which that is not enough:
 
 * another machine shares the folder and its kernel does not see our locks: the owner touches the file every
@@ -184,7 +184,7 @@ def _read(descriptor: int) -> Owner | None:
 
 
 def _alive(owner: Owner, descriptor: int, folder: Path, exclusive: bool) -> str:
-    """How the owner that the file names, and that does not hold its lock here, is known to be there; "" if it is gone."""
+    """Evidence that the lock's owner is alive, where it does not hold its lock here; "" if it is gone."""
     ourselves = _ourselves()
     if (owner.host, owner.boot) == (ourselves.host, ourselves.boot) or (owner.boot and owner.boot == ourselves.boot):
         return " (this file system has no locks)" if not exclusive and _runs(owner) else ""

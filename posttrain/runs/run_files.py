@@ -12,7 +12,7 @@ index/000000-000049.parquet what is short of all of them, in pieces of 50 steps:
 pictures/                   those of tasks and turns, each named by the hash of its content
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
-handover/weights-0-12       for engines that listen, while it runs: see `posttrain.engines.weight_sync`
+weight-sync/weights-0-12    for engines that listen, while it runs: see `posttrain.engines.weight_sync`
 curves.png                  drawn by `posttrain.runs.curves`
 lock                        there while a process writes: see `posttrain.runs.lock`
 """
@@ -37,12 +37,12 @@ Folder = str | os.PathLike[str]
 RUN, METRICS, TIMING, HEALTH = "run.json", "metrics.jsonl", "timing.jsonl", "health.jsonl"
 ROLLOUTS, EVALS, SECONDS, INDEX = "rollouts", "evals", "seconds", "index"
 CHECKPOINTS, TENSORBOARD, CURVES = "checkpoints", "tensorboard", "curves.png"
-HANDED_OVER = "handover"
+WEIGHT_SYNC = "weight-sync"
 PICTURES = FOLDER
 REPORT = "report.json"  # of a reward model: its figures on held-out rows, beside baselines
 
 MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, EVALS, SECONDS, INDEX, CHECKPOINTS,
-        TENSORBOARD, HANDED_OVER, PICTURES)  # fmt: skip
+        TENSORBOARD, WEIGHT_SYNC, PICTURES)  # fmt: skip
 """What a run makes in its folder."""
 
 _STEP = re.compile(r"step-(\d{6,})")
@@ -51,7 +51,7 @@ _INSIDE = {
     INDEX: re.compile(r"\d{6,}-\d{6,}\.parquet(\.\d+\.tmp)?"),
     CHECKPOINTS: re.compile(r"step-\d{6,}|\.step-\d{6,}\.draft"),
     TENSORBOARD: re.compile(r"events\..*"),
-    HANDED_OVER: re.compile(r"weights-\d+-\d+(\.partial)?"),
+    WEIGHT_SYNC: re.compile(r"weights-\d+-\d+(\.partial)?"),
     PICTURES: re.compile(r"[0-9a-f]{64}(\.\d+\.tmp)?"),
 }
 """Folder of a run -> names of what the run puts into it."""

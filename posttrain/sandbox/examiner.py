@@ -5,9 +5,10 @@ not define themselves stands for the program's object. Calling it sends the argu
 plain data, rebuilt here from Python's own types. So what a test compares has no methods of the program's, and what it
 compares with never leaves this jail.
 
-An object of the program's that is no plain data is a `RemoteObject`. It may be called, indexed and iterated over, its attributes
-may be read and set, it has a length and a text. Whether it is equal, true, or less, it may not say: a test that asks the
-program for a verdict fails. A function of the tests' that is passed as an argument can be called by the program, no more.
+An object of the program's that is no plain data is a `RemoteObject`. It may be called, indexed and iterated over, its
+attributes may be read and set, it has a length and a text. Whether it is equal, true, or less, it may not say: a test
+that asks the program for a verdict fails. A function of the tests' that is passed as an argument can be called by the
+program, no more.
 
 What the program raises is raised here too, so that a test may expect it. Python itself takes some exceptions for signals:
 `map` ends at StopIteration, iteration by `__getitem__` at IndexError, and `hasattr` says no at AttributeError. No program

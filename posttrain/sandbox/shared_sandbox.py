@@ -14,7 +14,7 @@ from posttrain.sandbox.limits import ProgramLimits
 from posttrain.sandbox.program import SandboxError
 
 STEP = (
-    "POSTTRAIN_ENV_SECONDS"  # the environment variable that tells a worker how long a step of its environment may take
+    "POSTTRAIN_ENV_TIMEOUT"  # the environment variable that tells a worker how long a step of its environment may take
 )
 SHARE = (
     0.75  # of a step, for a program: so that one that hangs ends before its worker is killed, which would be invalid

@@ -54,7 +54,7 @@ class Judge:
             raise UserError(f"{name}: the environment variable {recipe.key_env} (key_env) holds no key: set it")
         self.cache = (cache or AnswerCache()) if recipe.cache else None
         self.endpoint = Endpoint(
-            recipe.endpoint, key, recipe.calls, recipe.requests_per_minute, recipe.seconds, recipe.retries
+            recipe.endpoint, key, recipe.calls, recipe.requests_per_minute, recipe.timeout, recipe.retries
         )
         self._asks = f"{self.endpoint.address}/{PATH}"  # what the cache knows the endpoint by
         self._answers: list[tuple[int, Any]] = []

@@ -23,7 +23,7 @@ from posttrain.data.tasks_from_rows import Pattern, parse_template
 RUBRIC = (
     "How well the reply does what it was asked to do: it is right, complete, clear, and no longer than it has to be."
 )
-OPERATION = ("key_env", "calls", "seconds", "retries", "requests_per_minute", "prompt_price", "reply_price", "cache")
+OPERATION = ("key_env", "calls", "timeout", "retries", "requests_per_minute", "prompt_price", "reply_price", "cache")
 """Settings that no answer depends on."""
 PLACES = ("prompt", "response", "reference")
 """What a template may show."""
@@ -74,7 +74,7 @@ class Recipe:
     """How many calls are in the air at once."""
     requests_per_minute: float | None = option(None, above=0)
     """Most calls begun in a minute; default: no limit."""
-    seconds: float = option(60.0, above=0, most=86_400)
+    timeout: float = option(60.0, above=0, most=86_400)
     """Time limit of a call."""
     retries: int = option(5, least=0, most=100)
     """How often a call is made again after 408, 429, 5xx, a time-out or a lost connection."""

@@ -1,8 +1,9 @@
 """A retriever as a service: environments ask for passages, `found = yield Ask("retriever", {"query": ..., "k": 3})`.
 
 The answer is a list of {"id", "contents", "score"}, the best first; it may be empty. Behind it stands a server that speaks
-the protocol of `posttrain.services.retrieval.search_protocol`, or an index of this machine, which one process opens for all workers.
-Decided here: what a server cannot answer is Invalid, never an empty list, which would say that there is nothing to find.
+the protocol of `posttrain.services.retrieval.search_protocol`, or an index of this machine, which one process opens for
+all workers. Decided here: what a server cannot answer is Invalid, never an empty list, which would say that there is
+nothing to find.
 """
 
 from __future__ import annotations

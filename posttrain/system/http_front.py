@@ -1,8 +1,9 @@
 """What stands before every HTTP server here: who may ask, from where, and how many connections one peer may hold.
 
-A web page must not read what is served on this machine. Its requests name another host if they come by a name that was rebound
-to our address, say where they come from (Origin), and carry no JSON content type unless the browser was allowed to. A program
-that says nothing of the content type, or what curl says by itself, is heard. A token, where one was given, is asked of everyone.
+A web page must not read what is served on this machine. Its requests name another host if they come by a name that was
+rebound to our address, say where they come from (Origin), and carry no JSON content type unless the browser was allowed
+to. A program that says nothing of the content type, or what curl says by itself, is heard. A token, where one was given, is
+asked of everyone.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def refused(
 ) -> tuple[int, str] | None:
     """The HTTP status and the reason for which a request is refused; None: it may ask.
 
-    `headers`: by their names in lower case. `served`: the host that the server was told to be bound to. `token`: what every request
-    has to carry as "Authorization: Bearer ...".
+    `headers`: by their names in lower case. `served`: the host that the server was told to be bound to. `token`: what
+    every request has to carry as "Authorization: Bearer ...".
     """
     host = headers.get("host", "")
     name = _name(host)

@@ -21,7 +21,8 @@ YOUNG_SECONDS = 60.0  # what is younger may be about to be locked
 
 
 class TempFolder(tempfile.TemporaryDirectory[str]):
-    """A new folder, posttrain-KIND-...: deleted by `cleanup` or at the end of a `with` statement, swept if this process is killed."""
+    """A new folder, posttrain-KIND-...: deleted by `cleanup` or at the end of a `with` statement, swept if this process
+    is killed."""
 
     def __init__(self, kind: str) -> None:
         sweep()

@@ -31,12 +31,12 @@ def together(config: Training) -> Iterator[World]:
                 "processes are started by the command posttrain; a program of your own is started by torchrun "
                 f"--nproc-per-node {config.processes}"
             )
-        if config.patience != Training.patience:
-            raise UserError("--patience is of several processes: give --processes too, or leave it out")
+        if config.collective_timeout != Training.collective_timeout:
+            raise UserError("--collective-timeout requires --processes > 1")
         if config.restarts:
-            raise UserError("--restarts is of several processes: give --processes too, or leave it out")
+            raise UserError("--restarts requires --processes > 1")
         if config.shard:
-            raise UserError("--shard deals the weights out to several processes: give --processes too, or leave it out")
+            raise UserError("--shard requires --processes > 1: it shards the weights across them")
         with held():
             yield Alone()
         return
@@ -51,7 +51,7 @@ def together(config: Training) -> Iterator[World]:
             left.enter_context(redirect_stdout(nowhere))
             left.enter_context(redirect_stderr(nowhere))
         left.enter_context(held())
-        world = joined(config.device, config.patience)
+        world = joined(config.device, config.collective_timeout)
         try:
             yield world
             world.gather(None)  # nobody leaves while another one may still fail

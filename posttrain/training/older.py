@@ -23,7 +23,7 @@ REPLAYED = Correction(cap=10.0)
 def beyond(row: Algorithm, run: RL) -> list[str]:
     """The options by which other weights than those of the step's start have sampled what a step learns from."""
     options = {
-        "--ahead": run.ahead > 0,
+        "--async-steps": run.async_steps > 0,
         "--tokens-per-step": run.tokens_per_step > 0,
         "--replay": row.replay is not None,
     }

@@ -192,7 +192,7 @@ def replay_experts(config: RL, model: Model) -> None:
     if not config.routing_replay:
         return
     if not isinstance(model, Backbone) or model.routers is None:
-        raise UserError("--routing-replay is of mixtures of experts, which this model is not: leave it out")
+        raise UserError("--routing-replay requires a mixture-of-experts model, and this one is dense: leave it out")
     if config.shard:
         raise UserError("--routing-replay is tried on a whole model: leave out --shard, or this")
     if config.engine != "local":

@@ -91,7 +91,7 @@ def open_playground(
         services = opened.enter_context(open_services(config, device, resumed))
         if folder is not None and services:
             services.journal = AnswerJournal(folder, resumed, world.rank if world else 0)
-        limits = config.env_workers, config.env_seconds, config.env_memory
+        limits = config.env_workers, config.env_timeout, config.env_memory
         if isinstance(config, Sample) and not (env or config.env):
             env, limits = unscored, (0, *limits[1:])
         doing("trying the environment")
@@ -108,7 +108,7 @@ def open_playground(
             return
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
         bounds = EpisodeLimits(
-            config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_seconds
+            config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_timeout
         )
         yield Playground(pool, services, sampling, config.too_long, bounds, told, players, world or Alone())
 

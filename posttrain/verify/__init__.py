@@ -13,6 +13,7 @@ from posttrain.verify.format import between, sections, tags
 from posttrain.verify.json_schema import find_json, matches_schema
 from posttrain.verify.language import in_language, language_share
 from posttrain.verify.length import count, length_error, length_penalty, within
+from posttrain.verify.numeric import same_number
 from posttrain.verify.pattern import matches
 from posttrain.verify.refusal import refusal_rates, refusal_reward, refuses
 from posttrain.verify.repetition import distinct, longest_repeat, looping, repetition_penalty
@@ -63,6 +64,7 @@ __all__ = [
     "refuses",
     "repetition_penalty",
     "rouge_l",
+    "same_number",
     "sections",
     "share_of_tests",
     "tags",

@@ -2,8 +2,8 @@ r"""Decides whether two mathematical answers are equal. Runs in the limited proc
 
 Formulas are read by math-verify's parser with a name in place of every number, so that it can neither round numbers,
 nor add up what stands side by side ("2(3)" is 5 to it), nor drop the base of "10_2". They are then compared by their
-values (`posttrain.verify.formula_values`), at random points where they have variables: two formulas that agree there are equal
-but for a set of points of measure zero. Sets, and relations in other words, are compared by math-verify itself.
+values (`posttrain.verify.formula_values`), at random points where they have variables: two formulas that agree there
+are equal but for a set of points of measure zero. Sets, and relations in other words, are compared by math-verify itself.
 
 Decided here: lists may be in any order and count every part; sets neither; tuples and intervals need the same
 brackets; a chain of inequalities is the interval it describes; a set or list of one is its part; a named value

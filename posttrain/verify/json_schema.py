@@ -44,10 +44,10 @@ def find_json(reply: str) -> Any | None:
     return _last_inside(reply)
 
 
-def matches_schema(reply: str, schema: Mapping[str, Any] | bool, *, seconds: float = 1.0) -> float | Invalid:
+def matches_schema(reply: str, schema: Mapping[str, Any] | bool, *, timeout: float = 1.0) -> float | Invalid:
     """1.0 if the JSON of the reply (see `find_json`) satisfies the JSON schema, else 0.0.
 
-    The draft is the one that the schema names in "$schema", else 2020-12. `seconds` of processor time bound one
+    The draft is the one that the schema names in "$schema", else 2020-12. `timeout` seconds of processor time bound one
     validation. Invalid if the schema is none, refers to something outside of itself, or does not come to an end on the
     value null.
 
@@ -62,9 +62,9 @@ def matches_schema(reply: str, schema: Mapping[str, Any] | bool, *, seconds: flo
     if outside is not None:
         return Invalid(f"the schema refers to {outside!r}: put what it refers to into its own $defs")
     value = find_json(reply)
-    found = limited("posttrain.verify.json_schema:validate", schema, value, seconds=seconds)
+    found = limited("posttrain.verify.json_schema:validate", schema, value, seconds=timeout)
     if isinstance(found, CheckFailed):  # whose fault is it?
-        found = limited("posttrain.verify.json_schema:validate", schema, None, seconds=seconds)
+        found = limited("posttrain.verify.json_schema:validate", schema, None, seconds=timeout)
         if isinstance(found, CheckFailed):
             return Invalid(f"the schema cannot be used: {found.reason}")
         value = None  # the schema works: it is the reply that brings it about

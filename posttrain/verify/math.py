@@ -39,10 +39,10 @@ _SCIENTIFIC = re.compile(r"[-+]?[0-9.,]+[eE][-+]?[0-9]+|[-+]?[0-9.,]+ ?x ?10 ?\^
 _unreadable: dict[str, str | None] = {}  # gold -> why it cannot be compared with itself
 
 
-def verify(reply: str, gold: str, *, seconds: float = 2.0, ratios: bool = True) -> float | Invalid:
+def verify(reply: str, gold: str, *, timeout: float = 2.0, ratios: bool = True) -> float | Invalid:
     r"""1.0 if the final answer of `reply` is `gold`, 0.0 if it is another or there is none.
 
-    Invalid if the gold cannot be read, or cannot be compared with itself, within `seconds` of processor time.
+    Invalid if the gold cannot be read, or cannot be compared with itself, within `timeout` seconds of processor time.
     `gold` is an answer ("\frac{1}{2}") or a text with a \boxed{} one. `ratios`: False if "8:17" is to be wrong unless the
     gold is a ratio as well: beside a probability it may mean odds.
 
@@ -50,7 +50,7 @@ def verify(reply: str, gold: str, *, seconds: float = 2.0, ratios: bool = True) 
     1.0
     """
     gold = clean(last_boxed(gold) or gold)
-    trouble = _check(gold, seconds)
+    trouble = _check(gold, timeout)
     if trouble is not None:
         return trouble
     answer = final_answer(reply)
@@ -65,20 +65,20 @@ def verify(reply: str, gold: str, *, seconds: float = 2.0, ratios: bool = True) 
         return 0.0
     if verdict is not None:
         return verdict
-    equal = limited("posttrain.verify.algebra:equal", answer, gold, seconds=seconds)
+    equal = limited("posttrain.verify.algebra:equal", answer, gold, seconds=timeout)
     if isinstance(equal, Invalid):
         return equal
     return 0.0 if isinstance(equal, CheckFailed) else float(equal)
 
 
-def _check(gold: str, seconds: float) -> Invalid | None:
+def _check(gold: str, timeout: float) -> Invalid | None:
     """Why no answer can be compared with a gold one; remembered, unless the machine was the reason."""
     if not gold or not balanced(gold):
         return Invalid(f"gold answer {gold[:80]!r} cannot be read")
     if _in_words(gold) or _rational(gold) is not None or in_base(gold):
         return None
     if gold not in _unreadable:
-        readable = limited("posttrain.verify.algebra:readable", gold, seconds=seconds)
+        readable = limited("posttrain.verify.algebra:readable", gold, seconds=timeout)
         if isinstance(readable, Invalid):
             return readable
         if len(_unreadable) >= REMEMBERED:

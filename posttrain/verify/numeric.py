@@ -10,6 +10,8 @@ import re
 import unicodedata
 from fractions import Fraction
 
+from posttrain.core.types import Invalid
+
 LONGEST = 400  # characters of a number: beyond it is junk, and slow to convert
 
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\uff0d\ufe63", "-"))
@@ -110,6 +112,26 @@ def written_tolerance(gold: str) -> Fraction:
 def equal_numbers(value: Fraction, gold: Fraction, tolerance: Fraction | float = Fraction(0)) -> bool:
     """Exact equality, or up to `tolerance` relative to the gold."""
     return abs(value - gold) <= Fraction(tolerance) * abs(gold)
+
+
+def same_number(answer: str | None, gold: str, *, tolerance: float | None = None) -> float | Invalid:
+    """1.0 if the answer is the gold number, exactly or within a relative tolerance, else 0.0.
+
+    Words around the number are allowed: the last one counts. Invalid if the gold is no number. A gold of ten digits or
+    more has a tolerance of 1e-9 by default.
+
+    >>> same_number("about $1,250", "1250"), same_number("3.14", "3.14159", tolerance=0.01)
+    (1.0, 1.0)
+    """
+    wanted = read_number(gold)
+    if wanted is None:
+        return Invalid(f"gold answer {gold!r:.100} is not a number")
+    if answer is None:
+        return 0.0
+    number = read_number(answer)
+    number = last_number(answer) if number is None else number
+    near = written_tolerance(gold) if tolerance is None else tolerance
+    return float(number is not None and equal_numbers(number, wanted, near))
 
 
 def _plain(text: str) -> str:

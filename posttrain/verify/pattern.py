@@ -11,11 +11,11 @@ LONGEST = 2**20  # characters of a reply that are looked at
 
 
 def matches(
-    reply: str, pattern: str, *, whole: bool = False, wanted: bool = True, flags: int = 0, seconds: float = 0.5
+    reply: str, pattern: str, *, whole: bool = False, wanted: bool = True, flags: int = 0, timeout: float = 0.5
 ) -> float | Invalid:
     r"""1.0 if the pattern (of Python's `re`) is found in the reply, else 0.0. With `wanted=False` the other way round.
 
-    `whole`: the pattern must cover the whole reply. `seconds` of processor time bound the search. A reply that takes
+    `whole`: the pattern must cover the whole reply. `timeout`: seconds of processor time. A reply that takes
     longer earns 0.0 either way: a policy must not win, nor leave its group, by a text that is slow to search. Invalid if
     the pattern itself cannot be read.
 
@@ -26,7 +26,7 @@ def matches(
         re.compile(pattern, flags)
     except (re.error, RecursionError, OverflowError) as error:
         return Invalid(f"pattern {pattern[:80]!r} cannot be read: {error}")
-    found = limited("posttrain.verify.pattern:search", pattern, reply[:LONGEST], int(flags), whole, seconds=seconds)
+    found = limited("posttrain.verify.pattern:search", pattern, reply[:LONGEST], int(flags), whole, seconds=timeout)
     if isinstance(found, Invalid):
         return found
     return 0.0 if isinstance(found, CheckFailed) else float(found is wanted)

@@ -290,9 +290,9 @@ SECONDS = "0.5"
 
 def _command(verb: str, spec: str, workers: int) -> list[str]:
     if verb == "check":
-        words = f"check {CHECK} --env-seconds {SECONDS}"
+        words = f"check {CHECK} --env-timeout {SECONDS}"
     else:
-        words = f"{verb} {RL if verb == 'rl' else EVAL} --model plain --env-seconds {SECONDS}"
+        words = f"{verb} {RL if verb == 'rl' else EVAL} --model plain --env-timeout {SECONDS}"
         words = words.replace("--env-workers 0", f"--env-workers {workers}")
     return [spec if word == "env.py:reward" else word for word in words.split()]
 

@@ -39,15 +39,15 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("training/sources/diversity.py", "GROUPS = ", "16", "17"): COST,
     ("training/sources/sft_source.py", "rows = [[t]", "sorted(transcripts, key=len)", "list(transcripts)"): COST,
     ("training/sources/packing.py", "logp", "x is not None", "True"): "used only where none is None",
-    ("training/sources/packing.py", "behind", "fork > prompt", "(fork >= prompt)"): "there is a cut behind the prompt already",
+    ("training/sources/packing.py", "behind", "fork > prompt", "(fork >= prompt)"): "there is a cut behind the prompt already",  # noqa: E501
     ("learners/natural_gradient.py", "square.item()", "square.item() <= 1e-10 * start", "(square.item() < 1e-10 * start)"):
         "no sum of squares is that very number",
     ("models/losses/likelihood.py", "chunk = ", "CHUNK_LOGITS // vocabulary", "CHUNK_LOGITS"): COST,
     ("models/native/linear.py", "manual_seed", "0", "1"): "any random numbers will do",
-    ("models/native/linear.py", "if collects(", "collects(self.weight) and torch.is_grad_enabled()", "collects(self.weight)"):
+    ("models/native/linear.py", "if collects(", "collects(self.weight) and torch.is_grad_enabled()", "collects(self.weight)"):  # noqa: E501
         "without gradients it is the same product",
     ("engines/request.py", "len(s.encode())", "4", "3"): "three bytes of a character that was cut are all there can be",
-    ("engines/local/local_engine.py", "keep = ", "sorted(set(range(count)) - set(out))", "list(set(range(count)) - set(out))"):
+    ("engines/local/local_engine.py", "keep = ", "sorted(set(range(count)) - set(out))", "list(set(range(count)) - set(out))"):  # noqa: E501
         "sets of small numbers are in order",
     ("engines/local/local_engine.py", "free >= max", "self.slots // 8", "self.slots"): COST,
     ("engines/local/local_engine.py", "free >= max", "not self.running or free >= max(1, self.slots // 8)",

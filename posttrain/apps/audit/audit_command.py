@@ -23,7 +23,7 @@ WIDTH = 80
 LIMIT = 200  # tasks of a probe unless --limit says otherwise
 TASK_OPTIONS = ("tasks", "split", "fields", "prompt_template", "response_template", "env")
 """What a run recorded of its tasks; `--tasks` replaces all but the environment."""
-PLAY_OPTIONS = ("max_tokens", "stop", "max_episode_tokens", "max_turns", "max_tool_calls", "episode_seconds", "success")
+PLAY_OPTIONS = ("max_tokens", "stop", "max_episode_tokens", "max_turns", "max_tool_calls", "episode_timeout", "success")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import BUILTIN, is_generator_env, load_env
+from posttrain.envs.reward_sums import names_verifiers
 
 
 def score_of(replies: Replies, name: str) -> Floats:
@@ -20,7 +21,7 @@ def score_of(replies: Replies, name: str) -> Floats:
 
     Raises UserError for a name that is neither, a part that no reply has, and a reward that can score nothing.
     """
-    if name in replies.parts or not (name in BUILTIN or re.fullmatch(r"[^\s:]+:\w+", name)):
+    if name in replies.parts or not (name in BUILTIN or names_verifiers(name) or re.fullmatch(r"[^\s:]+:\w+", name)):
         return replies.part(name)
     if is_generator_env(load_env(name)):
         raise UserError(

@@ -42,7 +42,7 @@ class Speed:
 
     decoding: tuple[tuple[float, float], ...]  # (running requests, seconds of a step), by the first
     read: float = 0.0  # seconds a token that is read
-    load: float = 0.0  # seconds of a hand-over
+    load: float = 0.0  # seconds of a weight sync
     reply: float = 0.0  # seconds in which a finished reply keeps it from decoding
     slots: int = 256  # requests at once
     admitted: int = 1  # free slots that are waited for before requests are admitted, while others run
@@ -83,8 +83,8 @@ class PlanSetting:
 
     engines: int
     learners: int = 1
-    ahead: int = 0
-    """Step n learns from what was sampled by the weights after step n - 1 - ahead."""
+    async_steps: int = 0
+    """Step n learns from what was sampled by the weights after step n - 1 - async_steps."""
     tokens: int | None = None
     """A reply that is unfinished after so many tokens of its step goes on in the next one, with that one's weights."""
     shared: bool = False

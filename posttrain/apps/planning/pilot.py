@@ -47,7 +47,7 @@ def read_pilot(
     folder: str,
     prompts: int | None = None,
     group: int | None = None,
-    handover: float | None = None,
+    weight_sync: float | None = None,
     gradients: float = 0.0,
 ) -> Pilot:
     """The pilot in a folder, with other sizes of a step if these are given, and other seconds than its own.
@@ -65,7 +65,9 @@ def read_pilot(
     if len(known) < LEAST:
         raise UserError(f"{folder} lacks the rollouts of the steps in its {TIMING}: put a copy of them back")
     groups, tokens, played = _groups(folder, known)
-    speed = _speed(folder, rows, config, handover, sum(len(e.stages) for g in groups for e in g.episodes) / len(known))
+    speed = _speed(
+        folder, rows, config, weight_sync, sum(len(e.stages) for g in groups for e in g.episodes) / len(known)
+    )
     used = [row for row in rows if row["step"] in known]
     learning = sum(row["seconds/update"] + row["seconds/credit"] for row in used) / sum(tokens)
     between = _mean(rows, "seconds/between")
@@ -87,11 +89,12 @@ def _check_kind(folder: str, verb: str, config: Row) -> None:
         raise UserError(
             f"{folder} is a run of posttrain {verb}, which samples nothing: a pilot is one of rl or distill"
         )
-    for name, least in (("processes", 1), ("replicas", 1), ("ahead", 0)):
+    for name, least in (("processes", 1), ("replicas", 1), ("async_steps", 0)):
         value = config.get(name) or least
         if not isinstance(value, int) or value > least:
             raise UserError(
-                f"{folder} ran with --{name} {value}: a pilot has one process and one engine, and is not ahead"
+                f"{folder} ran with --{name.replace('_', '-')} {value}: a pilot has one process and one engine, and is "
+                "synchronous"
             )
     if not all(type(config.get(name)) is int and config[name] > 0 for name in ("prompts", "group")):
         raise UserError(f"{Path(folder) / 'run.json'} is damaged (no valid prompts or group): put a copy of it back")
@@ -120,7 +123,7 @@ def _mean(rows: Sequence[Row], name: str) -> float:
     return sum(row.get(name) or 0.0 for row in rows) / len(rows)
 
 
-def _speed(folder: str, rows: Sequence[Row], config: Row, handover: float | None, replies: float) -> Speed:
+def _speed(folder: str, rows: Sequence[Row], config: Row, weight_sync: float | None, replies: float) -> Speed:
     """How fast the engine was. `replies`: of a step."""
     total: dict[str, float] = defaultdict(float)
     for row in rows:
@@ -141,7 +144,7 @@ def _speed(folder: str, rows: Sequence[Row], config: Row, handover: float | None
     return Speed(
         rising(measured),
         read=total["reading/seconds"] / max(1.0, total["reading/tokens"]),
-        load=_mean(rows, "seconds/load") if handover is None else handover,
+        load=_mean(rows, "seconds/load") if weight_sync is None else weight_sync,
         reply=rest / replies,
         slots=slots,
         admitted=max(1, slots // 8),

@@ -20,11 +20,11 @@ ALIKE = 0.01  # steps per hour that differ by less are the same
 HELP = {
     "decoding": "engines decode all the time: more of them, or shorter replies",
     "tail": "engines wait for their longest replies: --tokens-per-step helps",
-    "weights": "engines wait for new weights: --ahead, or more learners",
+    "weights": "engines wait for new weights: --async-steps, or more learners",
     "learners": "learners work all the time: more of them, not more engines",
-    "environments": "engines wait for environments: --env-workers, --prompts, --ahead",
+    "environments": "engines wait for environments: --env-workers, --prompts, --async-steps",
     "reading": "engines spend their time on prompts, and between replies",
-    "loading": "the hand-over of weights takes the time: fewer, larger steps",
+    "loading": "the weight sync takes the time: fewer, larger steps",
 }
 """What limits a setting -> what helps."""
 
@@ -32,7 +32,7 @@ HELP = {
 def plan(run: str, config: Plan) -> int:
     """Print what a pilot run's job would do in other settings. Returns the exit code."""
     _check(config)
-    pilot = read_pilot(run, config.prompts, config.group, config.handover_seconds, config.gradients)
+    pilot = read_pilot(run, config.prompts, config.group, config.weight_sync_seconds, config.gradients)
     steps = config.steps or _enough(pilot, config)
 
     @cache
@@ -52,24 +52,24 @@ def plan(run: str, config: Plan) -> int:
 def _enough(pilot: Pilot, config: Plan) -> int:
     """Steps to simulate: fewer large ones, so that a plan takes seconds."""
     replies = pilot.job.prompts * pilot.size[1]
-    return max(FEWEST, min(MOST, REPLIES // replies)) + 4 * max(config.ahead)
+    return max(FEWEST, min(MOST, REPLIES // replies)) + 4 * max(config.async_steps)
 
 
 def _check(config: Plan) -> None:
     if config.gpus is not None and (config.engines or config.learners):
         raise UserError("--gpus tries every split of them; --engines and --learners name splits: give one or the other")
-    for name in ("engines", "learners", "ahead"):
-        least = 0 if name == "ahead" else 1
+    for name in ("engines", "learners", "async_steps"):
+        least = 0 if name == "async_steps" else 1
         if wrong := [value for value in getattr(config, name) if not least <= value <= 10_000]:
-            raise UserError(f"--{name} {wrong[0]} must be from {least} to 10000")
-    if not config.ahead:
-        raise UserError("--ahead is empty: give at least one number, or leave it out")
+            raise UserError(f"--{name.replace('_', '-')} {wrong[0]} must be from {least} to 10000")
+    if not config.async_steps:
+        raise UserError("--async-steps is empty: give at least one number, or leave it out")
 
 
 def _tried(config: Plan, outcome: Callable[[PlanSetting], SimulationResult]) -> list[SimulationResult]:
     """The outcomes of all settings that are asked for."""
     cuts: tuple[int | None, ...] = (None,) if config.tokens_per_step is None else (None, config.tokens_per_step)
-    ways = [(ahead, cut) for ahead in config.ahead for cut in cuts]
+    ways = [(ahead, cut) for ahead in config.async_steps for cut in cuts]
     if config.gpus is None:
         return [
             outcome(PlanSetting(engines, learners, ahead, cut))
@@ -109,7 +109,7 @@ def _splits(
 
 def _best(found: Iterable[SimulationResult]) -> SimulationResult:
     """The fastest; among those as fast, the one least ahead, with the fewest devices."""
-    ordered = sorted(found, key=lambda o: (o.setting.ahead, o.setting.tokens or 0, o.setting.devices))
+    ordered = sorted(found, key=lambda o: (o.setting.async_steps, o.setting.tokens or 0, o.setting.devices))
     most = max(o.steps_per_hour for o in ordered)
     return next(o for o in ordered if o.steps_per_hour >= most * (1 - ALIKE))
 
@@ -122,10 +122,11 @@ def _lines(
 ) -> list[str]:
     # what differs by nothing that is shown goes by what it takes
     order = sorted(
-        found, key=lambda o: (o is not best, -float(f"{o.steps_per_hour:.3g}"), o.setting.ahead, o.setting.devices)
+        found,
+        key=lambda o: (o is not best, -float(f"{o.steps_per_hour:.3g}"), o.setting.async_steps, o.setting.devices),
     )
     shown = order[:SHOWN]
-    head = f"{'engines':>7} {'learners':>8} {'ahead':>5} {'tokens':>6} {'steps/h':>8} {'times':>6}  {'idle':<12}  limited by"
+    head = f"{'engines':>7} {'learners':>8} {'async':>5} {'tokens':>6} {'steps/h':>8} {'times':>6}  {'idle':<12}  limited by"
     lines = [*_about(pilot, alone), "", head]
     lines += [_row(o, alone) for o in shown]
     if len(order) > SHOWN:
@@ -144,7 +145,7 @@ def _about(pilot: Pilot, alone: SimulationResult) -> list[str]:
     measured = "" if pilot.resized else f"{pilot.steps_per_hour:,.0f} steps/h measured, "
     compared = f" ({far:+.0%})" if measured else ""
     prompts, group = pilot.size
-    handed = f"hand-over {speed.load:.2g} s" if speed.load > 1e-3 else "no hand-over (--handover-seconds)"
+    handed = f"weight sync {speed.load:.2g} s" if speed.load > 1e-3 else "no sync (--weight-sync-seconds)"
     return [
         f"pilot     {pilot.folder}: {pilot.steps} steps measured; a step is {prompts} prompts x {group} replies",
         f"replies   {sum(lengths) / most:,.0f} tokens, 95% up to {lengths[int(0.95 * (most - 1))]:,}, "
@@ -173,12 +174,12 @@ def _row(o: SimulationResult, alone: SimulationResult) -> str:
     learners = "same" if s.shared else str(s.learners)
     engines, learning = (f"{share:.0%}" for share in o.idle)
     return (
-        f"{s.engines:>7} {learners:>8} {s.ahead:>5} {s.tokens or '-':>6} {_rate(o):>8} "
+        f"{s.engines:>7} {learners:>8} {s.async_steps:>5} {s.tokens or '-':>6} {_rate(o):>8} "
         f"{o.steps_per_hour / alone.steps_per_hour:>6.2f}  {engines + ', ' + learning:<12}  {NAMES[o.limit]}"
     )
 
 
-NAMES = {"tail": "longest replies", "reading": "prompts", "loading": "hand-over"} | {
+NAMES = {"tail": "longest replies", "reading": "prompts", "loading": "weight sync"} | {
     name: name for name in ("decoding", "weights", "learners", "environments")
 }
 
@@ -192,7 +193,7 @@ def _advice(best: SimulationResult, alone: SimulationResult, config: Plan) -> li
     )
     options = [f"--processes {s.learners}"] if s.learners > 1 else []
     options += [f"--replicas {s.engines}"] if not s.shared else []
-    options += [f"--ahead {s.ahead}"] if s.ahead else []
+    options += [f"--async-steps {s.async_steps}"] if s.async_steps else []
     options += [f"--tokens-per-step {s.tokens}"] if s.tokens else []
     of = f" of {config.gpus} GPUs" if config.gpus else ""
     return [
@@ -215,7 +216,7 @@ def _data(
         "simulated_steps_per_hour": alone.steps_per_hour,
         "decoding": [{"requests": requests, "seconds": seconds} for requests, seconds in speed.decoding],
         "seconds_per_token_read": speed.read,
-        "handover_seconds": speed.load,
+        "weight_sync_seconds": speed.load,
         "update_tokens_per_second": pilot.update_tokens,
         "seconds_between_steps": learning.step,
         "environment_seconds": pilot.waits,
@@ -230,7 +231,7 @@ def _as_data(o: SimulationResult) -> dict[str, Any]:
         "learners": s.learners,
         "shared": s.shared,
         "gpus": s.devices,
-        "ahead": s.ahead,
+        "async_steps": s.async_steps,
         "tokens_per_step": s.tokens,
         "steps_per_hour": o.steps_per_hour,
         "idle": dict(zip(("engines", "learners"), o.idle, strict=True)),

@@ -173,7 +173,7 @@ class Simulation:
 
     def _version(self, step: int) -> int:
         """The weights that a step is played with."""
-        return max(0, step - 1 - self.setting.ahead)
+        return max(0, step - 1 - self.setting.async_steps)
 
     def _open(self) -> None:
         """Begin all steps whose weights there are."""
@@ -375,7 +375,7 @@ class Simulation:
 
         Learning is counted no faster than playing: what was played ahead before may be learned from only once.
         """
-        first = max(1, min(self.steps - 2, self.steps // 5 + self.setting.ahead))
+        first = max(1, min(self.steps - 2, self.steps // 5 + self.setting.async_steps))
         (began, _, before, _), (ended, _, after, _) = self.learned[first - 1], self.learned[-1]
         took = ended - began
         groups = min(after - before, sum(count for _, count, _, _ in self.learned[first:]))

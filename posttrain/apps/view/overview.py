@@ -64,7 +64,8 @@ def changes(about: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What was asked of the run in so many words: settings of its row that differ, and the options that say most."""
     config = about["config"]
     names = ("algorithm", "model", "env", "tasks", "steps", "prompts", "group", "max_tokens", "temperature", "lr",
-             "schedule", "held_out", "eval_every", "ahead", "lora", "rows", "epochs", "processes", "engine")  # fmt: skip
+             "schedule", "held_out", "eval_every", "async_steps", "lora", "rows", "epochs", "processes",
+             "engine")  # fmt: skip
     found = [{"name": name, "value": value} for name, value in (config.get("settings") or {}).items()]
     found += [{"name": name, "value": config[name]} for name in names if config.get(name) not in (None, "", [], 0, 0.0)]
     return found

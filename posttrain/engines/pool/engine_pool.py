@@ -1,4 +1,4 @@
-"""An engine made of engines, each of which may die, hang or lie without the run taking notice of it in what it learns.
+"""An engine pool that tolerates crashes, hangs and wrong weights: what a run learns does not depend on them.
 
     STARTING -> STALE -> READY -> DEAD, and from DEAD again to STARTING while the budget lasts
 
@@ -90,7 +90,7 @@ class EnginePool:
         return f"{len(self.members)} engines ({', '.join(kinds)})"
 
     def counts(self) -> dict[str, float]:
-        """What became of the engines, since the beginning; `canary`: most nats off the learner, of the last hand-over."""
+        """What became of the engines, since the beginning; `canary`: most nats off the learner, of the last weight sync."""
         ready = sum(m.state is MemberState.READY for m in self.members)
         return {"ready": ready, "canary": self._deviation, **self._counted}
 

@@ -1,6 +1,6 @@
 """Weights from card to card, by vLLM's own weight-transfer API: over NCCL, or by CUDA IPC on one card.
 
-vLLM's trainer side drives each hand-over (init once, then start / update / finish); here are the client through which it
+vLLM's trainer side drives each weight sync (init once, then start / update / finish); here are the client through which it
 speaks to an engine's process, and the source that it reads. Built to the documented API of vLLM 0.32 and tested with fakes:
 no run on cards has been recorded yet. Differences from the other transports: weights are read from the learner while they
 are sent, so an engine that comes back in the middle of a step gets them with the next one; and the checksum is that of
@@ -49,7 +49,7 @@ class Client:
 
 
 class CardToCard(Copied):
-    """See `handover.Transport`. `seconds`: limit of one hand-over."""
+    """See `weight_sync.Transport`. `seconds`: limit of one weight sync."""
 
     def __init__(self, backend: Backend, laid: Laid, seconds: float) -> None:
         super().__init__(laid)

@@ -12,8 +12,6 @@ from posttrain.core.messages import one_line
 from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.pool.pool_member import EngineLink
 from posttrain.engines.pool.pool_protocol import PROOF_SECONDS, Gone, Wire, host_and_port, keep_alive, prove
-
-pass
 from posttrain.engines.vllm.vllm_engine import environment
 from posttrain.engines.weight_sync import SharedMemory, Transport
 

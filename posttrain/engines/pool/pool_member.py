@@ -56,7 +56,7 @@ class PoolMember:
     silent: float = 0.0  # seconds
     failures: int = 0  # in a row
     again: float = 0.0  # when it may be started anew
-    useful: bool = False  # whether it has answered since the last hand-over
+    useful: bool = False  # whether it has answered since the last weight sync
 
     @property
     def awaited(self) -> bool:

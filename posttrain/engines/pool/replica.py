@@ -79,7 +79,7 @@ class LocalHost:
         raise NotImplementedError("it takes weights over from memory or files")
 
     def take(self, offer: Offer) -> tuple[int, int]:
-        """The checksum is that of the engine's own weights, behind the hand-over."""
+        """The checksum is that of the engine's own weights, behind the weight sync."""
         self.engine.load(Received(self.layout, offered(offer, self.memory)), offer["version"])
         return offer["version"], checksum_of(
             (name, tensor.to(self.dtype)) for name, tensor in held(cast(nn.Module, self.model))

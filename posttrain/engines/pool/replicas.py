@@ -49,7 +49,7 @@ class Many:
     folder: Path | None = None  # of weights for engines elsewhere, on a disk that all see
     launch: Literal["local", "ray"] = "local"  # who starts processes, and where
     cpus: float = 1.0  # of a cluster, for each of them
-    handover: Literal["copied", "adapter", "nccl", "ipc"] = "copied"  # how weights reach processes of this machine
+    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = "copied"  # how weights reach processes of this machine
     rank: int = 0  # of the process whose engines these are
 
     def __bool__(self) -> bool:
@@ -57,14 +57,15 @@ class Many:
 
     def of(self, world: World) -> Many:
         """The share of one of the processes of a run. Raises UserError where it has none."""
-        if self.handover == "adapter":
+        if self.weight_sync == "adapter":
             if self or world.size > 1:
                 raise UserError(
-                    "--handover adapter is of one process of training with one vLLM of its own: leave out --replicas and "
-                    "--engines"
+                    "--weight-sync adapter requires one training process with one vLLM: leave out --replicas and --engines"
                 )
-        elif self.handover != "copied" and (world.size > 1 or not self.replicas or self.launch != "local"):
-            raise UserError(f"--handover {self.handover} is of one process of training, with --replicas on its machine")
+        elif self.weight_sync != "copied" and (world.size > 1 or not self.replicas or self.launch != "local"):
+            raise UserError(
+                f"--weight-sync {self.weight_sync} requires one training process, with --replicas on its machine"
+            )
         if self and self.replicas + len(self.addresses) < world.size:
             raise UserError(
                 f"each of {world.size} processes samples with engines of its own: give as many at least (--replicas, "
@@ -116,8 +117,8 @@ def open_pool(
 
     Raises UserError where one of the engines does not start.
     """
-    if many.handover != "copied" and (kind != "vllm" or model.head.device.type != "cuda"):
-        raise UserError(f"--handover {many.handover} is of vLLM on cards: --engine vllm --device cuda, or leave it out")
+    if many.weight_sync != "copied" and (kind != "vllm" or model.head.device.type != "cuda"):
+        raise UserError(f"--weight-sync {many.weight_sync} requires vLLM on GPUs: --engine vllm --device cuda")
     token = read_token(many.token) if many.addresses else b""
     with ExitStack() as opened:
         own = Path(opened.enter_context(TempFolder("engines")))
@@ -139,9 +140,9 @@ def open_pool(
                 memory = SharedMemory(laid)
                 opened.callback(memory.close)
                 transport: Transport = memory
-                if many.handover in ("nccl", "ipc"):
-                    transport = CardToCard(many.handover, laid, seconds)
-                    setup["transfer"] = many.handover
+                if many.weight_sync in ("nccl", "ipc"):
+                    transport = CardToCard(many.weight_sync, laid, seconds)
+                    setup["transfer"] = many.weight_sync
                 setups = [_on_device({**setup, "alive": alive}, number) for number in range(many.replicas)]
                 places += [LocalProcess(str(number), setup, memory, transport) for number, setup in enumerate(setups)]
         canary = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)

@@ -28,12 +28,12 @@ class AdapterSync:
         lora = decoder_of(model).lora
         if lora is None:
             raise UserError(
-                "--handover adapter hands adapters over, and the model has none: give --lora, or leave it out"
+                "--weight-sync adapter hands adapters over, and the model has none: give --lora, or leave it out"
             )
         if lora.dora or lora.rank > RANKS[-1]:
             what = "DoRA" if lora.dora else f"ranks above {RANKS[-1]}"
             raise UserError(
-                f"--handover adapter: vLLM computes plain adapters, not {what}: leave it out, they are merged"
+                f"--weight-sync adapter: vLLM computes plain adapters, not {what}: leave it out, they are merged"
             )
         self.room = min(rank for rank in RANKS if rank >= lora.rank)
         self.folder = TempFolder("adapter")

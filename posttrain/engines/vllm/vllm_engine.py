@@ -1,6 +1,6 @@
 """vLLM as rollout engine: a process of its own, to which weights are handed over in place.
 
-Decided here: every hand-over carries a version and a checksum which the process must give back, and everything it is asked
+Decided here: every weight sync carries a version and a checksum which the process must give back, and everything it is asked
 has a time limit. When it dies, fails or takes too long, the run ends with one line that says so, and never goes on with
 what is left. The process is a plain interpreter, so vLLM's settings of torch and of the environment stay out of the run,
 and scripts need no `__main__` guard. It ends with this one, however that ends, and so does all that vLLM starts (see
@@ -51,7 +51,7 @@ class VLLMEngine:
     """See `posttrain.core.protocols.Engine`. Close it: it holds a process.
 
     `slots`: how many requests run at once. `precision`: of weights, arithmetic and cache. `cache_gib`: most memory of the
-    key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: time limits of vLLM's start, of a hand-over of
+    key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: time limits of vLLM's start, of a weight sync of
     weights and of one decoding step. `poll_steps`: decoding steps after which `poll` returns with nothing; None: it does
     so with a completion only, and then results follow from the order of the calls. `adapter_alone`: the frozen weights of an
     adapted model go over once, and behind that its adapters; else all weights, merged. Raises UserError if vLLM is not
@@ -150,7 +150,7 @@ class VLLMEngine:
             self.process.fail(f"{wrong}, after it took over version {self.version}")
 
     def counts(self) -> dict[str, float]:
-        """`canary`: most nats off the learner, of the last hand-over."""
+        """`canary`: most nats off the learner, of the last weight sync."""
         return {"canary": self.deviation}
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:

@@ -1,6 +1,7 @@
 """The process in which vLLM runs, and how weights get into it. Decides what vLLM is asked for.
 
-    parent -> worker   first a `VLLMSetup`, then ("load", version), ("bind", (version, folder)), ("poll", ([Request], steps)) or
+    parent -> worker   first a `VLLMSetup`, then ("load", version), ("bind", (version, folder)),
+                       ("poll", ([Request], steps)) or
                        ("cancel", id)
     worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; the same of adapters,
                        and how many matrices have one; finished Completions, and how many tokens went through the model

@@ -56,8 +56,8 @@ class ToolAnswer:
 class Server:
     """An MCP server: a command that speaks over standard input and output, or an address.
 
-    `environment`: variables of the command besides a few of ours (PATH, HOME ...); `folder`: where it runs; `seconds`: the
-    limit of one call; `start_seconds`: that of its start; `longest`: characters of an answer that are shown.
+    `environment`: variables of the command besides a few of ours (PATH, HOME ...); `folder`: where it runs; `timeout`: the
+    limit of one call; `start_timeout`: that of its start; `longest`: characters of an answer that are shown.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Server:
         *,
         environment: Mapping[str, str] | None = None,
         folder: str | Path | None = None,
-        seconds: float = 6.0,
-        start_seconds: float = 30.0,
+        timeout: float = 6.0,
+        start_timeout: float = 30.0,
         longest: int = LONGEST,
     ) -> None:
         if isinstance(command, str) and not command.startswith(("http://", "https://")):
             raise UserError(f'a server is an address or a list of words, ["python", "tools.py"], not {short(command)}')
         self.command = command if isinstance(command, str) else list(command)
         self.environment, self.folder = dict(environment or {}), folder
-        self.seconds, self.start_seconds, self.longest = seconds, start_seconds, longest
+        self.timeout, self.start_timeout, self.longest = timeout, start_timeout, longest
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
 
     async def tools(self) -> list[Tool]:
@@ -87,7 +87,7 @@ class Server:
         client, tools = await connection.opened()
         if name not in tools:
             return ToolAnswer(f"there is no tool {clip(name)!r}; there are: {', '.join(tools)}", True)
-        found = await connection.within(self.seconds, name, client.call_tool(name, dict(arguments)))
+        found = await connection.within(self.timeout, name, client.call_tool(name, dict(arguments)))
         return (
             found
             if isinstance(found, ToolAnswer)
@@ -141,13 +141,13 @@ class _Connection:
     async def opened(self) -> tuple[Any, dict[str, Tool]]:
         """The library's client, and the tools by their names. Raises Broken."""
         try:
-            async with asyncio.timeout(self.server.start_seconds):
+            async with asyncio.timeout(self.server.start_timeout):
                 return await asyncio.shield(self._ready)
         except TimeoutError:
             self.stop.set()
-            raise BridgeError(f"{self.server} did not start within {self.server.start_seconds:g} s") from None
+            raise BridgeError(f"{self.server} did not start within {self.server.start_timeout:g} s") from None
 
-    async def within(self, seconds: float, name: str, call: Any) -> Any:
+    async def within(self, timeout: float, name: str, call: Any) -> Any:
         """The result of a call, or what the server says against it as an Answer. Raises Broken."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
@@ -155,13 +155,13 @@ class _Connection:
         before = self.answers
         task = asyncio.get_running_loop().create_task(call)
         try:
-            done, _ = await asyncio.wait({task}, timeout=seconds)
+            done, _ = await asyncio.wait({task}, timeout=timeout)
         finally:
             task.cancel()  # and nobody waits for it: a server that does not read may hold it up
         if not done:
             if self.answers == before:  # it answers nobody
                 self.stop.set()
-            raise BridgeError(f"the tool {name} did not answer within {seconds:g} s")
+            raise BridgeError(f"the tool {name} did not answer within {timeout:g} s")
         try:
             found = task.result()
         except MCPError as error:
@@ -178,7 +178,7 @@ class _Connection:
         reason = "it was closed"
         try:
             async with AsyncExitStack() as stack:
-                async with asyncio.timeout(self.server.start_seconds):
+                async with asyncio.timeout(self.server.start_timeout):
                     client = await stack.enter_async_context(_client(self.server))
                     tools = await _listed(client)
                 self._ready.set_result((client, tools))

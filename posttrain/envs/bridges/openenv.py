@@ -51,7 +51,7 @@ class OpenEnv(Manner):
     observe: str | Callable[[Mapping[str, Any]], str] = ""
     """The field of an observation that is shown, or a function; default: its only text, or all of it as JSON."""
     reset: Mapping[str, Any] = field(default_factory=dict)  # goes with the first message, besides the seed
-    seconds: float = 8.0  # for an answer
+    timeout: float = 8.0  # for an answer
 
     async def __call__(self, task: Task) -> AsyncGenerator[Any, Any]:
         how: OpenEnv = self.told_by(task)
@@ -105,7 +105,7 @@ class _Session:
         if not isinstance(self.how.reset, Mapping):
             raise UserError(f"reset is {short(self.how.reset)}, not an object of arguments")
         arguments = {"seed": task_seed(task), **self.how.reset}
-        end = asyncio.get_running_loop().time() + self.how.seconds
+        end = asyncio.get_running_loop().time() + self.how.timeout
         while True:
             await self._connect()
             found = await self._ask("reset", arguments)
@@ -145,7 +145,7 @@ class _Session:
         address = f"{ {'http': 'ws', 'https': 'wss'}.get(kind, kind) }://{place}/ws"
         try:
             self._socket = await connect(
-                address, open_timeout=max(OPENING, self.how.seconds), close_timeout=1.0, max_size=LARGEST, proxy=None
+                address, open_timeout=max(OPENING, self.how.timeout), close_timeout=1.0, max_size=LARGEST, proxy=None
             )
         except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
             raise BridgeError(f"there is no OpenEnv server at {self.how.url}: {inline(str(error))}") from error
@@ -155,12 +155,12 @@ class _Session:
         from websockets.exceptions import ConnectionClosed
 
         try:
-            async with asyncio.timeout(self.how.seconds):
+            async with asyncio.timeout(self.how.timeout):
                 with suppress(ConnectionClosed):  # what it said before is still to be read: that it is full
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = await self._socket.recv()
         except TimeoutError as error:
-            raise BridgeError(f"{self.how.url} did not answer within {self.how.seconds:g} s") from error
+            raise BridgeError(f"{self.how.url} did not answer within {self.how.timeout:g} s") from error
         except ConnectionClosed as error:
             raise BridgeError(f"{self.how.url} closed the connection: {inline(str(error))}") from error
         try:

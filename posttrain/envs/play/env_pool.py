@@ -118,7 +118,7 @@ class _Worker:
             os.ftruncate(note, NOTE_BYTES)
             self.note = mmap.mmap(note, NOTE_BYTES)
             with theirs:
-                told = {"POSTTRAIN_ENV_SECONDS": f"{setup.seconds:g}"}  # what limits itself may be quicker than this
+                told = {"POSTTRAIN_ENV_TIMEOUT": f"{setup.seconds:g}"}  # what limits itself may be quicker than this
                 told["PYTHONHASHSEED"] = "0"  # in which order a set is gone through must not decide about a reward
                 self.child = Child(
                     "posttrain.envs.play.env_worker:main", [theirs.fileno(), note], folder=folder, environment=told
@@ -517,7 +517,8 @@ class EnvPool:
     def _lost(self, worker: _Worker, reason: str, kind: InvalidKind, killed: bool = False) -> None:
         """A worker that has to be replaced; the reason blames the episode it was in, if any.
 
-        `killed`: from outside, as far as can be told. The episode has then lost no more than those beside it, and is played again.
+        `killed`: from outside, as far as can be told. The episode has then lost no more than those beside it, and is
+        played again.
         """
         if not worker.ready:
             self._import_failed(worker, f"{self._name}: {reason.replace('its', 'a')} while it was imported")

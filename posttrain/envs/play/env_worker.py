@@ -1,9 +1,9 @@
 """The process that plays environments, and what it answers.
 
-The pool (`posttrain.envs.play.env_pool`) sends lists of commands over a socket; each is answered as soon as it is done. Of code
-that has the thread to itself one is done before the next one begins, so that whatever happens to this process the pool
-knows which episode it was in. Of code that waits many are under way, and a few bytes of memory that both share say whose
-turn it was last.
+The pool (`posttrain.envs.play.env_pool`) sends lists of commands over a socket; each is answered as soon as it is done.
+Of code that has the thread to itself one is done before the next one begins, so that whatever happens to this process
+the pool knows which episode it was in. Of code that waits many are under way, and a few bytes of memory that both share
+say whose turn it was last.
 """
 
 from __future__ import annotations

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import pickle
 import re
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
 from posttrain.core.coerce import convert
 from posttrain.core.messages import near_or_all, short
 from posttrain.core.types import AsyncEnv, Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
-from posttrain.envs.play.env_outputs import read_number
+from posttrain.envs.play.env_outputs import read_number, read_verdict
+from posttrain.envs.reward_sums import RewardTerm, names_verifiers, terms_of
 from posttrain.system.user_code import (
     PRIVATE,
     describe_error,
@@ -28,6 +31,8 @@ from posttrain.system.user_code import (
     split_name,
     unwrapped,
 )
+from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, find_verifier, sentence
+from posttrain.verify.weighted import Weighted
 
 BUILTIN = {
     "arithmetic": "posttrain.envs.builtin.arithmetic:reward",
@@ -65,12 +70,68 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     called, or has no such options.
     """
     if not isinstance(spec, str):
+        _refuse_verifier(spec)
         return _checked(spec, getattr(spec, "__qualname__", repr(spec)))
+    if names_verifiers(spec):
+        return _sum_of(terms_of(spec), spec)
     bare, options = split_options(spec)
     target, name = _split(bare)
+    if f"{target}.".startswith("posttrain.verify."):
+        raise UserError(f"--env {bare}: a verifier is named without its module: --env {_renamed(name)}")
     module = import_target(target)
     function = _checked(named_in(module, name, target, _functions(module)), bare)
     return _bound(function, bare, options, module) if options else function
+
+
+def _sum_of(terms: Sequence[RewardTerm], spec: str) -> Callable[..., Any]:
+    """The reward that these add up to; a verifier alone, without a weight, is itself."""
+    if len(terms) == 1 and terms[0].weight is None:
+        return _verifier(terms[0].spec)
+    parts: dict[str, tuple[float, Callable[..., Any]]] = {}
+    for term in terms:
+        label = _part_name(term.spec, parts)
+        parts[label] = (1.0 if term.weight is None else term.weight, _summand(term.spec, spec))
+    return Weighted(parts)
+
+
+def _summand(term: str, spec: str) -> Callable[..., Any]:
+    """A reward as a part of a sum: what it gives in all."""
+    if term.startswith(PREFIX):
+        return _verifier(term)
+    function = load_env(term)
+    if is_generator_env(function) or is_async(function):
+        raise UserError(
+            f"--env {spec:.80}: {term} cannot be added to others: only a reward def reward(task, reply) can"
+        )
+    return lambda task, reply: read_verdict(function(task, reply)).reward
+
+
+def _verifier(spec: str) -> Callable[..., Any]:
+    bare, options = split_options(spec)
+    return find_verifier(bare.removeprefix(PREFIX)).reward(options)
+
+
+def _part_name(spec: str, taken: Collection[str]) -> str:
+    """The name of a summand in records: that of the verifier or reward; a second one of this name has a number."""
+    name = split_options(spec)[0].removeprefix(PREFIX)
+    name = Path(name.partition(":")[0]).stem if name.endswith(":reward") else name.rpartition(":")[2]
+    again = sum(one.partition("-")[0] == name for one in taken) + 1
+    return name if again == 1 else f"{name}-{again}"
+
+
+def _refuse_verifier(function: Callable[..., Any]) -> None:
+    """Raise UserError for a verifier itself, which takes no task."""
+    if inspect.isfunction(function) and f"{function.__module__}.".startswith("posttrain.verify."):
+        raise UserError(
+            f"{function.__name__} is a verifier, not a reward: give its name, env={_renamed(function.__name__)!r}, or a "
+            "function of task and reply that calls it"
+        )
+
+
+def _renamed(name: str) -> str:
+    """How the function of a verifier is named on the command line."""
+    called = next((v.name for v in VERIFIERS.values() if v.function.__name__ == name), name)
+    return PREFIX + find_verifier(called).name
 
 
 def split_options(spec: str) -> tuple[str, dict[str, str | None]]:
@@ -124,6 +185,8 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
     """The reward from which on a reply is right: as given, or as `SUCCESS` beside the environment says; None: neither."""
     if given is not None:
         return given
+    if isinstance(spec, str) and names_verifiers(spec):
+        return _full_marks(terms_of(spec))
     found = getattr(_home(spec), "SUCCESS", None)
     if found is None:
         return None
@@ -135,12 +198,36 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
 
 def about(spec: str | Callable[..., Any]) -> list[str]:
     """What the environment stands on, a line each, as `about` beside it says at the start of a run; it may refuse one."""
+    if isinstance(spec, str) and names_verifiers(spec):
+        return [_about_verifier(term.spec) for term in terms_of(spec) if term.spec.startswith(PREFIX)]
     found = getattr(_home(spec), "about", None)
     return list(found()) if callable(found) else []
 
 
+def _full_marks(terms: Sequence[RewardTerm]) -> float | None:
+    """The reward of a reply that is right in every term; None where a term cannot say."""
+    best = [_best(term.spec) if term.spec.startswith(PREFIX) else success_of(term.spec, None) for term in terms]
+    if any(one is None or (term.weight or 1.0) < 0 for term, one in zip(terms, best, strict=True)):
+        return None
+    return math.fsum(
+        (1.0 if term.weight is None else term.weight) * (one or 0.0) for term, one in zip(terms, best, strict=True)
+    )
+
+
+def _best(spec: str) -> float | None:
+    return find_verifier(split_options(spec)[0].removeprefix(PREFIX)).success
+
+
+def _about_verifier(spec: str) -> str:
+    bare, options = split_options(spec)
+    return f"{spec}: {sentence(find_verifier(bare.removeprefix(PREFIX)), options)}"
+
+
 def _home(spec: str | Callable[..., Any]) -> ModuleType | None:
     """The module that an environment stands in."""
+    if isinstance(spec, str) and names_verifiers(spec):
+        other = next((term.spec for term in terms_of(spec) if not term.spec.startswith(PREFIX)), None)
+        return _home(other) if other is not None else None
     if isinstance(spec, str):
         return import_target(_split(spec)[0])
     return sys.modules.get(getattr(spec, "__module__", None) or "")

@@ -233,7 +233,8 @@ class Backed(nn.Module):
         return other
 
     def prepare_shards(self) -> None:
-        """Raises UserError where a gathered layer would not have all that it computes with, or something else would lack it."""
+        """Raises UserError where a gathered layer would not have all that it computes with, or something else would
+        lack it."""
         kind, layers = type(self.inner).__name__, self.layers
         if self.vision is not None:
             raise UserError(f"--shard deals out models of text, and {kind} sees pictures: leave it out")

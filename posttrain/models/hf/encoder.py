@@ -19,7 +19,8 @@ TOGETHER = 64  # texts that are encoded at once, of similar length
 
 
 class TransformersEncoder:
-    """See `posttrain.services.retrieval.dense.Encoder`. What it makes of a text may depend, in its last bits, on those beside it."""
+    """See `posttrain.services.retrieval.dense.Encoder`. What it makes of a text may depend, in its last bits, on those
+    beside it."""
 
     def __init__(
         self,

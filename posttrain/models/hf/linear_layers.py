@@ -44,7 +44,8 @@ def _is_a_product(module: nn.Module) -> TypeGuard[nn.Linear | Linear]:
 
 
 def open_products(inner: Any, wanted: Callable[[str], bool]) -> None:
-    """Put layers of ours, over the same weights, in the place of those that are wanted. Raises UserError for a shared weight."""
+    """Put layers of ours, over the same weights, in the place of those that are wanted. Raises UserError for a shared
+    weight."""
     places = _places_of_weights(inner)
     for name, layer in list(products(inner)):
         if isinstance(layer, nn.Linear) and wanted(name):

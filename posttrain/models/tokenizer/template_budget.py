@@ -1,4 +1,5 @@
-"""The budget of a rendering: what each part of a chat template pays, and when. See `posttrain.models.tokenizer.chat_template`."""
+"""The budget of a rendering: what each part of a chat template pays, and when. See
+`posttrain.models.tokenizer.chat_template`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ NUMBERS = (
     "learner",  # at the token's update; of several, at the last
     "reference",  # under the reference
     "entropy",  # nats, at the token's update
-    "weight",  # -d loss / d log-probability (or share of its divergence), summed over the step's updates: see posttrain.core.token_probe
+    # -d loss / d log-probability (or share of its divergence), summed over the step's updates: see core/token_probe.py
+    "weight",
     "token_advantage",  # where it is not the same for all tokens
     "value",  # of the critic
     "returns",  # what the critic learns

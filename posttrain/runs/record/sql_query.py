@@ -101,7 +101,7 @@ class Questions:
             return [column[0] for column in found.description or ()], rows
         except duckdb.InterruptException as error:
             raise UserError(
-                f"the question took longer than {self._seconds:g} s: narrow it, or raise --seconds"
+                f"the question took longer than {self._seconds:g} s: narrow it, or raise --timeout"
             ) from error
         except (duckdb.OutOfMemoryException, MemoryError) as error:
             raise UserError("the question needs more memory than it may take: narrow it, or raise --memory") from error

@@ -44,7 +44,8 @@ class SearchHandlers:
         host: str = HOST,
         token: str | None = None,
     ) -> None:
-        """`topk`: passages for a query that does not say how many. `host`: that it is bound to; `token`: asked of everyone."""
+        """`topk`: passages for a query that does not say how many. `host`: that it is bound to; `token`: asked of
+        everyone."""
         self._host, self._token = host, token
         self._index, self._topk, self._most_bytes = index, topk, most_bytes
         self._batcher = Batcher(index.search)

@@ -46,12 +46,12 @@ class PlayedStep:
 class StepQueue:
     """Steps that are played, or being played, and not learned from yet. All it remembers is in `state`."""
 
-    def __init__(self, collector: Collector, groups: DynamicSampling | None, ahead: int, last: int) -> None:
-        """`groups`: which are replaced; `ahead`: steps; `last`: the number of the run's last step."""
-        self.groups, self.ahead, self.last = groups, ahead, last
+    def __init__(self, collector: Collector, groups: DynamicSampling | None, async_steps: int, last: int) -> None:
+        """`groups`: which are replaced; `async_steps`: steps; `last`: the number of the run's last step."""
+        self.groups, self.async_steps, self.last = groups, async_steps, last
         self._learned = Mark()  # how far the collector was behind the last step that was learned from
         self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
-        self._thread = WorkerThread("playing", compute_apart) if ahead else None
+        self._thread = WorkerThread("playing", compute_apart) if async_steps else None
         if self._thread is not None:
             player = replace(collector.player, unwanted=self._thread.left, world=collector.player.world.apart())
             collector = replace(collector, player=player)
@@ -61,8 +61,8 @@ class StepQueue:
         """The rollouts of a step. Those that the weights as they are may sample are begun before it is waited for."""
         begun = [number + place for place in range(len(self._steps))]
         copied: Model | None = None
-        for coming in range(number + len(begun), min(number + self.ahead, max(self.last, number)) + 1):
-            copied = copied or (own_copy(learner.weights()) if self.ahead else learner.weights())
+        for coming in range(number + len(begun), min(number + self.async_steps, max(self.last, number)) + 1):
+            copied = copied or (own_copy(learner.weights()) if self.async_steps else learner.weights())
             self._begin(coming, copied, learner.version)
         played = self._steps.popleft().result()
         if played.number != number:

@@ -33,7 +33,8 @@ class Decodes(Protocol):
 
 
 class RemoteTeacher:
-    """See `posttrain.training.sources.teacher_targets.RemoteTeacherClient`. "http://host:8000/v1", or "...#MODEL" where it serves several.
+    """See `posttrain.training.sources.teacher_targets.RemoteTeacherClient`. "http://host:8000/v1", or "...#MODEL" where
+    it serves several.
 
     The key in OPENAI_API_KEY is sent along, if there is one. What an endpoint says need not be the same to the last bit
     when it is asked again, so a resumed run is exact only as far as the endpoint is.

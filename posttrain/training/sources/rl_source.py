@@ -56,17 +56,17 @@ class RLSource:
         too_long: TooLong | None = None,
         teachers: Teachers | None = None,
         rewarded: bool = True,
-        ahead: int = 0,
+        async_steps: int = 0,
         last: int = 0,
         tokens_per_step: int = 0,
         recording: TokenRecording = SAMPLE,
     ) -> None:
         """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
 
-        `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies. `ahead`: how many
-        steps before it is learned from a step is played; the engine then has weights of its own; `last`: the number of
-        the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: all of them). `recording`: of
-        which rollouts the numbers of single tokens are kept.
+        `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies.
+        `async_steps`: a step is sampled this many steps ahead of its update, and the engine then has weights of its
+        own; `last`: the number of the last step. `tokens_per_step`: most tokens of a reply that a step samples (0:
+        all of them). `recording`: of which rollouts the numbers of single tokens are kept.
         """
         assert (teachers is not None) == (algorithm.teacher is not None), "a row with a teacher has one to ask"
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
@@ -75,7 +75,7 @@ class RLSource:
         parts = Need.PARTS in algorithm.needs
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
         collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan, tokens_per_step)
-        self.stock = StepQueue(collector, algorithm.sampling, ahead, last)
+        self.stock = StepQueue(collector, algorithm.sampling, async_steps, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer, teachers)
@@ -90,7 +90,7 @@ class RLSource:
     @property
     def lags(self) -> bool:
         """Whether older weights than those of a step's start may have sampled what it learns from."""
-        return bool(self.stock.ahead or self.stock.collector.tokens)
+        return bool(self.stock.async_steps or self.stock.collector.tokens)
 
     def produce(self, number: int) -> TrainingStep:
         row = self.algorithm

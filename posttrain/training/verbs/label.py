@@ -139,7 +139,7 @@ class _Labeller:
             raise UserError("--comparisons goes with a pairwise judge: leave it out, or give such a recipe with --with")
         try:
             workers = 0 if config.service else config.env_workers
-            limits = workers, config.env_seconds, config.env_memory
+            limits = workers, config.env_timeout, config.env_memory
             self.pool = None if self.pairwise else EnvPool(env or config.env, *limits)
         except BaseException:
             self.services.close()

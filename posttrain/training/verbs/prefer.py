@@ -74,8 +74,8 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     must_end(config, train_tasks)
     if isinstance(train_tasks, Stream) and Need.REFERENCE in row.needs:
         raise UserError(
-            f"{row.name} compares with a reference, whose say of all rows is found first, and these have no end: read some "
-            "of them with --limit, or choose a row without a reference (simpo, cpo, orpo)"
+            f"{row.name} needs reference log-probabilities for every row; an endless stream has none. Pass --limit, or "
+            "choose an algorithm without a reference (simpo, cpo, orpo)"
         )
     folder = run.checkpoint or run.start
     assert folder

@@ -34,7 +34,7 @@ from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
-from posttrain.runs.run_files import HANDED_OVER
+from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.adjust import adjust
 from posttrain.training.distributed_setup import together
@@ -120,7 +120,7 @@ def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
             too_long=too_long,
             teachers=staff.teachers if staff else None,
             rewarded=rewarded,
-            ahead=config.ahead,
+            async_steps=config.async_steps,
             last=config.steps,
             tokens_per_step=config.tokens_per_step,
             recording=recording,
@@ -216,7 +216,7 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     """What samples the rollouts."""
     config = run.config
     named = config.replicas, config.engines, config.engine_token, config.engine_restarts
-    many = Many(*named, run.path / HANDED_OVER, config.launch, config.replica_cpus, config.handover).of(run.world)
+    many = Many(*named, run.path / WEIGHT_SYNC, config.launch, config.replica_cpus, config.weight_sync).of(run.world)
     return open_engine(
         config.engine,
         model,
@@ -224,8 +224,8 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
         config.slots,
         config.precision,
         cache_gib=config.engine_cache,
-        seconds=config.engine_seconds,
-        own=config.ahead > 0 or config.shard,
+        seconds=config.engine_timeout,
+        own=config.async_steps > 0 or config.shard,
         many=many,
     )
 

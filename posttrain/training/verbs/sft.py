@@ -132,7 +132,7 @@ def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Pla
     @cache
     def place() -> tuple[EnvPool, Services]:
         assert config.env
-        pool = opened.enter_context(EnvPool(config.env, 1, config.env_seconds, config.env_memory))
+        pool = opened.enter_context(EnvPool(config.env, 1, config.env_timeout, config.env_memory))
         return pool, opened.enter_context(open_services(config, device, run.checkpoint is not None))
 
     def play(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Enact:

@@ -1,0 +1,130 @@
+"""Groups of options that several verbs share, each declared once."""
+
+from dataclasses import dataclass
+
+from posttrain.config.option_groups import OptionGroup
+from posttrain.config.row_options import Precision
+from posttrain.config.service_options import play_the_only_service
+from posttrain.core.component import option
+
+
+@dataclass(frozen=True)
+class SamplingGroup(OptionGroup, group="sampling"):
+    """How a reply is sampled."""
+
+    max_tokens: int = option(256, above=0, first_hour=True)
+    """Maximum number of tokens in a reply."""
+    temperature: float = option(1.0, least=0, first_hour=True)
+    """Sampling temperature; 0 is greedy. Training takes log-probabilities at the same temperature."""
+    top_p: float = option(1.0, above=0, most=1)
+    """Sample from the smallest set of tokens with this total probability. Training needs 1: anything else would
+    change the distribution that is sampled."""
+    top_k: int = option(0, least=0, most=10**9)
+    """Sample from the K most likely tokens (0: all). Training needs 0."""
+    stop: tuple[str, ...] = option((), value="TEXT")
+    """Strings that end a reply."""
+
+
+@dataclass(frozen=True)
+class EpisodeGroup(OptionGroup, group="environment"):
+    """Limits of an episode of several turns."""
+
+    max_episode_tokens: int | None = option(None, above=0)
+    """Maximum number of sampled tokens in an episode, over all of its replies. Default: no limit."""
+    max_turns: int = option(64, above=0)
+    """Maximum number of replies in an episode."""
+    max_tool_calls: int | None = option(None, least=0)
+    """Maximum number of tool results in an episode. Default: no limit."""
+    episode_timeout: float | None = option(None, above=0, value="SECONDS")
+    """Timeout of an episode, in seconds: after it, no further turn is shown. Default: none. Results then depend on
+    the clock."""
+
+
+@dataclass(frozen=True)
+class EnvLimitGroup(OptionGroup, group="environment"):
+    """What the code of an environment may take."""
+
+    env_timeout: float = option(10.0, above=0, most=86_400, value="SECONDS")
+    """Timeout of one call of the environment, in seconds. A call that exceeds it makes the reward invalid."""
+    env_memory: float = option(4.0, least=0, value="GIB")
+    """Memory limit of an environment process, in GiB (0: none). Beyond it the reward is invalid."""
+
+
+@dataclass(frozen=True)
+class EnvWorkerGroup(EnvLimitGroup, group="environment"):
+    """Processes for environments, and what each may take."""
+
+    env_workers: int | None = option(None, least=0, most=1024)
+    """Environment processes. Default: one per CPU core. 0 runs the environment in this process, without limits: for
+    debuggers."""
+
+
+@dataclass(frozen=True)
+class RetrieverGroup(OptionGroup, group="environment"):
+    """Where passages come from."""
+
+    retriever: tuple[str, ...] = option((), value="INDEX")
+    """Index that environments search: a folder made by posttrain retriever build, or the address of a server. The
+    server speaks Search-R1's protocol: http://host:8000. Name several with NAME=FOLDER."""
+
+
+@dataclass(frozen=True)
+class ServiceGroup(RetrieverGroup, group="environment"):
+    """Models that environments may ask."""
+
+    reward_model: tuple[str, ...] = option((), first_hour=True, value="FOLDER")
+    """Reward model: the folder of a sequence classifier with one label. Without --env, its score is the reward; an
+    environment asks it as "reward-model". Name several with NAME=FOLDER."""
+    judge: tuple[str, ...] = option((), first_hour=True, value="RECIPE")
+    """Judge: the TOML recipe of a model behind an OpenAI endpoint, or of a checkpoint that reasons. Without --env,
+    its verdict is the reward; an environment asks it as "judge". Name several with NAME=RECIPE."""
+
+    def __post_init__(self) -> None:
+        play_the_only_service(self)
+
+
+@dataclass(frozen=True)
+class SeedGroup(OptionGroup, group="record"):
+    """What repeats a result."""
+
+    seed: int = option(0, least=-(2**62), most=2**62)
+    """Random seed: the same seed gives the same result, bit for bit. It decides data order, sampling and initial
+    weights."""
+
+
+@dataclass(frozen=True)
+class HeldOutGroup(OptionGroup, group="evaluation"):
+    """Which tasks are kept for evaluation."""
+
+    held_out: float = option(0.0, least=0, below=1, first_hour=True, value="SHARE")
+    """Share of the tasks to keep out of training, for evaluation. In eval: evaluate on this share only, as training
+    with the same --held-out and --split-seed does."""
+    split_seed: int | None = option(None, least=-(2**62), most=2**62)
+    """Seed that chooses the held-out tasks. Default: --seed in training; in eval, that of the checkpoint's own run.
+    Give runs with different seeds the same --split-seed to compare them on the same tasks."""
+
+
+@dataclass(frozen=True)
+class ReplicaGroup(OptionGroup, group="scale"):
+    """How many replies are sampled at once, and by how many engines."""
+
+    slots: int = option(256, above=0)
+    """Replies that are decoded at once: bounds the memory of the KV cache."""
+    replicas: int = option(0, least=0, most=1024)
+    """Sampling engines, each in a process of its own with a copy of the weights (0: none). An engine that dies is
+    restarted. Samples do not depend on their number. With 0, the local engine shares this process, and vLLM has
+    one."""
+
+
+@dataclass(frozen=True)
+class HardwareGroup(OptionGroup, group="scale"):
+    """What computes."""
+
+    device: str = option("auto", first_hour=True, value="DEVICE")
+    """Where to compute: auto, cpu, cuda, cuda:1 ..."""
+    precision: Precision = "float32"
+    """Arithmetic of forward and backward passes. Weights and optimizer state stay in float32."""
+    threads: int | None = option(None, above=0)
+    """CPU threads. Default: PyTorch's choice."""
+    compiled: bool = True
+    """On a CPU, compile the inner loops, if there is a C compiler. --no-compiled uses plain PyTorch operations."""

@@ -124,8 +124,8 @@ def command_pages() -> dict[str, str]:
         pages[f"reference/cli/{file}"] = f"# posttrain {command.name}\n\n{command.help}\n\n{example}\n\n{told}\n"
         table.append(f"| [`posttrain {command.name}`]({file}) | {command.help} |")
     head = (
-        "# Command line\n\nEvery command with its options, as `posttrain COMMAND --help-all` prints them. Options may also come"
-        " from a [recipe](../config.md); the command line wins.\n\n"
+        "# Command line\n\nEvery command with its options, as `posttrain COMMAND --help-all` prints them. Options may also"
+        " come from a [recipe](../config.md); the command line wins.\n\n"
     )
     tail = (
         "\n\nExit codes: 0 done; 1 a bug in posttrain, with a traceback; 2 a mistake in what was given, told in one line; 3"

@@ -30,7 +30,8 @@ from posttrain.envs.builtin.code import row_to_task
 from posttrain.envs.builtin.code_choice import QUESTION, outcomes, shown
 from posttrain.runs.checkpoint import newest, step_of
 from posttrain.training.figures import pass_at_k
-from posttrain.training.verbs import evaluate, sft
+from posttrain.training.training_run import run_training
+from posttrain.training.verbs import evaluate
 from posttrain.verify.fenced import code_in
 from posttrain.verify.unit_tests import Grade, behaviour, graded
 
@@ -170,7 +171,7 @@ def _taught(out: Path, start: str, count: int, rows: Callable[[], list[Row]], se
         warmup=min(50, steps // 6), betas=(0.9, 0.95), tokens_per_microbatch=4096, save_every=100, keep=1, quiet=True,
         threads=1, resume=out.exists(),
     )  # fmt: skip
-    return checkpoint_of(sft.sft(config, rows()))
+    return checkpoint_of(run_training(config, rows()))
 
 
 # -- examination -------------------------------------------------------------------------------------------------------

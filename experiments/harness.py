@@ -27,7 +27,7 @@ from posttrain.envs.builtin import arithmetic
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import rollout_steps
 from posttrain.training.trainer import Run
-from posttrain.training.verbs import rl, sft
+from posttrain.training.training_run import run_training
 
 Curve = list[float | None]
 """A metric of steps 1, 2, ...; None where it was not measured."""
@@ -94,7 +94,7 @@ def imitate(demonstrations: Sequence[Task], folder: Path, seed: int, *, context:
         tasks="generated", out=str(folder / "imitation"), seed=seed, context=context, epochs=epochs, rows=32, lr=3e-3,
         warmup=20, **MODEL, **QUIET,
     )  # fmt: skip
-    return checkpoint_of(sft.sft(config, demonstrations))
+    return checkpoint_of(run_training(config, demonstrations))
 
 
 def learn(arena: Arena, out: Path, seed: int, **options: Any) -> Run:
@@ -109,7 +109,7 @@ def learn(arena: Arena, out: Path, seed: int, **options: Any) -> Run:
         "success": 1.0,
     }
     config = filled(RL, {**always, "out": str(out), "seed": seed, **QUIET, **options})
-    return whole(rl.rl(config, arena.tasks, None if isinstance(arena.env, str) else arena.env))
+    return whole(run_training(config, arena.tasks, None if isinstance(arena.env, str) else arena.env))
 
 
 def whole(run: Run) -> Run:

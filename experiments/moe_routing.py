@@ -38,7 +38,7 @@ from posttrain.envs.builtin import arithmetic
 from posttrain.models.hf.transformers_folder import empty_backed
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.verbs import sft
+from posttrain.training.training_run import run_training
 
 ARMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": "grpo"},
@@ -79,7 +79,7 @@ def sums(folder: Path, seed: int, settings: Settings) -> Arena:
         tasks="generated", model=str(start), out=str(folder / "imitation"), seed=seed, rows=32, lr=3e-3, warmup=20,
         epochs=settings["imitation_epochs"], router_balance=settings["balance"], **QUIET,
     )  # fmt: skip
-    return Arena(tasks, "arithmetic", checkpoint_of(sft.sft(config, tasks[:2000])))
+    return Arena(tasks, "arithmetic", checkpoint_of(run_training(config, tasks[:2000])))
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:

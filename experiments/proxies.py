@@ -26,7 +26,8 @@ from posttrain.config.inference import Evaluation
 from posttrain.config.training import RewardModelling
 from posttrain.core.types import Ask, Reply, Task, Turn
 from posttrain.services.reward_model_service import RewardModelService
-from posttrain.training.verbs import evaluate, reward_model_training
+from posttrain.training.training_run import run_training
+from posttrain.training.verbs import evaluate
 
 LETTERS = "abcdefghijklmnop"
 ASKED = 2.0  # what the letter of the prompt is worth beyond its own value
@@ -137,7 +138,7 @@ def trained(rows: Sequence[Task], start: str, folder: Path, seed: int, settings:
         tasks="generated", model=start, out=str(folder), seed=seed, rows=16, epochs=settings["proxy_epochs"],
         lr=settings["proxy_lr"], health="off", **QUIET,
     )  # fmt: skip
-    return checkpoint_of(reward_model_training.reward_model(config, rows))
+    return checkpoint_of(run_training(config, rows))
 
 
 def scores_of(folder: str, replies: Sequence[Sequence[tuple[str, float]]]) -> list[list[float]]:

@@ -45,7 +45,8 @@ from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import described
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import newest, resolve, step_of
-from posttrain.training.verbs import evaluate, sft
+from posttrain.training.training_run import run_training
+from posttrain.training.verbs import evaluate
 
 GATE = {1: 0.9, 2: 0.8}
 """Hops -> accuracy with gold passages given, below which nothing can be learned about searching."""
@@ -165,7 +166,7 @@ def _read(out: Path, start: str, steps: int, rows: int, lr: float, make: Callabl
         tasks="generated", model=start, out=str(out), seed=0, warmup=50, betas=(0.9, 0.95), tokens_per_microbatch=4096,
         save_every=500, keep=1, quiet=True, threads=1, resume=out.exists(), steps=steps, rows=rows, lr=lr,
     )  # fmt: skip
-    return checkpoint_of(sft.sft(config, make))
+    return checkpoint_of(run_training(config, make))
 
 
 def untrained(folder: Path, tokenizer: Tokenizer, hidden: int, layers: int, context: int) -> None:
@@ -281,7 +282,7 @@ def imitate(checkpoint: str, rows: list[Row], folder: Path, seed: int, epochs: f
         tasks="generated", model=checkpoint, out=str(folder), seed=seed, epochs=epochs, rows=64, lr=lr, warmup=10,
         betas=(0.9, 0.95), tokens_per_microbatch=4096, **QUIET,
     )  # fmt: skip
-    return checkpoint_of(sft.sft(config, rows))
+    return checkpoint_of(run_training(config, rows))
 
 
 def starting_policy(checkpoint: str, folder: Path, seed: int, settings: Settings) -> str:

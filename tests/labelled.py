@@ -1,4 +1,4 @@
-"""A third source with its objective, as a user would add them: replies that are labelled good or bad, without rollouts.
+"""A verb, a source and an objective as a user would add them: replies labelled good or bad, learned without rollouts.
 
 Likelihood of the good ones, unlikelihood of the bad ones (Welleck et al. 2019, arXiv 1908.04319, eq. 4).
 """
@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from posttrain.config.training import SFT
+from posttrain.config.shared_options import option
+from posttrain.config.training import Passes
+from posttrain.config.verbs import CHAT, Verb
 from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Task, Transcript
+from posttrain.core.types import Transcript
 from posttrain.envs.demonstration import demonstrate
-from posttrain.learners.local_learner import LocalLearner
-from posttrain.models.checkpoint_folder import load_model
-from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.run_folder import begin
-from posttrain.training.setup import optimization, prepare
+from posttrain.models.checkpoint_summary import outline
+from posttrain.training.open_learner import new_learner, policy
+from posttrain.training.setup import end_tokens, optimization, split_tasks
 from posttrain.training.sources.packing import collate
-from posttrain.training.trainer import Run, Trainer
+from posttrain.training.training_run import RunContext, RunParts
 
 
 class Unlikelihood:
@@ -38,7 +37,7 @@ class Unlikelihood:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledReplies:
     rows: Sequence[tuple[Transcript, bool]]
     per_step: int
     seed: int
@@ -61,12 +60,38 @@ class Labelled:
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-def train_on_labels(tasks: Sequence[Task], config: SFT) -> Run:
-    with begin(config, tasks) as run:
-        device, folder = prepare(run.config), run.checkpoint or Path(str(config.model))
-        model, tokenizer = load_model(folder, device=device), Tokenizer.load(folder)
-        rows = [(demonstrate(t, tokenizer, model.eos_ids), bool(t["good"])) for t in tasks]
-        steps = config.steps or 1
-        learner = LocalLearner(model, optimization(config, steps))
-        trainer = Trainer(run, learner, Labelled(rows, config.rows, config.seed), tokenizer, None, steps)
-        return trainer.run(Unlikelihood(), [f"{len(rows)} labelled replies"], ["minimise  -log p, or -log(1 - p)"])
+@dataclass(frozen=True)
+class Labelled(Passes):
+    """Learn from replies labelled good or bad."""
+
+    out: str = "runs/unlikelihood"
+    good: str = option("good", group="data", first_hour=True)
+    """Column that says whether a reply is good."""
+
+
+def build(context: RunContext[Labelled]) -> RunParts:
+    config, run = context.config, context.run
+    tasks, _ = split_tasks(config, context.rows, need=("prompt", "response"))
+    folder = run.checkpoint or run.start
+    assert folder
+    tokenizer, _, _ = outline(folder, config.chat_template)
+    model = policy(config, folder, context.device, run.world)
+    eos = end_tokens(model, tokenizer)
+    rows = [(demonstrate(task, tokenizer, eos), bool(task[config.good])) for task in tasks.first(10_000)]
+    steps = config.steps or 1
+    learner = new_learner(config, model, optimization(config, steps), run.world)
+    source = LabelledReplies(rows, config.rows, config.seed)
+    told = ["minimise  -log p, or -log(1 - p)"]
+    return RunParts(source, Unlikelihood(), learner, tokenizer, steps, [f"{len(rows)} labelled replies"], told)
+
+
+VERB = Verb(
+    config="labelled:Labelled",
+    function="labelled:build",
+    heading="train",
+    help="Learn from replies labelled good or bad.",
+    example="--tasks labelled.jsonl --model runs/sft",
+    given=("tasks", "model"),
+    learns="demonstrations",
+    use=CHAT,
+)

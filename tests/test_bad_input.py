@@ -22,7 +22,7 @@ from conftest import tiny
 import posttrain
 from posttrain.algorithms.all_algorithms import find
 from posttrain.cli.main import main
-from posttrain.config import VERBS
+from posttrain.config.verbs import VERBS
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
 from posttrain.envs.builtin import arithmetic
@@ -187,7 +187,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "recipe of bytes": (["rl", "--config=binary.toml"], ("binary.toml: not valid TOML",)),
     "unknown option in a recipe": (["rl", "--config", "typo.toml"], ("[rl]", "'stesp'", "did you mean 'steps'?")),
     "wrong type in a recipe": (["rl", "--config", "type.toml"], ("steps", "many")),
-    "unknown table": (["rl", "--config", "table.toml"], ("[train] is not a table", "[sft], [prefer], [reward-model], [rl]")),
+    "unknown table": (["rl", "--config", "table.toml"], ("[train] is not a table", "[sft], [rl], [prefer], [reward-model]")),
     "recipe of another verb": (["rl", "--config", "other.toml"], ("no table [rl]", "it has [sft]")),
     "recipe of a verb without": (["chat", "start", "--config", "other.toml"], ("--config goes with",)),
     "unknown built-in reward": (words("rl", env="arithmetics"), ("did you mean 'arithmetic'?",)),
@@ -422,7 +422,8 @@ trainer.nnodes"""
 
 @pytest.mark.parametrize("name", ASKED.split())
 def test_common_options_of_trl_and_verl_have_an_answer_that_names_options_which_there_are(name: str) -> None:
-    known = {option for kind in VERBS.values() for option in (*(f.name for f in fields(kind)), *kind.flags())}
+    kinds = [verb.options for verb in VERBS.values()]
+    known = {option for kind in kinds for option in (*(f.name for f in fields(kind)), *kind.flags())}
     told = suggestion(f"--{name}", known - {"beta"})
     assert told and "did you mean" not in told and "not needed" not in told
     flags = re.findall(r"(?<![\w-])--([a-z][a-z-]*)", told.replace("--logdir", "").replace("--listen", ""))

@@ -19,8 +19,7 @@ from conftest import tiny
 from posttrain.cli import chat_command, write_types
 from posttrain.cli.chat_command import converse, dialogue
 from posttrain.cli.main import _stop, main
-from posttrain.config import Check
-from posttrain.config.inference import Chat, Evaluation
+from posttrain.config.inference import Chat, Check, Evaluation
 from posttrain.config.resolve import as_dict, continued, filled
 from posttrain.config.row_options import Data
 from posttrain.config.training import RL, SFT
@@ -29,7 +28,8 @@ from posttrain.envs.builtin import arithmetic
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_file, rows_of
-from posttrain.training.verbs import evaluate, rl, sft
+from posttrain.training import training_run
+from posttrain.training.verbs import evaluate
 
 
 def loaded_by(*arguments: str) -> tuple[int, set[str], str]:
@@ -57,7 +57,8 @@ def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
     code, modules, said = loaded_by("--help")
     ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.core", "posttrain.core.types"}
     ours |= {"posttrain.core.doing", "posttrain.core.messages", "posttrain.core.user_files"}
-    ours |= {"posttrain.cli.command_table", "posttrain.cli.help_pages"}
+    ours |= {"posttrain.cli.command_table", "posttrain.cli.help_pages", "posttrain.config", "posttrain.config.verbs",
+             "posttrain.core.extras"}  # fmt: skip
     assert code == 0
     assert all(verb in said for verb in ("sft", "rl", "eval", "chat", "algorithms", "check"))
     assert {name for name in modules if name.startswith("posttrain")} == ours
@@ -83,8 +84,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         configs.append(config)
         raise UserError("taken")
 
-    for home, verb in ((sft, "sft"), (rl, "rl"), (evaluate, "evaluate")):
-        monkeypatch.setattr(home, verb, take)
+    monkeypatch.setattr(training_run, "run_training", take)
+    monkeypatch.setattr(evaluate, "evaluate", take)
     return configs
 
 
@@ -132,7 +133,7 @@ def test_version_algorithms_and_exit_codes(capsys: pytest.CaptureFixture[str], m
     def interrupt(config: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rl, "rl", interrupt)
+    monkeypatch.setattr(training_run, "run_training", interrupt)
     assert main(["rl"]) == 130
     assert capsys.readouterr().err == "posttrain: stopped\n"
 
@@ -321,9 +322,11 @@ def test_what_a_model_says_cannot_rewrite_the_screen_of_a_chat(capsys: pytest.Ca
 
 
 def test_options_told_to_editors_are_those_that_are_declared() -> None:
-    written = Path(write_types.__file__).parents[1] / "typed.py"
+    written = Path(write_types.__file__).parents[1] / "__init__.pyi"
     told = ast.dump(ast.parse(written.read_text(encoding="utf-8")))
     assert told == ast.dump(ast.parse(write_types.text())), "run python -m posttrain.cli.write_types"
+    pages = written.parent / "apps" / "view" / "static" / "verbs.js"
+    assert pages.read_text(encoding="utf-8") == write_types.script(), "run python -m posttrain.cli.write_types"
 
 
 def test_pages_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

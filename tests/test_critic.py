@@ -33,7 +33,7 @@ from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.packing import pack
 from posttrain.training.sources.rl_source import RLSource
-from posttrain.training.verbs.rl import rl
+from posttrain.training.training_run import run_training
 
 VALUE, Q = frozenset({"value"}), frozenset({"q", "entropy"})
 
@@ -189,8 +189,8 @@ def test_run_takes_its_critic_from_another_run(start: Path, tmp_path: Path, monk
         "steps": 1, "prompts": 2, "group": 2, "max_tokens": 4, "critic_lr": 1e-2, "env_workers": 0, "quiet": True,
         "threads": 1,
     }  # fmt: skip
-    rl(RL(out="first", **common))
-    second = rl(RL(out="second", critic_model="first", **{**common, "critic_lr": 1e-12}))
+    run_training(RL(out="first", **common))
+    second = run_training(RL(out="second", critic_model="first", **{**common, "critic_lr": 1e-12}))
     first, later = (
         load_file(next(Path(folder).glob("checkpoints/*/training/critic.safetensors")))
         for folder in ("first", "second")

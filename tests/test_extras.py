@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cli.commands import _looked_at
+from posttrain.cli.training_commands import _looking
 from posttrain.core.extras import NEEDED, install, installed, runnable
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "posttrain").rglob("*.py"))
 OWN = ("cli/main.py", "apps/view/")
 """What speaks of these commands where they are being used already."""
-DECIDED = ("_looked_at", "view", "query")
+DECIDED = ("_looking", "view", "query")
 """Functions that ask first, or are these commands."""
 
 
@@ -41,11 +41,11 @@ def test_a_run_ends_with_a_hint_that_runs(absent: str | None, monkeypatch: pytes
     if not all(map(installed, NEEDED["view"])):
         pytest.skip("the extra view is not installed")
     if absent is None:
-        assert _looked_at("runs/a") == ["look at it  posttrain view runs/a"]
+        assert _looking("runs/a") == ["look at it  posttrain view runs/a"]
         assert runnable("posttrain query runs/a") == "posttrain query runs/a"
         return
     monkeypatch.setitem(sys.modules, absent, None)
-    assert _looked_at("runs/a") == [
+    assert _looking("runs/a") == [
         "look at it  posttrain rollouts runs/a",
         "or          pip install 'posttrain[view]', then posttrain view runs/a",
     ]

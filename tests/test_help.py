@@ -10,13 +10,12 @@ import pytest
 
 from posttrain.cli.command_table import COMMANDS, Command
 from posttrain.cli.main import main
-from posttrain.config import OF_GROWING, OF_RETRIEVERS, VERBS
-from posttrain.config.inference import Chat, ServeEngine, ServePolicy
 from posttrain.config.option_groups import GROUPS, OptionGroup, options_of
 from posttrain.config.training import RL, Distill, Training
+from posttrain.config.verbs import VERBS, load
 from posttrain.core.component import option
 
-KINDS: tuple[type[Any], ...] = (*VERBS.values(), Chat, ServePolicy, ServeEngine, *OF_RETRIEVERS, *OF_GROWING.values())
+KINDS: tuple[type[Any], ...] = tuple(load(command.options) for command in COMMANDS if command.options)
 BY_NAME = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 
 
@@ -56,7 +55,7 @@ def test_whole_help_has_every_option_once_under_its_heading(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short, whole = (sections(page(capsys, monkeypatch, verb, word)) for word in ("--help", "--help-all"))
-    kind = VERBS[verb]
+    kind = VERBS[verb].options
     declared = {o.name: o for o in options_of(kind) if o.name != "settings"}
     wanted: dict[str, set[str]] = {o.group: set() for o in declared.values()}
     for o in declared.values():

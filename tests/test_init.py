@@ -13,8 +13,8 @@ from endpoints import serving
 
 from posttrain.cli.init_command import FIRST, Kind, files_of, init
 from posttrain.cli.main import main
-from posttrain.config import VERBS
 from posttrain.config.resolve import filled
+from posttrain.config.verbs import VERBS
 from posttrain.core.types import UserError
 
 KINDS = get_args(Kind)
@@ -87,7 +87,7 @@ def test_recipes_hold_options_that_exist_and_files_that_are_there(kind: Kind, pl
         if file.name == "judge.toml":
             continue
         for verb, options in tomllib.loads(file.read_text()).items():
-            config: Any = filled(VERBS[verb], options)
+            config: Any = filled(VERBS[verb].options, options)
             named = [config.tasks, *getattr(config, "judge", ()), getattr(config, "replies", None)]
             own = config.env.partition(":")[0] if ".py:" in config.env else None
             assert all((place / name).exists() for name in (*named, own) if name)

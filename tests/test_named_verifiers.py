@@ -12,7 +12,7 @@ import pytest
 import posttrain.verify
 from posttrain.cli import write_types
 from posttrain.cli.main import main
-from posttrain.config import Check
+from posttrain.config.inference import Check
 from posttrain.core.types import Invalid, UserError
 from posttrain.envs.check import check
 from posttrain.envs.play.env_outputs import Done

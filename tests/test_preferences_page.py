@@ -14,7 +14,7 @@ from endpoints import serving
 from items_place import read
 
 from posttrain.cli.main import _known
-from posttrain.config import VERBS
+from posttrain.config.verbs import VERBS
 
 PAGE = ROOT / "docs" / "guides" / "preferences.md"
 

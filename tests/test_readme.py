@@ -14,10 +14,10 @@ import pytest
 from documents import ROOT, blocks, run
 
 import posttrain.verify
+from posttrain.cli.command_table import COMMANDS
 from posttrain.cli.main import _known, app
-from posttrain.config import OF_GROWING, OF_RETRIEVERS, VERBS
-from posttrain.config.inference import ServeEngine
 from posttrain.config.row_options import Data
+from posttrain.config.verbs import VERBS, load
 from posttrain.core.option_aliases import ELSEWHERE
 from posttrain.envs.play.load_env import BUILTIN
 from posttrain.system.user_code import load_named
@@ -118,8 +118,8 @@ def test_every_verb_and_every_option_that_a_page_names_exists() -> None:
     verbs = set(re.findall(r"posttrain ([a-z-]+) (?:--|[A-Z]|runs/|\.\.\.)", SAID)) - {"import"}
     assert {"sft", "rl", "eval", "chat", "check", "algorithms"} <= verbs <= {name.lstrip("-") for name in app}
     known = {f"--{name.replace('_', '-')}" for verb in VERBS for name in _known(verb)}
-    growing = (*OF_RETRIEVERS, *OF_GROWING.values(), ServeEngine)
-    known |= {f"--{f.name.replace('_', '-')}" for config in growing for f in fields(config)}
+    others = [load(command.options) for command in COMMANDS if command.options]
+    known |= {f"--{f.name.replace('_', '-')}" for config in others for f in fields(config)}
     known |= {f"--no-{name[2:]}" for name in known}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", SAID.partition("## OpenRLHF")[0]))
     assert named <= known | WORDS, sorted(named - known - WORDS)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from posttrain.algorithms.all_algorithms import find
-from posttrain.config import VERBS
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL
+from posttrain.config.verbs import VERBS
 from posttrain.core.types import UserError
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.envs.builtin.word_problems import row_to_task
@@ -37,7 +37,7 @@ def script(name: str) -> ModuleType:
 def test_options_of_every_recipe_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for table, options in tomllib.loads(path.read_text()).items():
-        config: Any = filled(VERBS[table], options, f"[{table}] ")
+        config: Any = filled(VERBS[table].options, options, f"[{table}] ")
         validate(config)
         if isinstance(config, RL):
             adjust(find(config.algorithm), config)

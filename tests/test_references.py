@@ -32,7 +32,7 @@ from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder import causal
 from posttrain.models.native.decoder_writer import save_model
-from posttrain.training import open_learner
+from posttrain.training import open_learner, training_run
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.preferences import PreferenceExamples
 from posttrain.training.sources.reference_cache import Reference, mismatched, refer
@@ -236,7 +236,7 @@ def test_no_second_model_is_in_memory_after_the_start(
     assert not resume or main([*SHORTER, "--out", "run"]) == 0
     shutil.rmtree(cache, ignore_errors=True)
     made: list[weakref.ref[Any]] = []
-    load, trainer = open_learner.load_model, prefer.Trainer
+    load, trainer = open_learner.load_model, training_run.Trainer
 
     def noted(*given: Any, **options: Any) -> Any:
         model = load(*given, **options)
@@ -250,6 +250,6 @@ def test_no_second_model_is_in_memory_after_the_start(
 
     alive: list[int] = []
     monkeypatch.setattr(open_learner, "load_model", noted)
-    monkeypatch.setattr(prefer, "Trainer", counted)
+    monkeypatch.setattr(training_run, "Trainer", counted)
     assert main([*WORDS_OF_RUN, "--out", "run", *["--resume"][: int(resume)]]) == 0
     assert alive == [1] and len(made) == (3 if resume else 1), "on resume: once for the rows, once for those held out"

@@ -26,7 +26,7 @@ import posttrain.verify
 from posttrain.cli.command_table import COMMANDS
 from posttrain.cli.help_pages import HelpEntry, entries_of
 from posttrain.cli.main import app
-from posttrain.config import VERBS
+from posttrain.config.verbs import VERBS
 from posttrain.core.option_aliases import ELSEWHERE
 from posttrain.envs.play.load_env import BUILTIN
 from posttrain.runs import run_files

@@ -36,7 +36,7 @@ from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.verbs import rl
+from posttrain.training.training_run import run_training
 
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = 1e-12
@@ -221,7 +221,7 @@ def our_steps(folder: Path, size: Size) -> tuple[list[float], float]:
     memory, ends = Watch(size.device), Ends(size.rounds)
     also(lambda trained: leave(ends.reached()))
     with suppress(SystemExit):
-        rl.rl(config)
+        run_training(config)
     return ends.seconds, memory.most()
 
 

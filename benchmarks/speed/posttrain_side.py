@@ -38,8 +38,7 @@ from posttrain.training import trainer as course
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import FinishedStep
 from posttrain.training.sources.packing import collate, split_microbatches
-from posttrain.training.verbs import prefer, reward_model_training, rl
-from posttrain.training.verbs import sft as sft_verb
+from posttrain.training.training_run import run_training
 
 DECODED = 64  # tokens of each reply where decoding steps are timed
 
@@ -216,7 +215,7 @@ def grpo(line: Line, settings: dict[str, Any]) -> None:
         save_every=1_000_000,
     )
     _stepping(line, settings)
-    rl.rl(config)
+    run_training(config)
 
 
 def distill(line: Line, settings: dict[str, Any]) -> None:
@@ -243,7 +242,7 @@ def distill(line: Line, settings: dict[str, Any]) -> None:
         save_every=1_000_000,
     )
     _stepping(line, settings)
-    rl.rl(config)
+    run_training(config)
 
 
 def _stepping(line: Line, settings: dict[str, Any]) -> None:
@@ -283,17 +282,17 @@ def sft(line: Line, settings: dict[str, Any]) -> None:
         return None
 
     also(after)
-    sft_verb.sft(config)
+    run_training(config)
 
 
 def dpo(line: Line, settings: dict[str, Any]) -> None:
     """The trainer of `posttrain prefer`; what the reference says is found before the first step."""
-    prefer.prefer(Prefer(**_of_pairs(line, settings), lr=LEARNING_RATE))
+    run_training(Prefer(**_of_pairs(line, settings), lr=LEARNING_RATE))
 
 
 def reward(line: Line, settings: dict[str, Any]) -> None:
     """The trainer of `posttrain reward-model`."""
-    reward_model_training.reward_model(RewardModelling(**_of_pairs(line, settings), lr=LEARNING_RATE))
+    run_training(RewardModelling(**_of_pairs(line, settings), lr=LEARNING_RATE))
 
 
 def _of_pairs(line: Line, settings: dict[str, Any]) -> dict[str, Any]:

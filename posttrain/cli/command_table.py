@@ -1,11 +1,13 @@
-"""The commands of posttrain: where each is, what it does in a sentence, and how it is called.
+"""The commands of posttrain: the verbs of `config/verbs.py`, and those that take no configuration of rows.
 
-Nothing is imported here, so that `posttrain` and `posttrain --help` answer at once.
+Nothing heavy is imported here, so that `posttrain` and `posttrain --help` answer at once.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from posttrain.config.verbs import VERBS
 
 
 class Command(NamedTuple):
@@ -16,17 +18,35 @@ class Command(NamedTuple):
     heading: str
     help: str
     example: str  # what follows its name
+    options: str = ""  # module:class of its options
 
 
-COMMANDS = (
+def _verbs() -> list[Command]:
+    """The verbs as commands: those that train share one function."""
+    return [
+        Command(
+            name,
+            f"training_commands:{name}" if verb.learns else f"commands:{verb.python or name}",
+            verb.heading,
+            verb.help,
+            verb.example,
+            verb.config,
+        )
+        for name, verb in VERBS.items()
+    ]
+
+
+HEADINGS = {
+    "start": "Start",
+    "train": "Train",
+    "evaluate": "Evaluate and label",
+    "look": "Look into runs",
+    "serve": "Serve and convert",
+    "scale": "Scale and research",
+}
+_ALL = (
     Command("init", "init_command:init", "start", "Write the files of a first run: rows, reward, recipe.", "first"),
-    Command(
-        "check",
-        "commands:check",
-        "start",
-        "Run a reward or an environment on sample replies, before any training.",
-        "--tasks rows.jsonl --env my.py:reward",
-    ),
+    *_verbs(),
     Command(
         "algorithms",
         "inspect_commands:algorithms",
@@ -34,63 +54,7 @@ COMMANDS = (
         "List the algorithms, or show one: formula, paper, settings.",
         "grpo",
     ),
-    Command(
-        "sft",
-        "commands:sft",
-        "train",
-        "Supervised fine-tuning on responses, conversations or recorded episodes.",
-        "--tasks rows.jsonl --model MODEL --out runs/sft",
-    ),
-    Command(
-        "rl",
-        "commands:rl",
-        "train",
-        "Reinforcement learning from a reward function, a verifier or an environment.",
-        "--tasks rows.jsonl --env my.py:reward --model runs/sft",
-    ),
-    Command(
-        "prefer",
-        "commands:prefer",
-        "train",
-        "Learn from preferences without sampling (DPO and its family).",
-        "--tasks pairs.jsonl --model runs/sft --out runs/prefer",
-    ),
-    Command(
-        "reward-model",
-        "commands:reward_model",
-        "train",
-        "Train a reward model from pairs, rankings, labels or scores.",
-        "--tasks pairs.jsonl --model runs/sft --out runs/reward-model",
-    ),
-    Command(
-        "distill",
-        "commands:distill",
-        "train",
-        "On-policy distillation: the student samples, a teacher scores each token.",
-        "--tasks rows.jsonl --model runs/sft --teacher MODEL",
-    ),
-    Command(
-        "eval",
-        "commands:evaluate",
-        "evaluate",
-        "Mean reward, accuracy and pass@k on a set of tasks; --against compares two models.",
-        "--tasks test.jsonl --env my.py:reward --model runs/rl --against runs/sft",
-    ),
-    Command(
-        "sample",
-        "commands:sample",
-        "evaluate",
-        "Sample replies over a grid of settings: examples to label or to learn from.",
-        "--tasks rows.jsonl --model runs/sft --out items.jsonl",
-    ),
-    Command(
-        "label",
-        "commands:label",
-        "evaluate",
-        "Label replies with a reward model, a judge, a function or a person.",
-        "--items items.jsonl --with my.py:reward --pairs pairs.jsonl",
-    ),
-    Command("chat", "commands:chat", "evaluate", "Talk to a model.", "runs/rl"),
+    Command("chat", "commands:chat", "evaluate", "Talk to a model.", "runs/rl", "posttrain.config.inference:Chat"),
     Command("view", "inspect_commands:view", "look", "Browse runs: curves, rollouts, groups, every token.", "runs/rl"),
     Command(
         "rollouts",
@@ -114,6 +78,7 @@ COMMANDS = (
         "serve",
         "Serve a model over HTTP: token ids, OpenAI's chat and completions.",
         "--model runs/rl",
+        "posttrain.config.inference:ServePolicy",
     ),
     Command(
         "engine",
@@ -121,6 +86,7 @@ COMMANDS = (
         "serve",
         "Sample for runs on other machines, with the weights that they send.",
         "--model runs/sft --listen 0.0.0.0:7000",
+        "posttrain.config.inference:ServeEngine",
     ),
     Command(
         "retriever build",
@@ -128,6 +94,7 @@ COMMANDS = (
         "serve",
         "Build an index of passages: by words (BM25), or by vectors of an encoder.",
         "--passages passages.jsonl --out runs/index",
+        "posttrain.config.inference:RetrieverBuild",
     ),
     Command(
         "retriever serve",
@@ -135,6 +102,7 @@ COMMANDS = (
         "serve",
         "Serve an index over HTTP, with the protocol of Search-R1.",
         "runs/index",
+        "posttrain.config.inference:RetrieverServe",
     ),
     Command(
         "plan",
@@ -142,6 +110,7 @@ COMMANDS = (
         "scale",
         "Predict throughput on other machines from a pilot run: the best split of N GPUs.",
         "runs/pilot --gpus 8",
+        "posttrain.config.scale:Plan",
     ),
     Command(
         "launch",
@@ -149,6 +118,7 @@ COMMANDS = (
         "scale",
         "Print an sbatch script for a posttrain command.",
         "--slurm --nodes 2 --gpus-per-node 8 -- rl --tasks ... > job.sbatch",
+        "posttrain.config.scale:Launch",
     ),
     Command(
         "reproduce",
@@ -158,14 +128,7 @@ COMMANDS = (
         "clip-higher",
     ),
 )
-HEADINGS = {
-    "start": "Start",
-    "train": "Train",
-    "evaluate": "Evaluate and label",
-    "look": "Look into runs",
-    "serve": "Serve and convert",
-    "scale": "Scale and research",
-}
+COMMANDS = tuple(command for heading in HEADINGS for command in _ALL if command.heading == heading)
 FIRST = ("sft", "rl", "prefer", "eval")
 """The commands of the front page."""
 

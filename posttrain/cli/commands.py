@@ -1,23 +1,19 @@
-"""What the verbs of the command do: options in, a call of the front door, figures on the screen, an exit code out.
+"""The commands that do not train: options in, figures on the screen, an exit code out.
 
-Nothing heavy is imported before the verb that needs it runs, so that its --help answers at once.
+Nothing heavy is imported before a command that needs it runs, so that its --help answers at once.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
-from cyclopts import Parameter
-
-from posttrain.config import VERBS, Check
+from posttrain.cli.training_commands import Options, read, say
 from posttrain.config.inference import (
     Chat,
+    Check,
     Evaluation,
     Label,
     RetrieverBuild,
@@ -26,153 +22,13 @@ from posttrain.config.inference import (
     ServeEngine,
     ServePolicy,
 )
-from posttrain.config.resolve import AnyConfig, AnyTraining, check_bounds, validate
+from posttrain.config.resolve import check_bounds, validate
 from posttrain.config.scale import Launch, Plan
-from posttrain.config.training import RL, SFT, Distill, Prefer, RewardModelling, Training
+from posttrain.config.training import Training
+from posttrain.config.verbs import VERBS, training
 from posttrain.core import user_files
-from posttrain.core.doing import watch
-from posttrain.core.extras import install, lacking
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-
-if TYPE_CHECKING:
-    from posttrain.training.trainer import Run
-
-Options = Parameter(
-    name="*",
-    consume_multiple=True,
-    negative_iterable=(),
-    show_default=lambda value: None if value in (None, "", (), {}) else str(value),
-)
-
-
-def sft(*, config: Annotated[SFT, Options] = SFT()) -> int:  # noqa: B008  frozen
-    """Supervised fine-tuning on responses, conversations or recorded episodes."""
-    from posttrain.training.verbs import sft
-
-    return _trained(config, sft.sft)
-
-
-def _words(kind: type[Any]) -> type[Any]:
-    """A configuration as the command line takes it: the settings of its row as flags, left out by default, or as --set."""
-    hints = get_type_hints(kind)
-    annotations: dict[str, Any] = {f.name: hints[f.name] for f in fields(kind)}
-    annotations["settings"] = Annotated[dict[str, Any], Parameter(parse=False)]
-    own = {f.name: f if f.default is MISSING else f.default for f in fields(kind)}
-    for flag in kind.flags().values():
-        annotations[flag.name] = Annotated[flag.type | None, Parameter(help=flag.help)]
-        own[flag.name] = None
-    of_words = {**own, "__annotations__": annotations, "__doc__": ""}
-    return dataclass(frozen=True)(type(kind.__name__, (kind,), of_words))
-
-
-def _read(kind: type[AnyConfig], words: Any, places: Sequence[str]) -> AnyConfig:
-    """The configuration of these words, and of settings by their places."""
-    given = {name: getattr(words, name) for name in words.given}
-    chosen = {name: given.pop(name) for name in kind.flags() if name in given}
-    if chosen or places:
-        given["settings"] = {**chosen, **dict(map(_setting, places))}
-    return kind(**given)
-
-
-Places = Annotated[tuple[str, ...], Parameter(name="--set", negative_iterable=())]
-RLWords = _words(RL)
-
-
-def rl(
-    *,
-    config: Annotated[RLWords, Options] = RLWords(),  # type: ignore[valid-type]  # noqa: B008  frozen
-    set: Places = (),
-) -> int:
-    """Reinforcement learning from a reward function, a verifier or an environment.
-
-    Parameters
-    ----------
-    set
-        Change any setting of the algorithm by its place: --set surrogate.high=0.28 (posttrain algorithms NAME lists them).
-    """
-    from posttrain.training.verbs import rl
-
-    return _trained(_read(RL, config, set), rl.rl)
-
-
-PreferWords = _words(Prefer)
-
-
-def prefer(
-    *,
-    config: Annotated[PreferWords, Options] = PreferWords(),  # type: ignore[valid-type]  # noqa: B008  frozen
-    set: Places = (),
-) -> int:
-    """Learn from preferences without sampling (DPO and its family).
-
-    Parameters
-    ----------
-    set
-        Change any setting of the algorithm by its place: --set link.beta=0.2 (posttrain algorithms NAME lists them).
-    """
-    from posttrain.training.verbs import prefer
-
-    return _trained(_read(Prefer, config, set), prefer.prefer)
-
-
-RewardWords = _words(RewardModelling)
-
-
-def reward_model(
-    *,
-    config: Annotated[RewardWords, Options] = RewardWords(),  # type: ignore[valid-type]  # noqa: B008  frozen
-    set: Places = (),
-) -> int:
-    """Train a reward model from pairs, rankings, labels or scores of responses, or from labels of their steps.
-
-    Parameters
-    ----------
-    set
-        Change any setting of the algorithm by its place: --set margin.constant=0.5 (posttrain algorithms NAME lists them).
-    """
-    from posttrain.runs.run_files import REPORT
-    from posttrain.training.verbs import reward_model_training
-
-    def trained(config: RewardModelling) -> Run:
-        run = reward_model_training.reward_model(config)
-        if (run.path / REPORT).exists() and _speaks():
-            _say(
-                *reward_model_training.lines(reward_model_training.read_report(run.path)),
-                f"report      {run.path / REPORT}",
-            )
-        return run
-
-    return _trained(_read(RewardModelling, config, set), trained)
-
-
-DistillWords = _words(Distill)
-
-
-def distill(
-    *,
-    config: Annotated[DistillWords, Options] = DistillWords(),  # type: ignore[valid-type]  # noqa: B008  frozen
-    set: Places = (),
-) -> int:
-    """On-policy distillation: the student samples, a teacher scores each token.
-
-    Parameters
-    ----------
-    set
-        Change any setting of the algorithm by its place: --set teacher.coefficient=0.5 (posttrain algorithms NAME lists
-        them).
-    """
-    from posttrain.training.verbs import rl
-
-    return _trained(_read(Distill, config, set), rl.rl)
-
-
-def _setting(text: str) -> tuple[str, str]:
-    """ "surrogate.high=0.28" -> ("surrogate.high", "0.28")."""
-    name, equals, value = text.partition("=")
-    if not (name.strip() and equals):
-        raise UserError(f"--set {text}: write --set PLACE=VALUE, such as --set surrogate.high=0.28")
-    return name.strip(), value.strip()
 
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
@@ -194,14 +50,12 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     title = f"{found.figures['tasks']} tasks, {config.samples} samples each"
     table(title, ["", *(str(model) for model, _ in sides)], rows)
     for name, difference in (found.differences or {}).items():
-        _say(
-            f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}"
-        )
+        say(f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}")
     reasons: dict[str, dict[str, None]] = {}  # why there is no interval -> of which figures
     for name, figure in [(n, side[n]) for side in (found.figures, found.against or {}) for n in names if n in side]:
         if "why" in figure:
             reasons.setdefault(figure["why"], {})[name] = None
-    _say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
+    say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
     if config.out:
         evaluate.save(found, Path(config.out))
     return 0
@@ -212,7 +66,7 @@ def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B0
     from posttrain.training.verbs import sample
 
     found = sample.sample(config)
-    _say(*found.notes, f"items       {found.items} prompts: {found.path}")
+    say(*found.notes, f"items       {found.items} prompts: {found.path}")
     return 0
 
 
@@ -236,7 +90,7 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
         ("best", found.best, config.best),
         ("pairs", found.pairs, config.pairs),
     ]
-    _say(*found.notes, *(f"{name:<11} {n} rows: {file}" for name, n, file in files if file and n is not None))
+    say(*found.notes, *(f"{name:<11} {n} rows: {file}" for name, n, file in files if file and n is not None))
     return 0
 
 
@@ -412,7 +266,7 @@ def _training_of(command: list[str]) -> Training:
 
     from posttrain.cli import main
 
-    kinds = [name for name, kind in VERBS.items() if issubclass(kind, Training)]
+    kinds = list(training())
     if command and command[0] == "posttrain":
         raise UserError(
             f"leave out the word posttrain behind the two dashes: -- {' '.join(command[1:2] or kinds[:1])} ..."
@@ -426,75 +280,8 @@ def _training_of(command: list[str]) -> Training:
         _, bound, _ = main.app.parse_args(main.prepared(command), exit_on_error=False, print_error=False)
     except CycloptsError as error:
         raise UserError(f"posttrain {command[0]}: {one_line(error)}") from error
-    config = bound.arguments.get("config") or VERBS[command[0]]()
-    if isinstance(config, RL | Prefer | RewardModelling):
-        config = _read(VERBS[command[0]], config, bound.arguments.get("set", ()))
-    assert isinstance(config, Training)
+    kind = VERBS[command[0]].options
+    config: Training = read(kind, bound.arguments.get("config") or kind(), bound.arguments.get("set", ()))
     if not config.resume:
         validate(config)
     return config
-
-
-def _speaks() -> bool:
-    """Whether this process is the one of a run that prints."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
-    """Train, in this process or in several, and say how it ended."""
-    check_bounds(config)
-    if config.quiet:
-        watch(None)
-    if config.processes > 1 and "RANK" not in os.environ:
-        if not config.resume:
-            validate(config)
-        from posttrain.cli.launch_processes import launch
-
-        return launch(config)
-    run = train(config)
-    return _ended(config.verb, run) if _speaks() else 3 if run.stopped else 130 if run.interrupted else 0
-
-
-def _ended(verb: str, run: Run) -> int:
-    final = run.final
-    shown = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "divergence", "eval/divergence", "kl")
-    figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
-    _say(
-        ": ".join(
-            ["stopped" if run.stopped else "interrupted" if run.interrupted else "done", *filter(None, [figures])]
-        )
-    )
-    _say(f"checkpoint  {run.checkpoint}")
-    _say(f"curves      {run.path / 'curves.png'}")
-    path = quote(str(run.path))
-    if any((run.path / "rollouts").glob("step-*")):
-        _say(f"rollouts    {run.path / 'rollouts'}")
-        _say(*_looked_at(path))
-    if run.stopped:
-        _say(f"stopped     {run.stopped}")
-        _say(f"continue    posttrain {verb} --out {path} --resume")
-        return 3
-    if run.interrupted:
-        _say(f"continue    posttrain {verb} --out {path} --resume")
-        return 130
-    if verb == "reward-model":
-        _say(f"ask it      posttrain rl --reward-model {path} ..., or label --with reward-model={path}")
-    else:
-        _say(f"talk to it  posttrain chat {path}")
-    return 0
-
-
-def _say(*lines: str) -> None:
-    """Print lines, on a terminal broken between words; what follows the first part stands beside the label."""
-    from posttrain.runs.terminal.output import Output, columns, wrapped
-
-    width = columns(Output(sys.stdout))
-    for line in "\n".join(lines).split("\n") if lines else ():
-        print(wrapped(line, width, 12))
-
-
-def _looked_at(path: str) -> list[str]:
-    """How a run's rollouts are looked at: in a browser, or where that is not installed in the terminal."""
-    if not lacking("view"):
-        return [f"look at it  posttrain view {path}"]
-    return [f"look at it  posttrain rollouts {path}", f"or          {install('view')}, then posttrain view {path}"]

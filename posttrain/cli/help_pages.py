@@ -14,6 +14,8 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 from posttrain.cli.command_table import COMMANDS, FIRST, HEADINGS, Command, command_of
+from posttrain.config.verbs import VERBS
+from posttrain.core.extras import runnable
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -70,7 +72,7 @@ def _front_page() -> list[str]:
         *_listed([by_name[name] for name in FIRST]),
         "",
         "Look into a run, while it goes on or later:",
-        "  posttrain view runs/rl",
+        f"  {runnable('posttrain view runs/rl')}",
         "",
         "Help:",
         *beside("posttrain --help", "all commands", 24),
@@ -137,7 +139,6 @@ def _typed(line: str) -> list[str]:
 
 def entries_of(app: App, command: Command) -> list[HelpEntry]:
     """The arguments and options of a command, those of a group together, in the order of `GROUPS`."""
-    from posttrain.config import VERBS
     from posttrain.config.option_groups import GROUPS, options_of
 
     for word in command.name.split():
@@ -145,7 +146,7 @@ def entries_of(app: App, command: Command) -> list[HelpEntry]:
     arguments = list(app.assemble_argument_collection(parse_docstring=True))
     kinds = [a.hint for a in arguments if isinstance(a.hint, type) and is_dataclass(a.hint)]
     declared = {option.name: option for kind in kinds for option in options_of(kind)}
-    flags = VERBS[command.name].flags() if command.name in VERBS else {}
+    flags = VERBS[command.name].options.flags() if command.name in VERBS else {}
     found = []
     for argument in arguments:
         if argument.hint in kinds or not argument.show:

@@ -27,6 +27,7 @@ from cyclopts.exceptions import (
 
 from posttrain import __version__
 from posttrain.cli.command_table import COMMANDS, is_heading
+from posttrain.config.verbs import VERBS, load, training
 from posttrain.core import user_files
 from posttrain.core.doing import doing, watch
 from posttrain.core.messages import inline
@@ -128,8 +129,6 @@ def prepared(words: list[str]) -> list[str]:
 
 def _unknown(option: str, words: list[str]) -> str:
     """What is said of an option that a command does not have."""
-    from posttrain.config import VERBS
-
     verb, *rest = words
     if verb == "launch" and "--" not in rest and (command := next((word for word in rest if word in VERBS), None)):
         return f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {command} ..."
@@ -140,8 +139,6 @@ def _unknown(option: str, words: list[str]) -> str:
 
 def _unused(word: str, verb: str) -> str:
     """What is said of a word that no option asked for."""
-    from posttrain.config import VERBS
-
     if verb == "query":
         return 'the question stands in quotes: posttrain query RUN "select ..."'
     name, equals, _ = word.partition("=")
@@ -198,7 +195,7 @@ def entry() -> None:
     if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # whoever read it had not seen enough
         print(f"posttrain: standard output could not be written: {os.strerror(lost)}", file=sys.stderr)
         code = code or (
-            0 if sys.argv[1:2] in (["sft"], ["prefer"], ["reward-model"], ["rl"], ["distill"]) else 2
+            0 if sys.argv[1:2] and sys.argv[1] in training() else 2
         )  # everything that a run says is in its folder too
     sys.stderr.flush()
     sys.exit(code)
@@ -264,13 +261,12 @@ def _refuse_fractions(arguments: list[str]) -> list[str]:
 
 def _whole_numbers(verb: str) -> frozenset[str]:
     """The options of a verb that are whole numbers."""
-    from posttrain.config import OF_GROWING, OF_RETRIEVERS, VERBS
-
-    if verb not in VERBS:
-        others = OF_RETRIEVERS if verb == "retriever" else filter(None, [OF_GROWING.get(verb)])
-        kinds = {n: k for c in others for n, k in get_type_hints(c).items()}
-    else:
-        kinds = get_type_hints(VERBS[verb]) | {name: flag.type for name, flag in VERBS[verb].flags().items()}
+    kinds: dict[str, Any] = {}
+    for command in COMMANDS:
+        if command.options and verb in (command.name, command.name.split()[0]):
+            kinds |= get_type_hints(load(command.options))
+    if verb in VERBS:
+        kinds |= {name: flag.type for name, flag in VERBS[verb].options.flags().items()}
     return frozenset(name for name, kind in kinds.items() if kind is int or int in get_args(kind))
 
 
@@ -289,8 +285,6 @@ def _unescaped(arguments: list[str]) -> list[str]:
 
 def _take_defaults(file: Path, verb: str) -> None:
     from cyclopts.config import Dict
-
-    from posttrain.config import VERBS
 
     if verb not in VERBS:
         raise UserError(f"--config goes with {', '.join(VERBS)}: posttrain rl --config recipe.toml")
@@ -314,8 +308,6 @@ def _as_words(own: Any) -> Any:
 
 def _read_recipe(file: Path) -> dict[str, Any]:
     import tomllib
-
-    from posttrain.config import VERBS
 
     try:
         content = tomllib.loads(user_files.text(file))
@@ -345,13 +337,11 @@ def _known(verb: str) -> list[str]:
     """The names of all options of a verb that takes a configuration."""
     from dataclasses import fields
 
-    from posttrain.config import VERBS
-
-    return [*(f.name.rstrip("_") for f in fields(VERBS[verb])), *VERBS[verb].flags()]
+    kind = VERBS[verb].options
+    return [*(f.name.rstrip("_") for f in fields(kind)), *kind.flags()]
 
 
 def _suggested(word: str, verb: str) -> str:
-    from posttrain.config import VERBS
     from posttrain.core.option_aliases import suggestion
 
     return (suggestion(word, _known(verb)) if verb in VERBS else "") or f": see posttrain {verb} --help-all"

@@ -1,19 +1,24 @@
-"""Writes `posttrain/typed.py`, which tells editors the options of the front door: python -m posttrain.cli.write_types"""
+"""Write `posttrain/__init__.pyi`, the types of the Python functions for editors: python -m posttrain.cli.write_types"""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from posttrain.config.inference import Evaluation, Label, Sample
 from posttrain.config.option_groups import OptionGroup, help_of
-from posttrain.config.training import RL, SFT, Distill, Prefer, RewardModelling
+from posttrain.config.verbs import OPTION_OF, VERBS, Verb, load
 from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, described
 
-GIVEN = {"tasks", "env", "model", "teacher", "items", "with_", "human", "rater", "agreement"}
-"""What the functions of the front door take by position, if at all."""
+BY_HAND = {"human", "rater", "agreement"}
+"""Options that only the command line has: they need a terminal, or print."""
+
+ROWS, ENV, PATH = "Rows", "str | Callable[..., Any]", "str | PathLike[str]"
+PARAMETERS = {"tasks": ROWS, "items": ROWS, "env": ENV, "by": ENV, "model": PATH, "teacher": PATH}
+"""Types of what the functions take by position."""
 
 VERIFIERS_HEAD = """# Verifiers by name
 
@@ -37,23 +42,60 @@ likes: `--fields.answer solution`. Accuracy and pass@k count full marks as right
 |---|---|---|---|
 """
 
-HEAD = '''"""The options of the front door, for editors.
+HEAD = '''"""posttrain: reinforcement-learning post-training for language models.
 
-Written by `python -m posttrain.cli.write_types` from where the options are declared.
+Written by `python -m posttrain.cli.write_types` from where verbs and options are declared.
 """
 
-from __future__ import annotations
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, TypedDict, Unpack
 
-from typing import Any, Literal, TypedDict
+{imports}
+
+__all__ = {exported}
+__version__: str
+Rows = str | PathLike[str] | Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
+"""A file, folder or dataset by its name; rows in memory; a generator; a function that makes rows without end."""
 
 '''
 
 
 def text() -> str:
     """The whole file."""
-    kinds = (SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Sample, Label)
+    posttrain = import_module("posttrain")  # which no module of the package imports
+    verbs = {name: verb for name, verb in VERBS.items() if verb.function}
+    kinds = [verb.options for verb in verbs.values()]
     every = dict.fromkeys(part for kind in kinds for part in reversed(kind.__mro__) if _has_options(part))
-    return HEAD + "\n\n".join(_of(kind) for kind in every)
+    exported = [name for name in posttrain.__all__ if name not in posttrain.FUNCTIONS]
+    imports = [f"from {posttrain.LATER.get(n, 'posttrain.core.types')} import {n} as {n}" for n in exported]
+    functions, results = [], dict[str, None]()
+    for name, verb in verbs.items():
+        result = _result(verb)
+        results[f"from {result.__module__} import {result.__name__}"] = None
+        called = verb.python or name.replace("-", "_")
+        functions.append(_function(getattr(posttrain, called), verb, result.__name__))
+    listed = "\n".join(["[", *(f'    "{name}",' for name in posttrain.__all__), "]"])
+    head = HEAD.replace("{imports}", "\n".join([*imports, *results])).replace("{exported}", listed)
+    return head + "\n\n".join([*(_of(kind) for kind in every), *functions])
+
+
+def _result(verb: Verb) -> type[Any]:
+    """The class of what the verb's function returns."""
+    from posttrain.training.training_run import run_training
+
+    result: type[Any] = get_type_hints(run_training if verb.learns else load(verb.function))["return"]
+    return result
+
+
+def _function(function: Any, verb: Verb, result: str) -> str:
+    first, *others = verb.given
+    several = isinstance(getattr(verb.options, "model", None), tuple)
+    types = {**PARAMETERS, "model": f"{PATH} | Sequence[str]" if several else PATH}
+    given = [f"{first}: {types[first]}", *(f"{other}: {types[other]} | None = None" for other in others)]
+    options = f"**options: Unpack[{_titled(verb.options)}]"
+    about = textwrap.indent(f'"""{function.__doc__}"""', "    ")
+    return f"def {function.__name__}({', '.join([*given, options])}) -> {result}:\n{about}\n    ...\n"
 
 
 def _has_options(kind: type[Any]) -> bool:
@@ -64,14 +106,18 @@ def _of(kind: type[Any]) -> str:
     """The options that `kind` adds to those of the classes that it extends."""
     hints, above = get_type_hints(kind), [base for base in kind.__bases__ if _has_options(base)]
     known = {f.name for base in above for f in fields(base)}
-    names = [f.name for f in fields(kind) if f.name not in known | GIVEN]
-    names += [name for name in ("model", "env") if kind is SFT]  # `sft` takes the tasks alone
+    own = next((verb for verb in VERBS.values() if verb.options is kind), None)
+    first = {*PARAMETERS, *OPTION_OF.values()}  # what some function takes by position
+    names = [f.name for f in fields(kind) if f.name not in known | BY_HAND | first]
+    if own is not None:
+        given = {*own.given, *(OPTION_OF.get(name, name) for name in own.given)}
+        names += [f.name for f in fields(kind) if f.name in first - given]
     told = {name: (_said(hints[name]), help_of(kind, name)) for name in names}
-    flags = kind.flags() if "settings" in {f.name for f in fields(kind)} - GIVEN and hasattr(kind, "flags") else {}
+    flags = kind.flags() if hasattr(kind, "flags") and "settings" in {f.name for f in fields(kind)} else {}
     inherited = {name for base in above if hasattr(base, "flags") for name in base.flags()}
     told |= {flag.name: (_said(flag.type), flag.help) for flag in flags.values() if flag.name not in inherited}
     extended = ", ".join(f"{_titled(base)}" for base in above) or "TypedDict"
-    verbs = f"posttrain {kind.verb}" if "verb" in vars(kind) else "several verbs"
+    verbs = next((f"posttrain {name}" for name, verb in VERBS.items() if verb is own), "several verbs")
     lines = [f"class {_titled(kind)}({extended}, total=False):", f'    """Options of {verbs}."""', ""]
     for name, (hint, help) in told.items():
         lines += [f"    {name}: {hint}", textwrap.indent(textwrap.fill(f'"""{help}"""', 116), "    ")]
@@ -107,11 +153,21 @@ def verifiers_page() -> str:
     return VERIFIERS_HEAD + rows.replace("|n - target|", "distance from the target") + "\n"
 
 
+def script() -> str:
+    """What each verb learns from, for the pages of posttrain view."""
+    learns = {name: verb.learns for name, verb in VERBS.items()}
+    return (
+        "// Written by `python -m posttrain.cli.write_types`: verb -> what it learns from.\n\n"
+        f"export const LEARNS = {json.dumps(learns)};\n"
+    )
+
+
 if __name__ == "__main__":
     import subprocess
     import sys
 
-    place = Path(__file__).resolve().parents[1] / "typed.py"
+    place = Path(__file__).resolve().parents[1] / "__init__.pyi"
     place.write_text(text(), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "ruff", "format", "-q", str(place)], check=False)
+    (place.parent / "apps" / "view" / "static" / "verbs.js").write_text(script(), encoding="utf-8")
     (place.parents[1] / "docs" / "guides" / "verifiers-by-name.md").write_text(verifiers_page(), encoding="utf-8")

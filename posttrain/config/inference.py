@@ -37,7 +37,6 @@ class Evaluation(
 ):
     """Mean reward, accuracy and pass@k on a set of tasks, with 95% confidence intervals."""
 
-    verb = "eval"
     model: str = option("", group="model", first_hour=True, value="FOLDER")
     """Model to evaluate: the folder of a checkpoint or of a run."""
     against: str | None = option(None, group="model", first_hour=True, value="FOLDER")
@@ -130,7 +129,6 @@ class ServeEngine(HardwareGroup):
 class Check(ServiceGroup, EnvLimitGroup, Data):
     """Run a reward or an environment on sample replies, before any training."""
 
-    verb = "check"
     model: str | None = option(None, group="model", first_hour=True, value="FOLDER")
     """Also test what this model's tokenizer and chat template make of prompts, and whether they fit its context. The
     folder of a checkpoint or of a run; no weights are read."""
@@ -148,7 +146,6 @@ class Check(ServiceGroup, EnvLimitGroup, Data):
 class Sample(ReplicaGroup, HardwareGroup, ServiceGroup, EnvWorkerGroup, Data, group="sampling"):
     """Sample replies to every prompt over a grid of settings: examples to label or to learn from."""
 
-    verb = "sample"
     model: tuple[str, ...] = option((), group="model", first_hour=True, value="FOLDER")
     """Model to sample from: the folder of a checkpoint or of a run. Of several, each replies to every prompt; all are
     in memory at once."""
@@ -192,7 +189,6 @@ class Sample(ReplicaGroup, HardwareGroup, ServiceGroup, EnvWorkerGroup, Data, gr
 class Label(EnvWorkerGroup, SeedGroup, FromRows, group="labels"):
     """Label replies with a reward model, a judge, a function or a person; write the best ones, or pairs."""
 
-    verb = "label"
     tasks: str = option("", first_hour=False)
     """Another name of --items."""
     items: str = option("", group="data", first_hour=True, value="ROWS")

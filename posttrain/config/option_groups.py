@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from typing import Any, ClassVar, get_type_hints
 
-from posttrain.core.component import OptionShown
+from posttrain.core.component import OnResume, OptionShown
 
 GROUPS = (
     "data",
@@ -52,6 +52,7 @@ class DescribedOption:
     help: str  # in one line
     type: Any
     default: Any
+    on_resume: OnResume
 
 
 def options_of(kind: type[Any]) -> list[DescribedOption]:
@@ -76,7 +77,13 @@ def _described(kind: type[Any], f: Any, hint: Any) -> DescribedOption:
         help_of(kind, f.name),
         hint,
         default,
+        next((s.on_resume for s in shown if s.on_resume), "fixed"),
     )
+
+
+def on_resume(kind: type[Any], what: OnResume) -> set[str]:
+    """The options of a class that a resumed run treats so."""
+    return {option.name for option in options_of(kind) if option.on_resume == what}
 
 
 def _group_of(kind: type[Any], name: str) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from posttrain.config import FREE_TO_CHANGE, OF_ONE_CALL, Check
-from posttrain.config.inference import Chat, Evaluation, Label, Sample, ServeEngine, ServePolicy
+from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, ServeEngine, ServePolicy
+from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.service_options import LABELLERS, SERVICES, named_services
 from posttrain.config.training import RL, Distill, Prefer, RewardModelling, Training
@@ -192,7 +192,8 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     for name, value in recorded.items():
         if not fits(tuple(value) if isinstance(value, list) else value, kinds[name]):  # JSON has no tuples
             raise UserError(f"{config.out}/run.json is damaged ({name} is {str(value)[:40]!r}): put a copy of it back")
-    fixed = sorted(config.given - OF_ONE_CALL - FREE_TO_CHANGE)
+    anew, free = (on_resume(type(config), what) for what in ("anew", "free"))
+    fixed = sorted(config.given - anew - free)
     pairs = [(name, now[name], recorded.get(name)) for name in fixed if name != "settings"]
     if "settings" in fixed:
         before = recorded.get("settings", {})
@@ -204,7 +205,7 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
             f"cannot resume {config.out} with other options ({other}): leave them out, or start "
             "a new run without --resume in another --out"
         )
-    ours = OF_ONE_CALL | (config.given & FREE_TO_CHANGE)
+    ours = anew | (config.given & free)
     kept = {name: tuple(v) if isinstance(v, list) else v for name, v in recorded.items() if name not in ours}
     chosen: Any = {**kept, **{name: getattr(config, name) for name in ours}}
     return type(config)(**chosen)

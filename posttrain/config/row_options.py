@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 from posttrain.algorithms.row import Row
 from posttrain.algorithms.settings import Flag, flags
 from posttrain.config.option_groups import OptionGroup
+from posttrain.config.verbs import name_of
 from posttrain.core.component import option
 
 Precision = Literal["float32", "bfloat16"]
@@ -15,8 +16,12 @@ Precision = Literal["float32", "bfloat16"]
 class FromRows(OptionGroup, group="data"):
     """Where rows come from."""
 
-    verb: ClassVar[str]  # of the command line, and the table of a recipe
     row: ClassVar[type[Row] | None] = None  # of which kind the rows are whose settings are options of this verb too
+
+    @property
+    def verb(self) -> str:
+        """The name of its verb: of the command line, and of the table of a recipe."""
+        return name_of(type(self))
 
     @classmethod
     def flags(cls) -> dict[str, Flag]:

@@ -44,9 +44,9 @@ class EpisodeGroup(OptionGroup, group="environment"):
 class EnvLimitGroup(OptionGroup, group="environment"):
     """What the code of an environment may take."""
 
-    env_timeout: float = option(10.0, above=0, most=86_400, value="SECONDS")
+    env_timeout: float = option(10.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of one call of the environment, in seconds. A call that exceeds it makes the reward invalid."""
-    env_memory: float = option(4.0, least=0, value="GIB")
+    env_memory: float = option(4.0, least=0, value="GIB", on_resume="free")
     """Memory limit of an environment process, in GiB (0: none). Beyond it the reward is invalid."""
 
 
@@ -54,7 +54,7 @@ class EnvLimitGroup(OptionGroup, group="environment"):
 class EnvWorkerGroup(EnvLimitGroup, group="environment"):
     """Processes for environments, and what each may take."""
 
-    env_workers: int | None = option(None, least=0, most=1024)
+    env_workers: int | None = option(None, least=0, most=1024, on_resume="free")
     """Environment processes. Default: one per CPU core. 0 runs the environment in this process, without limits: for
     debuggers."""
 
@@ -63,7 +63,7 @@ class EnvWorkerGroup(EnvLimitGroup, group="environment"):
 class RetrieverGroup(OptionGroup, group="environment"):
     """Where passages come from."""
 
-    retriever: tuple[str, ...] = option((), value="INDEX")
+    retriever: tuple[str, ...] = option((), value="INDEX", on_resume="free")
     """Index that environments search: a folder made by posttrain retriever build, or the address of a server. The
     server speaks Search-R1's protocol: http://host:8000. Name several with NAME=FOLDER."""
 
@@ -110,7 +110,7 @@ class ReplicaGroup(OptionGroup, group="scale"):
 
     slots: int = option(256, above=0)
     """Replies that are decoded at once: bounds the memory of the KV cache."""
-    replicas: int = option(0, least=0, most=1024)
+    replicas: int = option(0, least=0, most=1024, on_resume="free")
     """Sampling engines, each in a process of its own with a copy of the weights (0: none). An engine that dies is
     restarted. Samples do not depend on their number. With 0, the local engine shares this process, and vLLM has
     one."""
@@ -124,7 +124,7 @@ class HardwareGroup(OptionGroup, group="scale"):
     """Where to compute: auto, cpu, cuda, cuda:1 ..."""
     precision: Precision = "float32"
     """Arithmetic of forward and backward passes. Weights and optimizer state stay in float32."""
-    threads: int | None = option(None, above=0)
+    threads: int | None = option(None, above=0, on_resume="free")
     """CPU threads. Default: PyTorch's choice."""
     compiled: bool = True
     """On a CPU, compile the inner loops, if there is a C compiler. --no-compiled uses plain PyTorch operations."""

@@ -79,14 +79,14 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
 class ProcessesGroup(OptionGroup, group="scale"):
     """Several processes that train one model."""
 
-    processes: int = option(1, above=0, most=1024, first_hour=True)
+    processes: int = option(1, above=0, most=1024, first_hour=True, on_resume="anew")
     """Training processes on this machine, data parallel: each holds the whole model unless --shard. On several
     machines, start one process each with torchrun."""
-    shard: bool = False
+    shard: bool = option(False, on_resume="anew")
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
-    collective_timeout: float = option(600.0, above=0, most=86_400, value="SECONDS")
+    collective_timeout: float = option(600.0, above=0, most=86_400, value="SECONDS", on_resume="anew")
     """Timeout for collective operations, in seconds: a process that takes longer is considered lost."""
-    restarts: int = option(0, least=0)
+    restarts: int = option(0, least=0, on_resume="anew")
     """Restarts after a crash, from the newest checkpoint. Needs --processes above 1."""
 
 
@@ -94,30 +94,30 @@ class ProcessesGroup(OptionGroup, group="scale"):
 class RunGroup(OptionGroup, group="record"):
     """The folder of the run, what is written into it, and what is watched."""
 
-    out: str = option("runs/latest", first_hour=True, value="FOLDER")
+    out: str = option("runs/latest", first_hour=True, value="FOLDER", on_resume="anew")
     """Folder of the run, to be created."""
-    resume: bool = option(False, first_hour=True)
+    resume: bool = option(False, first_hour=True, on_resume="anew")
     """Continue the run in --out from its newest intact checkpoint, bit for bit."""
-    overwrite: bool = option(False, first_hour=True)
+    overwrite: bool = option(False, first_hour=True, on_resume="anew")
     """Delete the run that is in --out and start anew."""
-    accept_changes: bool = False
+    accept_changes: bool = option(False, on_resume="anew")
     """With --resume: accept that tasks, model or reward have changed, or that a part of the record is lost. run.json notes
     it."""
-    save_every: int = option(50, above=0)
+    save_every: int = option(50, above=0, on_resume="free")
     """Steps between checkpoints. One more is written at the end."""
-    keep: int = option(2, above=0)
+    keep: int = option(2, above=0, on_resume="free")
     """Checkpoints to keep, the newest ones."""
-    record: Literal["tokens", "sample", "full"] = "sample"
+    record: Literal["tokens", "sample", "full"] = option("sample", on_resume="free")
     """Per-token data to record. tokens: ids and the sampler's log-probabilities. sample: for 8 groups a step, also
     what the update computed (log-probabilities of learner and reference, entropy, weight in the loss). full: the same
     for all groups. Results do not depend on it."""
-    record_after: bool = False
+    record_after: bool = option(False, on_resume="free")
     """Also record log-probabilities after the step's update: one more forward pass over the groups of --record."""
-    health: Literal["warn", "stop", "log", "off"] = "warn"
+    health: Literal["warn", "stop", "log", "off"] = option("warn", on_resume="free")
     """Reaction to trouble: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped updates.
     stop saves a checkpoint first. After 5 steps in a row whose gradients were all not finite, the run stops, unless
     this is off."""
-    quiet: bool = False
+    quiet: bool = option(False, on_resume="anew")
     """Show no progress."""
 
 
@@ -135,7 +135,7 @@ class Passes(Training, group="optimisation"):
 
     epochs: float = option(1.0, above=0, first_hour=True)
     """Passes over the rows."""
-    steps: int | None = option(None, above=0, first_hour=True)
+    steps: int | None = option(None, above=0, first_hour=True, on_resume="free")
     """Optimizer updates, instead of --epochs. Required for rows without end."""
     rows: int = option(32, above=0, first_hour=True)
     """Batch size: prompts per optimizer update, each with all of its responses."""
@@ -146,7 +146,6 @@ class Passes(Training, group="optimisation"):
 class SFT(EnvLimitGroup, RetrieverGroup, Passes):
     """Supervised fine-tuning on responses, conversations or recorded episodes."""
 
-    verb = "sft"
     out: str = "runs/sft"
     rows: int = option(16, above=0)
     """Batch size: rows per optimizer update."""
@@ -187,7 +186,6 @@ class AlgorithmGroup(OptionGroup, group="algorithm"):
 class Prefer(AlgorithmGroup, Passes):
     """Learn from preferences without sampling (DPO and its family)."""
 
-    verb = "prefer"
     row = Preference
     out: str = "runs/prefer"
     algorithm: str = "dpo"
@@ -199,7 +197,6 @@ class Prefer(AlgorithmGroup, Passes):
 class RewardModelling(AlgorithmGroup, Passes):
     """Train a reward model: a language model with a head that scores replies."""
 
-    verb = "reward-model"
     row = Scoring
     out: str = "runs/reward-model"
     algorithm: str = "bradley-terry"
@@ -222,24 +219,24 @@ class EngineGroup(ReplicaGroup, group="scale"):
     engine_cache: float = option(4.0, above=0, value="GIB")
     """KV cache limit in GiB: of vLLM, or of what the local engine keeps of episodes between turns. What the local
     engine drops is computed again, to the same bits."""
-    engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS")
+    engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, an engine
     of several is restarted; a single one ends the run."""
-    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
+    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = option("copied", on_resume="free")
     """Transport of new weights to vLLM. copied: all of them through host memory, adapters merged. adapter: with
     --lora, the base once and then only the adapters. nccl, ipc: with --replicas, from GPU to GPU, or within one GPU;
     these two are vLLM's own and have not been tried on GPUs yet."""
-    launch: Literal["local", "ray"] = "local"
+    launch: Literal["local", "ray"] = option("local", on_resume="free")
     """Where --replicas run: on this machine, or wherever a Ray cluster has room. RAY_ADDRESS names the cluster;
     without it, one is started here. All machines must see --out under the same path."""
-    replica_cpus: float = option(1.0, above=0, most=1024)
+    replica_cpus: float = option(1.0, above=0, most=1024, on_resume="free")
     """--launch ray: CPUs for each replica. With --device cuda it also takes a GPU."""
-    engines: tuple[str, ...] = option((), value="HOST:PORT")
+    engines: tuple[str, ...] = option((), value="HOST:PORT", on_resume="free")
     """Sample with engines that listen here or on other machines (posttrain engine --listen). They must see --out
     under the same path."""
-    engine_token: str | None = option(None, value="FILE")
+    engine_token: str | None = option(None, value="FILE", on_resume="free")
     """File with the secret for --engines. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
-    engine_restarts: int = option(5, least=0)
+    engine_restarts: int = option(5, least=0, on_resume="free")
     """Consecutive restarts of an engine before it is given up. When none is left, the run saves and ends."""
 
 
@@ -247,7 +244,6 @@ class EngineGroup(ReplicaGroup, group="scale"):
 class RL(AlgorithmGroup, EngineGroup, ServiceGroup, EnvWorkerGroup, EpisodeGroup, SamplingGroup, Training):
     """Reinforcement learning from a reward function, a verifier or an environment."""
 
-    verb = "rl"
     row = Algorithm
     out: str = "runs/rl"
     algorithm: str = "grpo"
@@ -260,7 +256,7 @@ class RL(AlgorithmGroup, EngineGroup, ServiceGroup, EnvWorkerGroup, EpisodeGroup
     """Peak learning rate of the critic. Default: --lr."""
     ptx: str | None = option(None, group="algorithm", value="ROWS")
     """Rows whose likelihood is part of every update (ppo-ptx): texts, or prompts with responses."""
-    steps: int = option(200, above=0, group="optimisation", first_hour=True)
+    steps: int = option(200, above=0, group="optimisation", first_hour=True, on_resume="free")
     """Training steps. Each samples, scores and updates."""
     prompts: int = option(16, above=0, most=1_000_000, group="sampling", first_hour=True)
     """Prompts per step."""
@@ -297,7 +293,6 @@ class RL(AlgorithmGroup, EngineGroup, ServiceGroup, EnvWorkerGroup, EpisodeGroup
 class Distill(RL):
     """On-policy distillation: the student samples, a teacher scores each token."""
 
-    verb = "distill"
     out: str = "runs/distill"
     env: str = option("", first_hour=False)
     """Reward function or environment to use beside the teacher, as in rl. Without one, replies are only sampled. The

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from posttrain.core.types import UserError
 
@@ -75,13 +75,19 @@ class SettingRange:
         return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)
 
 
+OnResume = Literal["fixed", "free", "anew"]
+"""Treatment of an option when a run is resumed. fixed: the run's value is kept and another one refused; free: it is kept
+unless another one is given; anew: it is not kept. Options are fixed by default."""
+
+
 @dataclass(frozen=True)
 class OptionShown:
-    """How --help shows an option; what is left open is as the class that it overrides says."""
+    """How --help shows an option, and what a resumed run does with it; what is left open is as in the class overridden."""
 
     group: str = ""  # the heading that it stands under
     first_hour: bool | None = None  # whether --help shows it, and not only --help-all
     value: str = ""  # a word for its value: FOLDER; "": by its type
+    on_resume: OnResume | None = None
 
 
 def option(
@@ -95,10 +101,11 @@ def option(
     group: str = "",
     first_hour: bool | None = None,
     value: str = "",
+    on_resume: OnResume | None = None,
 ) -> Any:
     """A dataclass field with a range, and with how --help shows it: `lr: float = option(1e-5, above=0, first_hour=True)`."""
     bounds = Setting(bounds=SettingRange(least, above, most, below))
-    metadata = {"knob": bounds, "shown": OptionShown(group, first_hour, value)}
+    metadata = {"knob": bounds, "shown": OptionShown(group, first_hour, value, on_resume)}
     if factory is not dataclasses.MISSING:
         return field(default_factory=factory, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.verbs import sampling
 from posttrain.core import user_files
 from posttrain.core.json_text import json_document, json_line, number, plain
 from posttrain.core.types import Outcome, UserError
@@ -40,9 +41,6 @@ from posttrain.runs.run_files import (
 )
 from posttrain.runs.run_reading import read_run, read_steps
 from posttrain.system.worker_thread import WorkerThread
-
-PLAYED = ("rl", "distill")
-"""Kinds of rollouts that take time; the others were given."""
 
 
 class RunRecord:
@@ -145,7 +143,7 @@ class RunRecord:
 
     def _write(self, step: int, where: str, outcomes: Sequence[Outcome], kind: str) -> None:
         path, times = table_file(self.folder, where, step), table_file(self.folder, SECONDS, step)
-        timed = where == ROLLOUTS and kind in PLAYED and any(o.rollout.seconds or o.rollout.turns for o in outcomes)
+        timed = where == ROLLOUTS and kind in sampling() and any(o.rollout.seconds or o.rollout.turns for o in outcomes)
 
         def write() -> list[Path]:
             for file in (path, times) if timed else (path,):

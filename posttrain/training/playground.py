@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from posttrain.config import Check
-from posttrain.config.inference import Chat, Evaluation, Label, Sample
+from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample
 from posttrain.config.service_options import named_services
 from posttrain.config.training import RL, SFT
 from posttrain.core.doing import doing

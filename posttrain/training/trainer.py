@@ -46,6 +46,7 @@ class Run:
     checkpoint: Path | None  # the newest one: a Hugging Face folder
     interrupted: bool = False
     stopped: str | None = None  # what the health check found, if it ended the run
+    notes: tuple[str, ...] = ()  # lines about the finished run, for the command line to print
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -120,7 +120,7 @@ def _tasks(request: AuditRequest, limit: int | None = None) -> list[Task]:
     """The first `limit` tasks: of those that the run held out, if it did and no others are named."""
     from itertools import islice
 
-    from posttrain.config import Check
+    from posttrain.config.inference import Check
     from posttrain.config.resolve import filled
     from posttrain.data.tasks import hold_out
     from posttrain.training.setup import load_tasks

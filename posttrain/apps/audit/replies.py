@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posttrain.apps.audit.correlation import Floats, Integers
+from posttrain.config.verbs import sampling
 from posttrain.core.types import StopReason, Task, UserError
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.record.rollout_rows import Row
@@ -63,7 +64,7 @@ class Replies:
 
 def holds_replies(run: Folder) -> bool:
     """Whether the run holds what its policy said: others keep the rows that they were given."""
-    return read_run(run)["verb"] in ("rl", "distill") and bool(rollout_steps(run))
+    return read_run(run)["verb"] in sampling() and bool(rollout_steps(run))
 
 
 def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 
 from posttrain.apps.planning.job import Group, Job, JobEpisode, JobTurn, Learning, Speed
+from posttrain.config.verbs import sampling
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import SpanKind, UserError
 from posttrain.runs.record.rollout_reading import timed_rollouts
@@ -85,9 +86,9 @@ def read_pilot(
 
 
 def _check_kind(folder: str, verb: str, config: Row) -> None:
-    if verb not in ("rl", "distill"):
+    if verb not in sampling():
         raise UserError(
-            f"{folder} is a run of posttrain {verb}, which samples nothing: a pilot is one of rl or distill"
+            f"{folder} is a run of posttrain {verb}, which samples nothing: a pilot is one of {' or '.join(sampling())}"
         )
     for name, least in (("processes", 1), ("replicas", 1), ("async_steps", 0)):
         value = config.get(name) or least

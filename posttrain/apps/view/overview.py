@@ -12,8 +12,8 @@ from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.reward_and_length import lengths
 from posttrain.apps.view.step_series import finite, series
 from posttrain.apps.view.verdict_texts import FAR_APART, verdicts
+from posttrain.config.verbs import sampling
 
-GIVEN = ("sft", "prefer", "reward-model")  # verbs that learn from rows which nobody plays
 Values = list[float | None]
 Panel = dict[str, Any]
 
@@ -78,7 +78,7 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
         return {}
     return {
         "told": store.success is not None,
-        "given": run.about["verb"] in GIVEN,
+        "given": run.about["verb"] not in sampling(),
         "judged": bool(config.get("reward_model") or config.get("judge")),
         "origins": silent_defects.origins(store),
         "pushed": sum(len(silent_defects.pushed_in(file, run.objective)) for file in silent_defects.looked_at(store)),

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from posttrain.apps.view.rollout_files import File
 from posttrain.apps.view.rollout_store import Store
+from posttrain.config.verbs import learning
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_reading import read_file
@@ -29,7 +30,6 @@ from posttrain.runs.run_reading import divides_by_sampler
 
 LOOKED = 8  # parts of a run in which its tokens are looked at
 TOKENS = 400_000  # of a part, beyond which only kinds of spans are looked at
-TRAINS = ("rl", "sft", "distill")  # verbs that train on what a policy or a demonstration says
 FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
 ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
 SOME = (0.05, 0.95)  # share of the tasks, beyond what chance would give, between which a leak tells some from others
@@ -68,7 +68,7 @@ def looked_at(store: Store, lines: bool = False) -> list[File]:
 def _origins(path: str, stamp: tuple[int, int]) -> tuple[tuple[str, int], ...]:
     table = read_file(Path(path), ("kind", "fate", "spans"), None)
     trained = pc.fill_null(pc.equal(table["fate"], "trained"), True)  # null: nobody recorded it
-    table = table.filter(pc.and_(trained, pc.is_in(table["kind"], pa.array(TRAINS))))
+    table = table.filter(pc.and_(trained, pc.is_in(table["kind"], pa.array(learning("demonstrations", "rollouts")))))
     spans = table["spans"].combine_chunks().flatten()
     spans = spans.filter(pc.fill_null(spans.field("learned"), False))
     kinds = spans.field("kind").dictionary_encode()

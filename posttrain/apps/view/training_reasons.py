@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.config.verbs import VERBS
 from posttrain.core.types import Fate
 
 CLIP = re.compile(r"clip\(r, ([\d.]+), ([\d.]+)\)")
@@ -30,9 +31,10 @@ def why(row: Mapping[str, Any]) -> str:
     beside = f" ({'; '.join(flags)})" if flags else ""
     if row["kind"] == "eval":
         return "Held out: it is measured, never trained on."
-    if row["kind"] == "sft":
+    learns = VERBS[row["kind"]].learns
+    if learns == "demonstrations":
         return "A demonstration: its response is imitated, token by token."
-    if row["kind"] in ("prefer", "reward-model"):
+    if learns in ("preferences", "scores"):
         return "One response of an item: what was said of the item moves it."
     if fate is None:
         if row["invalid"]:

@@ -36,8 +36,6 @@ NUMBERS = (
 COMPARED = ("before", "learner", "after")
 """Of rollouts that have `after` these are not rounded: what a step changes may be less than eleven bits tell apart."""
 
-KINDS = ("rl", "eval", "sft", "prefer", "reward-model", "distill")
-
 _TEXT = pa.string()
 _CALL = pa.struct([("tool", _TEXT), ("arguments", _TEXT), ("end", pa.int32()), ("problem", _TEXT)])
 _TURN = pa.struct(
@@ -67,7 +65,7 @@ SCALARS = pa.schema(
     [
         ("step", pa.int32()),
         ("index", pa.int32()),  # of the row in its file
-        ("kind", _TEXT),  # one of KINDS
+        ("kind", _TEXT),  # the verb, or eval
         ("group", _TEXT),
         ("member", pa.int32()),  # which of its group, or which response of its item
         ("epoch", pa.int32()),  # visits to the task before this one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -12,7 +11,6 @@ from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.preference import Preference, PreferenceObjective
 from posttrain.algorithms.settings import change, check_ranges
-from posttrain.config.resolve import validate
 from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed, Stats
 from posttrain.core.component import Need
@@ -25,8 +23,7 @@ from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
 from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import chatting
-from posttrain.runs.run_folder import RunFolder, begin
-from posttrain.training.distributed_setup import together
+from posttrain.runs.run_folder import RunFolder
 from posttrain.training.open_learner import new_learner, policy, reference
 from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
 from posttrain.training.setup import (
@@ -34,21 +31,14 @@ from posttrain.training.setup import (
     microbatch_tokens,
     mind_unknown,
     optimization,
-    prepare,
     watch_lengths,
 )
 from posttrain.training.sources.example_stream import visited
 from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
 from posttrain.training.sources.reference_cache import Reference, refer
-from posttrain.training.trainer import Run, Trainer
+from posttrain.training.training_run import RunContext, RunParts
 
 EVALUATED = 256  # held-out items that are laid into micro-batches at once
-
-
-def prefer(config: Prefer, rows: Any = None) -> Run:
-    """Learn from preferences. `rows`: as in `posttrain.prefer`, instead of `config.tasks`."""
-    with together(config) as world, begin(config, rows, world=world) as run:
-        return _prefer(run, rows)
 
 
 def chosen(config: Prefer) -> Preference:
@@ -65,12 +55,11 @@ def chosen(config: Prefer) -> Preference:
     return row
 
 
-def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
-    config = run.config
-    validate(config)
-    device = prepare(config)
+def prefer(context: RunContext[Prefer]) -> RunParts:
+    """Learn from preferences: DPO and its family."""
+    config, run, device = context.config, context.run, context.device
     row = chosen(config)
-    train_tasks, held_out = compared_rows(config, rows, to_judged if row.link.reads_labels else to_compared)
+    train_tasks, held_out = compared_rows(config, context.rows, to_judged if row.link.reads_labels else to_compared)
     must_end(config, train_tasks)
     if isinstance(train_tasks, Stream) and Need.REFERENCE in row.needs:
         raise UserError(
@@ -102,10 +91,10 @@ def _prefer(run: RunFolder[Prefer], rows: Any) -> Run:
     source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in row.needs)
     objective = PreferenceObjective(row)
     evaluated = _Evaluated(source, unseen, seen, objective) if unseen is not None else None
-    trainer = Trainer(run, learner, source, tokenizer, evaluated, steps)
-    too_long.say = trainer.display.note
     lines = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
-    return trainer.run(objective, lines, describe(row))
+    return RunParts(
+        source, objective, learner, tokenizer, steps, lines, describe(row), evaluated, notifiers=(too_long,)
+    )
 
 
 def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:

@@ -12,7 +12,6 @@ from posttrain.algorithms.describe import describe
 from posttrain.algorithms.links import CrossEntropy, SquaredError
 from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective
 from posttrain.algorithms.settings import change, check_ranges
-from posttrain.config.resolve import validate
 from posttrain.config.training import RewardModelling
 from posttrain.core import user_files
 from posttrain.core.intervals import told
@@ -26,8 +25,7 @@ from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_m
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, replace, writing
-from posttrain.runs.run_folder import RunFolder, begin
-from posttrain.training.distributed_setup import together
+from posttrain.runs.run_folder import RunFolder
 from posttrain.training.open_learner import adapt, new_learner
 from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
@@ -36,28 +34,21 @@ from posttrain.training.setup import (
     microbatch_tokens,
     mind_unknown,
     optimization,
-    prepare,
     watch_lengths,
 )
 from posttrain.training.sources.packing import Read
 from posttrain.training.sources.preferences import PreferenceExamples
 from posttrain.training.sources.reward_examples import RewardExamples
-from posttrain.training.trainer import Run, Trainer
+from posttrain.training.trainer import Run
+from posttrain.training.training_run import RunContext, RunParts
 
 
-def reward_model(config: RewardModelling, rows: Any = None) -> Run:
-    """Learn what people prefer. `rows`: as in `posttrain.reward_model`, instead of `config.tasks`."""
-    with together(config) as world, begin(config, rows, world=world) as run:
-        return _reward_model(run, rows)
-
-
-def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
-    config = run.config
-    validate(config)
-    device = prepare(config)
+def reward_model(context: RunContext[RewardModelling]) -> RunParts:
+    """Train a reward model: scores of responses, or of their steps."""
+    config, run, device = context.config, context.run, context.device
     row = change(find_scoring(config.algorithm), config.settings)
     check_ranges(row)
-    train_tasks, held_out = compared_rows(config, rows, to_item)
+    train_tasks, held_out = compared_rows(config, context.rows, to_item)
 
     def mind(task: Task) -> None:
         _check_said(row, task, config)
@@ -87,14 +78,15 @@ def _reward_model(run: RunFolder[RewardModelling], rows: Any) -> Run:
     said = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     if model.classifier is None:
         said.append("transformers has no form for such a reward model: its checkpoints open here alone")
-    trainer = Trainer(run, learner, source, tokenizer, scored, steps)
-    too_long.say = trainer.display.note
-    ended = trainer.run(objective, said, describe(row))
-    whole = not ended.interrupted and ended.stopped is None  # the report is of the last step
-    if scored.report and whole and not run.world.rank:
+
+    def finish(ended: Run) -> Sequence[str]:
+        if ended.interrupted or ended.stopped is not None or not scored.report:  # the report is of the last step
+            return ()
         with writing(run.path):
             replace(run.path / REPORT, json_document(scored.report))
-    return ended
+        return [*lines(read_report(run.path)), f"report      {run.path / REPORT}"]
+
+    return RunParts(source, objective, learner, tokenizer, steps, said, describe(row), scored, (too_long,), finish)
 
 
 def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) -> tuple[RewardModel, Tokenizer]:

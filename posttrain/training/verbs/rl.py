@@ -7,7 +7,7 @@ thin layers over it. `sft`, `prefer` and `reward_model` have modules of their ow
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.config.resolve import validate
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
 from posttrain.core.component import Need
@@ -35,9 +34,8 @@ from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_cr
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
-from posttrain.runs.run_folder import RunFolder, begin
+from posttrain.runs.run_folder import RunFolder
 from posttrain.training.adjust import adjust
-from posttrain.training.distributed_setup import together
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
 from posttrain.training.playground import open_playground
@@ -50,7 +48,6 @@ from posttrain.training.setup import (
     microbatch_tokens,
     mind_unknown,
     optimization,
-    prepare,
     size_of,
     split_tasks,
     watch_lengths,
@@ -60,98 +57,97 @@ from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.sft_source import Transcripts
 from posttrain.training.sources.token_recording import TokenRecording
-from posttrain.training.trainer import Run, Trainer
+from posttrain.training.training_run import RunContext, RunParts
 from posttrain.training.verbs.evaluate import measured, repeated
 
 EXAMPLES = 100  # tasks that are looked at before a teacher is to teach them
 
 
-def rl(config: RL, rows: Any = None, env: Callable[..., Any] | None = None) -> Run:
-    """Learn from rewards. `rows` and `env` may be given as objects; `config` then holds a name for each, for the record."""
-    with together(config) as world, begin(config, rows, env, world) as run:
-        return _rl(run, rows, env)
-
-
-def _rl(run: RunFolder[RL], rows: Any, env: Callable[..., Any] | None) -> Run:
-    config = run.config
-    validate(config)
-    device = prepare(config)
+def rl(context: RunContext[RL]) -> RunParts:
+    """Reinforcement learning from rewards, and on-policy distillation."""
+    config, run, device, opened = context.config, context.run, context.device, context.resources
+    env = context.env
     rewarded = bool(env or config.env)
     env = env if rewarded else unscored.reward
     algorithm = adjust(find(config.algorithm), config, not is_generator_env(load_env(env or config.env)))
     success = _success(config, algorithm, env)
-    train_tasks, held_out = _tasks(config, rows, env)
-    with ExitStack() as opened:
-        resumed = run.checkpoint is not None
-        start = run.start
-        assert start
-        folder = run.checkpoint or start
-        ground = opened.enter_context(
-            open_playground(config, env, train_tasks, device, run.path, resumed, [folder], run.world)
-        )
-        pool = ground.pool
-        [known] = ground.models
-        model, tokenizer, run.chat = policy(config, folder, device, run.world), known.tokenizer, known.chat
-        train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
-        replay_experts(config, model)
-        end_tokens(model, tokenizer)  # there must be one, or no reply would end
-        mind_unknown(tokenizer, train_tasks)
-        too_long = watch_lengths(config, model.config.context)
-        if pool.single_turn:
-            Prompts(train_tasks, tokenizer, too_long).check()
-        played = fitting(held_out, pool, tokenizer, too_long)
-        staff = None
-        if isinstance(config, Distill):
-            some = train_tasks.examples(EXAMPLES)
-            staff = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world)
-        learner = _learner(config, algorithm, model, start, staff, run.world)
-        engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
-        player = ground.player(engine, tokenizer, model.config.context)
-        recording = TokenRecording(config.record, config.record_after, config.seed)
-        source = RLSource(
-            tasks=train_tasks,
-            player=player,
-            learner=learner,
-            algorithm=algorithm,
-            size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
-            seed=config.seed,
-            success=success,
-            texts=_texts_to_imitate(run, tokenizer, model, too_long) if algorithm.pretraining else (),
-            too_long=too_long,
-            teachers=staff.teachers if staff else None,
-            rewarded=rewarded,
-            async_steps=config.async_steps,
-            last=config.steps,
-            tokens_per_step=config.tokens_per_step,
-            recording=recording,
-        )
+    train_tasks, held_out = _tasks(config, context.rows, env)
+    resumed = run.checkpoint is not None
+    start = run.start
+    assert start
+    folder = run.checkpoint or start
+    ground = opened.enter_context(
+        open_playground(config, env, train_tasks, device, run.path, resumed, [folder], run.world)
+    )
+    pool = ground.pool
+    [known] = ground.models
+    model, tokenizer, run.chat = policy(config, folder, device, run.world), known.tokenizer, known.chat
+    train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
+    replay_experts(config, model)
+    end_tokens(model, tokenizer)  # there must be one, or no reply would end
+    mind_unknown(tokenizer, train_tasks)
+    too_long = watch_lengths(config, model.config.context)
+    if pool.single_turn:
+        Prompts(train_tasks, tokenizer, too_long).check()
+    played = fitting(held_out, pool, tokenizer, too_long)
+    staff = None
+    if isinstance(config, Distill):
+        some = train_tasks.examples(EXAMPLES)
+        staff = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world)
+    learner = _learner(config, algorithm, model, start, staff, run.world)
+    engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
+    player = ground.player(engine, tokenizer, model.config.context)
+    recording = TokenRecording(config.record, config.record_after, config.seed)
+    source = RLSource(
+        tasks=train_tasks,
+        player=player,
+        learner=learner,
+        algorithm=algorithm,
+        size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
+        seed=config.seed,
+        success=success,
+        texts=_texts_to_imitate(run, tokenizer, model, too_long) if algorithm.pretraining else (),
+        too_long=too_long,
+        teachers=staff.teachers if staff else None,
+        rewarded=rewarded,
+        async_steps=config.async_steps,
+        last=config.steps,
+        tokens_per_step=config.tokens_per_step,
+        recording=recording,
+    )
 
-        @opened.push
-        def leave(kind: Any, error: BaseException | None, trace: Any) -> None:
-            if error is not None:  # what is played ahead may be waiting for other processes
-                run.world.fail(error)
-            source.stock.close()
+    @opened.push
+    def leave(kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:  # what is played ahead may be waiting for other processes
+            run.world.fail(error)
+        source.stock.close()
 
-        def evaluated(player: Player) -> list[Rollout]:
-            engine.load(learner.weights(), learner.version)
-            return player.play(repeated(played, config.eval_samples, config.seed))
+    def evaluated(player: Player) -> list[Rollout]:
+        engine.load(learner.weights(), learner.version)
+        return player.play(repeated(played, config.eval_samples, config.seed))
 
-        def measure(stats: Stats) -> list[Outcome]:
-            rollouts = source.stock.aside(evaluated)
-            measured(rollouts, success, stats, rewarded)
-            if staff is not None:
-                staff.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
-            return [Outcome(rollout) for rollout in rollouts]
+    def measure(stats: Stats) -> list[Outcome]:
+        rollouts = source.stock.aside(evaluated)
+        measured(rollouts, success, stats, rewarded)
+        if staff is not None:
+            staff.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
+        return [Outcome(rollout) for rollout in rollouts]
 
-        sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
-        sizes += [*known.lines, *ground.lines]
-        sizes += recording.told(algorithm.wants, Need.REFERENCE in algorithm.needs)
-        sizes += staff.lines if staff else []
-        trainer = Trainer(run, learner, source, tokenizer, measure if played else None, config.steps)
-        too_long.say = trainer.display.note
-        if isinstance(engine, EnginePool):
-            engine.say = trainer.display.note
-        return trainer.run(policy_objective(algorithm), sizes, describe(algorithm))
+    sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
+    sizes += [*known.lines, *ground.lines]
+    sizes += recording.told(algorithm.wants, Need.REFERENCE in algorithm.needs)
+    sizes += staff.lines if staff else []
+    return RunParts(
+        source,
+        policy_objective(algorithm),
+        learner,
+        tokenizer,
+        config.steps,
+        sizes,
+        describe(algorithm),
+        measure if played else None,
+        notifiers=(too_long, *([engine] if isinstance(engine, EnginePool) else [])),
+    )
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------

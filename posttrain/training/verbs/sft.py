@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from itertools import chain, islice
-from typing import Any
 
 import torch
 
-from posttrain.config.resolve import validate
 from posttrain.config.training import SFT
 from posttrain.core.batch import Stats
 from posttrain.core.doing import doing
@@ -28,8 +26,7 @@ from posttrain.models.native.decoder_writer import described
 from posttrain.models.tokenizer.custom_template import around, read_template
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
-from posttrain.runs.run_folder import RunFolder, begin
-from posttrain.training.distributed_setup import together
+from posttrain.runs.run_folder import RunFolder
 from posttrain.training.open_learner import new_learner, policy
 from posttrain.training.passes import must_end, showing, sizes, updates
 from posttrain.training.playground import open_services
@@ -41,14 +38,13 @@ from posttrain.training.setup import (
     mind_unknown,
     mind_unknown_episodes,
     optimization,
-    prepare,
     split_tasks,
     texts_of,
     watch_lengths,
 )
 from posttrain.training.sources.demonstrations import Enact, enacted_texts, enacting
 from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective, Transcripts
-from posttrain.training.trainer import Run, Trainer
+from posttrain.training.training_run import RunContext, RunParts
 
 EVALUATED = 1000  # held-out rows whose transcripts are made at once
 TEMPLATE_COUNTS = 100  # times: what it puts around all that is said should not take a token a letter
@@ -60,19 +56,12 @@ Play = Callable[[Tokenizer, Sequence[int]], Enact]
 """How demonstrations are played, once it is known with which tokenizer and which tokens end a reply."""
 
 
-def sft(config: SFT, rows: Any = None) -> Run:
-    """Imitate demonstrations. `rows`: as in `posttrain.sft`, instead of `config.tasks`."""
-    with together(config) as world, begin(config, rows, world=world) as run, ExitStack() as opened:
-        return _sft(run, rows, opened)
-
-
-def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
-    config = run.config
-    validate(config)
-    device = prepare(config)
-    tasks, held_out = split_tasks(config, rows, need=("prompt", "response"))
+def sft(context: RunContext[SFT]) -> RunParts:
+    """Supervised fine-tuning: the likelihood of demonstrations."""
+    config, run, device = context.config, context.run, context.device
+    tasks, held_out = split_tasks(config, context.rows, need=("prompt", "response"))
     must_end(config, tasks)
-    play = _player(run, device, opened)
+    play = _player(run, device, context.resources)
     folder = run.checkpoint or run.start
     if folder:
         tokenizer, _, ends = outline(folder, config.chat_template)
@@ -113,14 +102,18 @@ def _sft(run: RunFolder[SFT], rows: Any, opened: ExitStack) -> Run:
             for o in learner.evaluate(source.batches(rows)) if rows else ():
                 stats.add("eval/loss", -o.logp.sum().item(), o.logp.numel())
 
-    lines = ["minimise  - sum_t lp_t / (tokens of the step)"]
-    trainer = Trainer(run, learner, source, tokenizer, measure if unseen else None, steps)
-    too_long.say = trainer.display.note
-    said = [*sizes(config, model, (tasks, held_out), steps, "rows", device), *told]
-    ended = trainer.run(LikelihoodObjective(), said, lines)
-    if made.kept and not config.quiet:
-        print(made.kept)
-    return ended
+    return RunParts(
+        source,
+        LikelihoodObjective(),
+        learner,
+        tokenizer,
+        steps,
+        [*sizes(config, model, (tasks, held_out), steps, "rows", device), *told],
+        ["minimise  - sum_t lp_t / (tokens of the step)"],
+        measure if unseen else None,
+        notifiers=(too_long,),
+        finish=lambda run: [made.kept] if made.kept and not config.quiet else [],
+    )
 
 
 def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Play | None:

@@ -1,7 +1,7 @@
 // All replies to a prompt side by side, and the same prompt at its other visits; responses of an item likewise.
 
 import { f, line, readable, shown, visible, whole } from "./format.js";
-import { isItem, saidOf, scoreOf } from "./items.js";
+import { isItem, isScored, saidOf, scoreOf } from "./items.js";
 import { clipped, firstOf, measured } from "./measures.js";
 import { change, go, part, to } from "./net.js";
 import { Legend, Pictures } from "./rollout.js";
@@ -51,7 +51,7 @@ function Replies({ run, about, data, words, query }) {
     <div class="card gap"><div class="text dense untrusted" style=${{ maxHeight: "120px", overflow: "auto" }}>${readable(prompt)}</div>${item ? "" : html`<${Task} columns=${rows[0]?.columns} />`}
       <${Pictures} run=${run} names=${rows[0]?.media} /></div>
     ${visits.length > 1 ? html`<${Visits} ...${{ run, visits, near, query, item }} />` : ""}
-    ${names.length ? "" : html`<div class="soft small gap">${group.kind === "reward-model" ? "A reward model scores whole responses, at the update that learned from them: there are no numbers of tokens." : "No numbers of these tokens were recorded."}</div>`}
+    ${names.length ? "" : html`<div class="soft small gap">${isScored(group.kind) ? "A reward model scores whole responses, at the update that learned from them: there are no numbers of tokens." : "No numbers of these tokens were recorded."}</div>`}
     <div class="row tight gap choices" hidden=${!names.length}><span class="soft small">colour</span>${names.map((m, i) => html`<button class=${m.name === name ? "on" : ""} title=${m.about || ""} onClick=${() => change({ c: m.name })}>${i < 9 ? html`<span class="faint">${i + 1}</span> ` : ""}${m.says}</button>`)}<button class=${name === "none" ? "on" : ""} onClick=${() => change({ c: "none" })}><span class="faint">0</span> none</button><span class="fill"></span>
       ${names.some((m) => m.name === name) ? html`<${Legend} measure=${{ ...names.find((m) => m.name === name), most }} />` : ""}</div>
     <div class=${`replies ${rows.length === 2 ? "two" : ""}`}>${rows.map((row, i) => {

@@ -1,11 +1,16 @@
 // Given rows: demonstrations, and items with several responses. Nobody plays or scores them.
 
 import { f } from "./format.js";
+import { LEARNS } from "./verbs.js";
 
 /** Whether a kind of row, or a verb, is of given rows. */
-export const given = (kind) => ["sft", "prefer", "reward-model"].includes(kind);
+export const given = (kind) => ["demonstrations", "preferences", "scores"].includes(LEARNS[kind]);
 
-export const isItem = (kind) => kind === "prefer" || kind === "reward-model";
+export const isItem = (kind) => ["preferences", "scores"].includes(LEARNS[kind]);
+
+export const isScored = (kind) => LEARNS[kind] === "scores";
+
+export const onTokens = (kind) => ["demonstrations", "rollouts"].includes(LEARNS[kind]);
 
 /** What was said of a response, as {text, tone}: chosen, rejected, its place among several, its labels. */
 export function saidOf(row) {

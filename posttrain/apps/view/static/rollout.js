@@ -1,7 +1,7 @@
 // One rollout: its tokens in the colours of any number, tracks of numbers below, all of one token at the side.
 
 import { f, line, readable, seconds, shown, signed, visible, whole } from "./format.js";
-import { given, isItem, saidOf } from "./items.js";
+import { given, isItem, isScored, onTokens, saidOf } from "./items.js";
 import { clipped, clipText, firstOf, measured, PUSH, ratios } from "./measures.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { listed } from "./rollouts.js";
@@ -14,7 +14,7 @@ const PUSHED = "the clip should have taken the gradient of its last pass, but th
 const pushed = (row, at) => (row.pushed || []).includes(at + row.begin);
 
 /** Whether tokens that the policy did not write are trained on. */
-const foreign = (row, kind, trained) => Boolean(trained) && ["rl", "sft", "distill"].includes(row.kind) && ["prompt", "observation", "tool"].includes(kind);
+const foreign = (row, kind, trained) => Boolean(trained) && onTokens(row.kind) && ["prompt", "observation", "tool"].includes(kind);
 
 export function Rollout({ run, about, words, query }) {
   const [place, index] = words;
@@ -189,7 +189,7 @@ function Why({ row, run }) {
   return html`<div class="card"><div class="row tight"><h2>Why?</h2><${Fate} fate=${row.fate} />${row.replayed ? html`<span class="pill">replayed${row.first ? html` from <a href=${to(run, "rollout", [String(row.first.step), row.first.index])}>step ${row.first.step}</a>` : " from an earlier step"}</span>` : ""}</div><div class=${`note ${tone} untrusted`}>${visible(row.why)}</div>
     ${given(row.kind) ? "" : html`<div class="spread"><b>reward ${row.reward === null ? "none" : f(row.reward)}</b>${parts.length ? (adds ? " = " : " with ") : ""}${parts.map((p, i) => html`${i ? (adds ? " + " : " ") : ""}<span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}${earned}</div>`}
     ${adds || !parts.length || given(row.kind) ? "" : html`<div class="soft small">the environment gave the reward itself: it is not the sum of what it named</div>`}
-    ${row.kind === "reward-model" && row.reward !== null ? html`<div class="spread"><b>score ${f(row.reward)}</b>${parts.map((p) => html` <span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}</div>` : ""}
+    ${isScored(row.kind) && row.reward !== null ? html`<div class="spread"><b>score ${f(row.reward)}</b>${parts.map((p) => html` <span class="pill">${visible(p.name)} ${f(p.value)}</span>`)}</div>` : ""}
     <${Judged} answers=${row.answers} />
     ${changed.length ? html`<div class="spread">as used ${f(row.used)} = ${f(row.reward)}${changed.map(([name, value]) => html` <span class="pill">${name} ${signed(value)}</span>`)}</div>` : ""}
     ${advantage === null || row.kind === "eval" || given(row.kind) ? "" : html`<div class="spread" style=${{ marginTop: "4px" }}><b>advantage ${f(advantage)}</b>${e.equation && e.sd === 0 && !advantage ? (e.n === 1 ? ": it has no group" : `: all ${e.n} rewards of its group are ${f(e.mean)}`) : e.equation ? html` = ${e.equation.startsWith("(") ? `(${f(e.reward)} − ${f(e.mean)}) / ${f(e.sd)}` : e.equation === "R" ? f(e.reward) : `${f(e.reward)} − ${f(e.equation.endsWith("others") ? (e.mean * e.n - e.reward) / (e.n - 1) : e.mean)}`}` : ""}</div>

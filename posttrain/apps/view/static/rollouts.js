@@ -2,7 +2,7 @@
 
 import { Histogram } from "./chart.js";
 import { f, inShell, line, percent, visible, whole } from "./format.js";
-import { given } from "./items.js";
+import { given, isScored } from "./items.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
 
@@ -44,7 +44,7 @@ export function Rollouts({ run, about, questions, query }) {
   const { data, problem, waiting, of } = useAnswer(`${run}/rollouts`, { ...filters, sort: query.sort, as: query.as, offset }, version);
   const parts = about.parts.slice(0, 4);
   const played = !given(about.verb);
-  const scored = about.verb === "reward-model"; // a response has a score, in the place of a reward
+  const scored = isScored(about.verb); // a response has a score, in the place of a reward
   const columns = (groups ? GROUPS : [...COLUMNS.slice(0, 6), ...parts.map((p) => [`part.${p}`, p, "n"]), ...COLUMNS.slice(6)])
     .filter(([name]) => played || !EARNED.includes(name) || (scored && name === "reward")).map((column) => (scored && column[0] === "reward" ? ["reward", "score", "n"] : column));
   const names = ["reward", "advantage", "length", ...parts.map((p) => `part.${p}`)];

@@ -1,12 +1,62 @@
-"""The options of the front door, for editors.
+"""posttrain: reinforcement-learning post-training for language models.
 
-Written by `python -m posttrain.cli.write_types` from where the options are declared.
+Written by `python -m posttrain.cli.write_types` from where verbs and options are declared.
 """
 
-from __future__ import annotations
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, TypedDict, Unpack
 
-from typing import Any, Literal, TypedDict
+from posttrain.core.types import Ask as Ask
+from posttrain.core.types import Completion as Completion
+from posttrain.core.types import Graded as Graded
+from posttrain.core.types import Invalid as Invalid
+from posttrain.core.types import Reply as Reply
+from posttrain.core.types import Rollout as Rollout
+from posttrain.core.types import Sampling as Sampling
+from posttrain.core.types import Sides as Sides
+from posttrain.core.types import SpanReward as SpanReward
+from posttrain.core.types import Task as Task
+from posttrain.core.types import ToolCall as ToolCall
+from posttrain.core.types import Turn as Turn
+from posttrain.core.types import UserError as UserError
+from posttrain.envs.tools import Tools as Tools
+from posttrain.envs.play.call_recording import note as note
+from posttrain.envs.play.call_recording import recorded as recorded
+from posttrain.training.trainer import Run
+from posttrain.training.verbs.evaluate import Evaluated
+from posttrain.training.verbs.sample import Written
+from posttrain.training.verbs.label import LabelSummary
 
+__all__ = [
+    "Ask",
+    "Completion",
+    "Graded",
+    "Invalid",
+    "Reply",
+    "Rollout",
+    "Sampling",
+    "Sides",
+    "SpanReward",
+    "Task",
+    "ToolCall",
+    "Turn",
+    "UserError",
+    "Tools",
+    "note",
+    "recorded",
+    "sft",
+    "rl",
+    "prefer",
+    "reward_model",
+    "distill",
+    "evaluate",
+    "sample",
+    "label",
+]
+__version__: str
+Rows = str | PathLike[str] | Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
+"""A file, folder or dataset by its name; rows in memory; a generator; a function that makes rows without end."""
 
 class FromRowsOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -20,7 +70,6 @@ class FromRowsOptions(TypedDict, total=False):
     prompt_template: str | None
     """Build each prompt from columns: "Question: {question}\nAnswer:". Write a literal brace as {{ or }}. On the
     command line, \n and \t stand for a newline and a tab."""
-
 
 class DataOptions(FromRowsOptions, total=False):
     """Options of several verbs."""
@@ -44,7 +93,6 @@ class DataOptions(FromRowsOptions, total=False):
     """System message before these prompts, and before rows of messages that have none. Default: that of the run that
     the model comes from."""
 
-
 class ModelOptions(TypedDict, total=False):
     """Options of several verbs."""
 
@@ -64,7 +112,6 @@ class ModelOptions(TypedDict, total=False):
     """Learn the magnitude of each row of an adapted matrix separately from its direction (DoRA); needs --lora."""
     train_vision: bool
     """Vision-language models: train the vision tower and its projection too. By default they are frozen."""
-
 
 class OptimizerOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -90,7 +137,6 @@ class OptimizerOptions(TypedDict, total=False):
     router_z: float
     """Mixtures of experts: coefficient of the router z-loss, which keeps logits small (ST-MoE: 0.001)."""
 
-
 class HeldOutOptions(TypedDict, total=False):
     """Options of several verbs."""
 
@@ -100,7 +146,6 @@ class HeldOutOptions(TypedDict, total=False):
     split_seed: int | None
     """Seed that chooses the held-out tasks. Default: --seed in training; in eval, that of the checkpoint's own run.
     Give runs with different seeds the same --split-seed to compare them on the same tasks."""
-
 
 class HardwareOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -113,7 +158,6 @@ class HardwareOptions(TypedDict, total=False):
     """CPU threads. Default: PyTorch's choice."""
     compiled: bool
     """On a CPU, compile the inner loops, if there is a C compiler. --no-compiled uses plain PyTorch operations."""
-
 
 class ProcessesOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -128,14 +172,12 @@ class ProcessesOptions(TypedDict, total=False):
     restarts: int
     """Restarts after a crash, from the newest checkpoint. Needs --processes above 1."""
 
-
 class SeedOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     seed: int
     """Random seed: the same seed gives the same result, bit for bit. It decides data order, sampling and initial
     weights."""
-
 
 class RunOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -166,7 +208,6 @@ class RunOptions(TypedDict, total=False):
     quiet: bool
     """Show no progress."""
 
-
 class TrainingOptions(
     RunOptions,
     SeedOptions,
@@ -183,7 +224,6 @@ class TrainingOptions(
     eval_every: int
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
 
-
 class PassesOptions(TrainingOptions, total=False):
     """Options of several verbs."""
 
@@ -194,14 +234,12 @@ class PassesOptions(TrainingOptions, total=False):
     rows: int
     """Batch size: prompts per optimizer update, each with all of its responses."""
 
-
 class RetrieverOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     retriever: tuple[str, ...]
     """Index that environments search: a folder made by posttrain retriever build, or the address of a server. The
     server speaks Search-R1's protocol: http://host:8000. Name several with NAME=FOLDER."""
-
 
 class EnvLimitOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -210,7 +248,6 @@ class EnvLimitOptions(TypedDict, total=False):
     """Timeout of one call of the environment, in seconds. A call that exceeds it makes the reward invalid."""
     env_memory: float
     """Memory limit of an environment process, in GiB (0: none). Beyond it the reward is invalid."""
-
 
 class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """Options of posttrain sft."""
@@ -235,9 +272,6 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """From scratch: bpe or characters, trained on the rows, or a folder to take the tokenizer from."""
     vocab: int
     """From scratch: maximum vocabulary size of the tokenizer to train."""
-    model: str | None
-    """Model to start from: a Hugging Face folder, the folder of a run, or a model's name. In sft, leave it out to train
-    from scratch."""
     env: str
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
@@ -245,99 +279,9 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
     textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
     row_to_task writes the demonstrations, if it has one."""
-
-
-class AlgorithmOptions(TypedDict, total=False):
-    """Options of several verbs."""
-
-    algorithm: str
-    """"""
-    settings: dict[str, Any]
-    """Settings of the algorithm, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
-
-
-class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
-    """Options of posttrain prefer."""
-
-    link: Literal[
-        "sigmoid",
-        "robust",
-        "square",
-        "hinge",
-        "self-play",
-        "anchored-up",
-        "anchored-down",
-        "contrast",
-        "reverse-kl",
-        "classifier",
-        "prospect",
-        "plackett-luce",
-    ]
-    """Loss on the scores of responses."""
-    beta: float
-    """Scale of the score differences. The larger it is, the closer the policy stays to its reference."""
-    smoothing: float
-    """Label smoothing: share of the comparisons assumed to be mislabelled."""
-    noise: float
-    """Share of the comparisons that are mislabelled (robust DPO)."""
-    desirable: float
-    """Weight of responses that are labelled good (KTO)."""
-    undesirable: float
-    """Weight of responses that are labelled bad (KTO)."""
-    score: Literal["log-ratio", "likelihood", "odds"]
-    """Score of a response: log ratio to the reference, likelihood, or odds."""
-    length_normalised: bool
-    """Average scores over a response's tokens, instead of summing them."""
-    divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"]
-    """Divergence from the reference, in place of the reverse KL."""
-    tail: float
-    """Weight of the tokens by which a response is longer than the one it is compared with. 1: as the others."""
-    denominator: Literal["comparison", "prompt"]
-    """Average the loss over comparisons, or over prompts."""
-    preference: float
-    """Weight of the comparisons in the loss, beside --imitation."""
-    margin: float
-    """Target margin: how much higher the better response's scaled score must be (0: none)."""
-    row_margins: float
-    """Weight of the margins that rows give (0: ignore them)."""
-    imitation: float
-    """Weight of the likelihood of the better responses in the loss (0: none)."""
-    imitation_per: Literal["tokens", "responses", "sums"]
-    """Normalise --imitation by all tokens, by each response's tokens, or not at all."""
-    policy_weight: bool
-    """Weight comparisons by the policy's probability of their responses (WPO)."""
-
-
-class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
-    """Options of posttrain reward-model."""
-
-    pooling: Literal["last", "mean"]
-    """Token states to score: a reply's last one, or the mean over its tokens. transformers cannot load mean."""
-    head: Literal["linear", "mlp"]
-    """The head: one linear layer, or two with a tanh between. transformers cannot load mlp."""
-    link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
-    """Loss on the scores of responses."""
-    beta: float
-    """Scale of the score differences. The larger it is, the closer the policy stays to its reference."""
-    smoothing: float
-    """Label smoothing: share of the comparisons assumed to be mislabelled."""
-    noise: float
-    """Share of the comparisons that are mislabelled (robust DPO)."""
-    desirable: float
-    """Weight of responses that are labelled good (KTO)."""
-    undesirable: float
-    """Weight of responses that are labelled bad (KTO)."""
-    denominator: Literal["comparison", "prompt"]
-    """Average the loss over comparisons, or over prompts."""
-    margin: float
-    """Target margin: how much higher the better response's scaled score must be (0: none)."""
-    row_margins: float
-    """Weight of the margins that rows give (0: ignore them)."""
-    sign_penalty: float
-    """Penalty for better responses that score below 0, and worse ones above."""
-    size_penalty: float
-    """Penalty on squared scores."""
-
+    model: str | None
+    """Model to start from: a Hugging Face folder, the folder of a run, or a model's name. In sft, leave it out to train
+    from scratch."""
 
 class SamplingOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -354,7 +298,6 @@ class SamplingOptions(TypedDict, total=False):
     stop: tuple[str, ...]
     """Strings that end a reply."""
 
-
 class EpisodeOptions(TypedDict, total=False):
     """Options of several verbs."""
 
@@ -368,14 +311,12 @@ class EpisodeOptions(TypedDict, total=False):
     """Timeout of an episode, in seconds: after it, no further turn is shown. Default: none. Results then depend on the
     clock."""
 
-
 class EnvWorkerOptions(EnvLimitOptions, total=False):
     """Options of several verbs."""
 
     env_workers: int | None
     """Environment processes. Default: one per CPU core. 0 runs the environment in this process, without limits: for
     debuggers."""
-
 
 class ServiceOptions(RetrieverOptions, total=False):
     """Options of several verbs."""
@@ -387,7 +328,6 @@ class ServiceOptions(RetrieverOptions, total=False):
     """Judge: the TOML recipe of a model behind an OpenAI endpoint, or of a checkpoint that reasons. Without --env, its
     verdict is the reward; an environment asks it as "judge". Name several with NAME=RECIPE."""
 
-
 class ReplicaOptions(TypedDict, total=False):
     """Options of several verbs."""
 
@@ -396,7 +336,6 @@ class ReplicaOptions(TypedDict, total=False):
     replicas: int
     """Sampling engines, each in a process of its own with a copy of the weights (0: none). An engine that dies is
     restarted. Samples do not depend on their number. With 0, the local engine shares this process, and vLLM has one."""
-
 
 class EngineOptions(ReplicaOptions, total=False):
     """Options of several verbs."""
@@ -426,6 +365,13 @@ class EngineOptions(ReplicaOptions, total=False):
     engine_restarts: int
     """Consecutive restarts of an engine before it is given up. When none is left, the run saves and ends."""
 
+class AlgorithmOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    algorithm: str
+    """"""
+    settings: dict[str, Any]
+    """Settings of the algorithm, by flag or by place: {"clip_high": 0.28, "advantage.eps": 1e-4}."""
 
 class RLOptions(
     AlgorithmOptions,
@@ -582,6 +528,100 @@ class RLOptions(
     minibatches: int
     """Optimizer updates per pass."""
 
+class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
+    """Options of posttrain prefer."""
+
+    env: str
+    """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
+    built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
+    verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
+    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
+    textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
+    row_to_task writes the demonstrations, if it has one."""
+    link: Literal[
+        "sigmoid",
+        "robust",
+        "square",
+        "hinge",
+        "self-play",
+        "anchored-up",
+        "anchored-down",
+        "contrast",
+        "reverse-kl",
+        "classifier",
+        "prospect",
+        "plackett-luce",
+    ]
+    """Loss on the scores of responses."""
+    beta: float
+    """Scale of the score differences. The larger it is, the closer the policy stays to its reference."""
+    smoothing: float
+    """Label smoothing: share of the comparisons assumed to be mislabelled."""
+    noise: float
+    """Share of the comparisons that are mislabelled (robust DPO)."""
+    desirable: float
+    """Weight of responses that are labelled good (KTO)."""
+    undesirable: float
+    """Weight of responses that are labelled bad (KTO)."""
+    score: Literal["log-ratio", "likelihood", "odds"]
+    """Score of a response: log ratio to the reference, likelihood, or odds."""
+    length_normalised: bool
+    """Average scores over a response's tokens, instead of summing them."""
+    divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"]
+    """Divergence from the reference, in place of the reverse KL."""
+    tail: float
+    """Weight of the tokens by which a response is longer than the one it is compared with. 1: as the others."""
+    denominator: Literal["comparison", "prompt"]
+    """Average the loss over comparisons, or over prompts."""
+    preference: float
+    """Weight of the comparisons in the loss, beside --imitation."""
+    margin: float
+    """Target margin: how much higher the better response's scaled score must be (0: none)."""
+    row_margins: float
+    """Weight of the margins that rows give (0: ignore them)."""
+    imitation: float
+    """Weight of the likelihood of the better responses in the loss (0: none)."""
+    imitation_per: Literal["tokens", "responses", "sums"]
+    """Normalise --imitation by all tokens, by each response's tokens, or not at all."""
+    policy_weight: bool
+    """Weight comparisons by the policy's probability of their responses (WPO)."""
+
+class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
+    """Options of posttrain reward-model."""
+
+    pooling: Literal["last", "mean"]
+    """Token states to score: a reply's last one, or the mean over its tokens. transformers cannot load mean."""
+    head: Literal["linear", "mlp"]
+    """The head: one linear layer, or two with a tanh between. transformers cannot load mlp."""
+    env: str
+    """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
+    built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
+    verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
+    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
+    textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
+    row_to_task writes the demonstrations, if it has one."""
+    link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
+    """Loss on the scores of responses."""
+    beta: float
+    """Scale of the score differences. The larger it is, the closer the policy stays to its reference."""
+    smoothing: float
+    """Label smoothing: share of the comparisons assumed to be mislabelled."""
+    noise: float
+    """Share of the comparisons that are mislabelled (robust DPO)."""
+    desirable: float
+    """Weight of responses that are labelled good (KTO)."""
+    undesirable: float
+    """Weight of responses that are labelled bad (KTO)."""
+    denominator: Literal["comparison", "prompt"]
+    """Average the loss over comparisons, or over prompts."""
+    margin: float
+    """Target margin: how much higher the better response's scaled score must be (0: none)."""
+    row_margins: float
+    """Weight of the margins that rows give (0: ignore them)."""
+    sign_penalty: float
+    """Penalty for better responses that score below 0, and worse ones above."""
+    size_penalty: float
+    """Penalty on squared scores."""
 
 class DistillOptions(RLOptions, total=False):
     """Options of posttrain distill."""
@@ -592,7 +632,6 @@ class DistillOptions(RLOptions, total=False):
     teacher_prompt_template: str | None
     """Prompt for the teacher in place of the student's, built from columns: "{hint} {prompt}". A column
     "teacher_prompt" (text, or a list of messages) does the same."""
-
 
 class EvaluationOptions(
     SeedOptions,
@@ -618,7 +657,6 @@ class EvaluationOptions(
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None
     """JSON file for all figures and rewards. The rollouts go into a file beside it that ends in .rollouts.parquet."""
-
 
 class SampleOptions(ReplicaOptions, HardwareOptions, ServiceOptions, EnvWorkerOptions, DataOptions, total=False):
     """Options of posttrain sample."""
@@ -658,7 +696,6 @@ class SampleOptions(ReplicaOptions, HardwareOptions, ServiceOptions, EnvWorkerOp
     quiet: bool
     """Show no progress."""
 
-
 class LabelOptions(EnvWorkerOptions, SeedOptions, FromRowsOptions, total=False):
     """Options of posttrain label."""
 
@@ -688,3 +725,107 @@ class LabelOptions(EnvWorkerOptions, SeedOptions, FromRowsOptions, total=False):
     """Where a reward model computes: auto, cpu, cuda ..."""
     threads: int | None
     """CPU threads. Default: PyTorch's choice."""
+
+def sft(tasks: Rows, **options: Unpack[SFTOptions]) -> Run:
+    """Supervised fine-tuning on responses, conversations or recorded episodes. Rows have "prompt" and
+    "response", or chat "messages".
+
+    `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
+    those of `posttrain sft --help-all`.
+
+    Raises UserError for a mistake of the caller's."""
+    ...
+
+def rl(
+    tasks: Rows,
+    env: str | Callable[..., Any] | None = None,
+    model: str | PathLike[str] | None = None,
+    **options: Unpack[RLOptions],
+) -> Run:
+    """Reinforcement learning from a reward function, a verifier or an environment. `env`: a reward
+    function (task, reply) -> float, an environment, or the name of one.
+
+    `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
+    those of `posttrain rl --help-all`.
+
+    Raises UserError for a mistake of the caller's."""
+    ...
+
+def prefer(tasks: Rows, model: str | PathLike[str] | None = None, **options: Unpack[PreferOptions]) -> Run:
+    """Learn from preferences without sampling (DPO and its family). Rows have "prompt", "chosen" and
+    "rejected"; or several "responses" with ranks, comparisons or labels; or one "response" with a
+    "label".
+
+    `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
+    those of `posttrain prefer --help-all`.
+
+    Raises UserError for a mistake of the caller's."""
+    ...
+
+def reward_model(
+    tasks: Rows, model: str | PathLike[str] | None = None, **options: Unpack[RewardModellingOptions]
+) -> Run:
+    """Train a reward model from pairs, rankings, labels or scores. Rows are those of `prefer`, or have a
+    "response" with its "score", or with "steps".
+
+    `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
+    those of `posttrain reward-model --help-all`.
+
+    Raises UserError for a mistake of the caller's."""
+    ...
+
+def distill(
+    tasks: Rows,
+    model: str | PathLike[str] | None = None,
+    teacher: str | PathLike[str] | None = None,
+    env: str | Callable[..., Any] | None = None,
+    **options: Unpack[DistillOptions],
+) -> Run:
+    """On-policy distillation: the student samples, a teacher scores each token. `teacher`: a model of any
+    size with the same tokenizer. With `env`, replies are scored too.
+
+    `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
+    those of `posttrain distill --help-all`.
+
+    Raises UserError for a mistake of the caller's."""
+    ...
+
+def evaluate(
+    tasks: Rows,
+    env: str | Callable[..., Any] | None = None,
+    model: str | PathLike[str] | None = None,
+    **options: Unpack[EvaluationOptions],
+) -> Evaluated:
+    """Mean reward, accuracy and pass@k on a set of tasks; --against compares two models. Every figure has
+    a 95% interval.
+
+    `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
+    those of `posttrain eval --help-all`.
+
+    Raises UserError for a mistake of the caller's."""
+    ...
+
+def sample(
+    tasks: Rows,
+    model: str | PathLike[str] | Sequence[str] | None = None,
+    env: str | Callable[..., Any] | None = None,
+    **options: Unpack[SampleOptions],
+) -> Written:
+    """Sample replies over a grid of settings: examples to label or to learn from. Replies have scores
+    where `env` or a reward model gives them.
+
+    `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
+    those of `posttrain sample --help-all`.
+
+    Raises UserError for a mistake of the caller's."""
+    ...
+
+def label(items: Rows, by: str | Callable[..., Any] | None = None, **options: Unpack[LabelOptions]) -> LabelSummary:
+    """Label replies with a reward model, a judge, a function or a person. `by`: "reward-model=FOLDER",
+    "judge=RECIPE.toml", or a reward (task, reply) -> float.
+
+    `items`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
+    those of `posttrain label --help-all`.
+
+    Raises UserError for a mistake of the caller's."""
+    ...

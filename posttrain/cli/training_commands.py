@@ -1,0 +1,145 @@
+"""The commands that train, one for each verb of `config/verbs.py` that learns: options in, a run, its end on the screen.
+
+Nothing heavy is imported before a run begins, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from cyclopts import Parameter
+
+from posttrain.config.resolve import AnyConfig, AnyTraining, check_bounds, validate
+from posttrain.config.verbs import VERBS, Verb
+from posttrain.core.doing import watch
+from posttrain.core.extras import install, lacking
+from posttrain.core.types import UserError
+
+if TYPE_CHECKING:
+    from posttrain.training.trainer import Run
+
+Options = Parameter(
+    name="*",
+    consume_multiple=True,
+    negative_iterable=(),
+    show_default=lambda value: None if value in (None, "", (), {}) else str(value),
+)
+Places = Annotated[tuple[str, ...], Parameter(name="--set", negative_iterable=(), help=(
+    "Change any setting of the algorithm by its place: --set surrogate.high=0.28 (posttrain algorithms NAME lists them)."
+))]  # fmt: skip
+FIGURES = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "divergence", "eval/divergence", "kl")
+"""Metrics of the last step that a finished run prints."""
+
+
+def __getattr__(name: str) -> Callable[..., int]:
+    """The command of a verb that trains, by the verb's name."""
+    if name not in VERBS or not VERBS[name].learns:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _command(VERBS[name])
+
+
+@cache
+def _command(verb: Verb) -> Callable[..., int]:
+    kind = verb.options
+    if not kind.flags():
+
+        def train(*, config: Any = kind()) -> int:  # noqa: B008  frozen
+            return trained(config)
+
+        train.__annotations__["config"] = Annotated[kind, Options]
+        return train
+    words = command_line_options(kind)
+
+    def train_with_settings(*, config: Any = words(), set: Places = ()) -> int:  # noqa: B008  frozen
+        return trained(read(kind, config, set))
+
+    train_with_settings.__annotations__ |= {"config": Annotated[words, Options], "set": Places, "return": int}
+    return train_with_settings
+
+
+def command_line_options(kind: type[Any]) -> type[Any]:
+    """A configuration on the command line: the settings of its algorithm are flags, left out by default, or --set."""
+    hints = get_type_hints(kind)
+    annotations: dict[str, Any] = {f.name: hints[f.name] for f in fields(kind)}
+    annotations["settings"] = Annotated[dict[str, Any], Parameter(parse=False)]
+    own = {f.name: f if f.default is MISSING else f.default for f in fields(kind)}
+    for flag in kind.flags().values():
+        annotations[flag.name] = Annotated[flag.type | None, Parameter(help=flag.help)]
+        own[flag.name] = None
+    body = {**own, "__annotations__": annotations, "__doc__": ""}
+    return dataclass(frozen=True)(type(kind.__name__, (kind,), body))
+
+
+def read(kind: type[AnyConfig], words: Any, places: Sequence[str]) -> AnyConfig:
+    """The configuration of these words, and of settings by their places."""
+    given = {name: getattr(words, name) for name in words.given}
+    chosen = {name: given.pop(name) for name in kind.flags() if name in given}
+    if chosen or places:
+        given["settings"] = {**chosen, **dict(map(_setting, places))}
+    return kind(**given)
+
+
+def _setting(text: str) -> tuple[str, str]:
+    """ "surrogate.high=0.28" -> ("surrogate.high", "0.28")."""
+    name, equals, value = text.partition("=")
+    if not (name.strip() and equals):
+        raise UserError(f"--set {text}: write --set PLACE=VALUE, such as --set surrogate.high=0.28")
+    return name.strip(), value.strip()
+
+
+def trained(config: AnyTraining) -> int:
+    """Train, in this process or in several, print how it ended, and return the exit code."""
+    check_bounds(config)
+    if config.quiet:
+        watch(None)
+    if config.processes > 1 and "RANK" not in os.environ:
+        if not config.resume:
+            validate(config)
+        from posttrain.cli.launch_processes import launch
+
+        return launch(config)
+    from posttrain.training.training_run import run_training
+
+    run = run_training(config)
+    if os.environ.get("RANK", "0") == "0":  # of several processes the first one prints
+        _print_end(config.verb, run)
+    return 3 if run.stopped else 130 if run.interrupted else 0
+
+
+def _print_end(verb: str, run: Run) -> None:
+    final = run.final
+    figures = ", ".join(f"{name} {final[name]:.4g}" for name in FIGURES if final.get(name) is not None)
+    ended = "stopped" if run.stopped else "interrupted" if run.interrupted else "done"
+    say(*run.notes, ": ".join(filter(None, [ended, figures])))
+    say(f"checkpoint  {run.checkpoint}", f"curves      {run.path / 'curves.png'}")
+    path = quote(str(run.path))
+    if any((run.path / "rollouts").glob("step-*")):
+        say(f"rollouts    {run.path / 'rollouts'}", *_looking(path))
+    if run.stopped:
+        say(f"stopped     {run.stopped}")
+    if run.stopped or run.interrupted:
+        say(f"continue    posttrain {verb} --out {path} --resume")
+    else:
+        say(VERBS[verb].use.format(path=path))
+
+
+def say(*lines: str) -> None:
+    """Print lines, on a terminal broken between words; what follows the first part stands beside the label."""
+    from posttrain.runs.terminal.output import Output, columns, wrapped
+
+    width = columns(Output(sys.stdout))
+    for line in "\n".join(lines).split("\n") if lines else ():
+        print(wrapped(line, width, 12))
+
+
+def _looking(path: str) -> list[str]:
+    """How to look at a run's rollouts: in a browser, or where that is not installed in the terminal."""
+    if not lacking("view"):
+        return [f"look at it  posttrain view {path}"]
+    return [f"look at it  posttrain rollouts {path}", f"or          {install('view')}, then posttrain view {path}"]

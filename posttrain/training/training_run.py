@@ -1,0 +1,75 @@
+"""A run of any verb that trains: the verb builds the parts, and this puts them together, from the lock to the last file.
+
+A verb is an entry of `config/verbs.py` and a function (`RunContext`) -> `RunParts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+
+from posttrain.config.resolve import AnyTraining, validate
+from posttrain.config.verbs import VERBS, load
+from posttrain.core.batch import Stats
+from posttrain.core.protocols import Learner, Objective, Source
+from posttrain.core.types import Outcome
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_folder import RunFolder, begin
+from posttrain.training.distributed_setup import together
+from posttrain.training.setup import prepare
+from posttrain.training.trainer import Run, Trainer
+
+
+@dataclass(frozen=True)
+class RunContext(Generic[AnyTraining]):
+    """Input of the function that builds a run."""
+
+    run: RunFolder[AnyTraining]  # with its options, checkpoint and processes
+    device: torch.device
+    resources: ExitStack  # closed when the run ends
+    rows: Any = None  # instead of config.tasks, where Python passed them as objects
+    env: Callable[..., Any] | None = None  # instead of config.env
+
+    @property
+    def config(self) -> AnyTraining:
+        return self.run.config
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of a run, as its verb builds them."""
+
+    source: Source
+    objective: Objective
+    learner: Learner
+    tokenizer: Tokenizer
+    steps: int  # the number of the last step
+    sizes: list[str]  # model, data, batch and the like: shown and recorded
+    formula: list[str]  # the objective in plain mathematics: shown and recorded
+    measure: Callable[[Stats], Sequence[Outcome] | None] | None = None  # evaluates, and returns the rollouts of that
+    notifiers: tuple[Any, ...] = ()  # parts whose `say` shows a message to the user
+    finish: Callable[[Run], Sequence[str]] | None = (
+        None  # after the last step, in the first process; returns lines to print
+    )
+
+
+def run_training(config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None) -> Run:
+    """Train. `rows` and `env` may be objects; `config` then holds a name for each, for the record.
+
+    Raises UserError for a mistake of the caller's.
+    """
+    build: Callable[[RunContext[AnyTraining]], RunParts] = load(VERBS[config.verb].function)
+    with together(config) as world, begin(config, rows, env, world) as run, ExitStack() as resources:
+        validate(run.config)
+        parts = build(RunContext(run, prepare(run.config), resources, rows, env))
+        trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, parts.measure, parts.steps)
+        for part in parts.notifiers:
+            part.say = trainer.display.note
+        ended = trainer.run(parts.objective, parts.sizes, parts.formula)
+        if parts.finish is not None and not world.rank:
+            ended.notes = tuple(parts.finish(ended))
+        return ended

@@ -450,7 +450,7 @@ def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
 
 def _ended(verb: str, run: Run) -> int:
     final = run.final
-    shown = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "divergence", "eval/divergence", "kl")
+    shown = [m.name for m in METRICS if m.group == LEARNING and not m.hidden(final)]
     figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
     _say(
         ": ".join(

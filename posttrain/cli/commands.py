@@ -449,6 +449,8 @@ def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
 
 
 def _ended(verb: str, run: Run) -> int:
+    from posttrain.runs.metrics_table import LEARNING, METRICS
+
     final = run.final
     shown = [m.name for m in METRICS if m.group == LEARNING and not m.hidden(final)]
     figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)

@@ -137,7 +137,9 @@ def _panels(lines: Sequence[_Line]) -> list[str]:
             if len(lines) == 1 and len(_names_of_parts(lines[0])) > 1:
                 drawn.append(name)
         elif name in there and not metric.hidden(there):
-            before = [shown for other in drawn for shown in (_names_of_parts(lines[0]) if other == REWARDS else [other])]
+            before = [
+                shown for other in drawn for shown in (_names_of_parts(lines[0]) if other == REWARDS else [other])
+            ]
             silent = metric.silent and not any(_moved(line, name) for line in lines)
             if not silent and not any(_same(lines, name, other) for other in before):
                 drawn.append(name)

@@ -193,5 +193,7 @@ def _curves(a: OpenRun, b: OpenRun) -> list[dict[str, Any]]:
             lines.append({"name": label, "values": [by_step.get(s) for s in steps], "colour": colour})
         kept = [i for i in range(len(steps)) if any(line["values"][i] is not None for line in lines)]
         lines = [{**line, "values": [line["values"][i] for i in kept]} for line in lines]
-        found.append({"title": metric.label, "about": metric.meaning, "steps": [steps[i] for i in kept], "lines": lines})
+        found.append(
+            {"title": metric.label, "about": metric.meaning, "steps": [steps[i] for i in kept], "lines": lines}
+        )
     return found

@@ -73,7 +73,9 @@ def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label without "held-out", value), in the order of the table."""
     own = [name for name in (*BY_NAME, *values) if name.startswith(EVALUATED) and name in values]
     labels = {name: name.removeprefix(EVALUATED) for name in own}
-    return [(label, _figure(values[name], ".3f")) for name, label in labels.items() if label != "invalid" or values[name]]
+    return [
+        (label, _figure(values[name], ".3f")) for name, label in labels.items() if label != "invalid" or values[name]
+    ]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

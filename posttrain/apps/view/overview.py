@@ -90,10 +90,10 @@ def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
     """Of each question, in the order of the table of metrics; what was not recorded is left out."""
     parts = [_line(name, values, f"reward/{name}") for name, values in list((own.get("parts") or {}).items())[:6]]
     lost = any(name in m for name in ("truncated", "invalid"))
-    before = {  # what follows from the rollouts, by the metric that it stands before
+    before: dict[str, list[Panel | None]] = {  # what follows from the rollouts, by the metric that it stands before
         "accuracy": [_groups(steps, own)],
         "length": [None if len(parts) > 1 and lost else _gap(steps, m)],
-        "diversity/similarity": _replies(steps, own),
+        "diversity/similarity": [*_replies(steps, own)],
     }
     found: dict[str, list[Panel]] = {question: [] for question in QUESTIONS}
     for metric in (metric for metric in METRICS if metric.group):

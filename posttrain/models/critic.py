@@ -62,28 +62,16 @@ class ActionValueModel(nn.Module):
 
     def forward(self, batch: Packed, policy: Hidden, temperature: float) -> dict[str, Tensor]:
         """{"q": of what was said, float32 [2, N]; "expected_q", "target_q": see `soft_values`}."""
-        own, slow = self.states(batch)
-        expected, target = soft_values(policy, *self.twins(own, slow), temperature)
-        return {"q": self.of_actions(own, batch.target), "expected_q": expected, "target_q": target}
-
-    def states(self, batch: Packed) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, D] of the critic (with a gradient) and of its slow copy (without)."""
         own = self.backbone.hidden(batch.layout, batch.at)
         with torch.no_grad():
             slow = self.slow_backbone.hidden(batch.layout, batch.at)
-        return own, slow
-
-    def twins(self, own: Tensor, slow: Tensor) -> tuple[tuple[Hidden, Hidden], tuple[Hidden, Hidden]]:
-        """The pairs of `likelihood.soft_values`."""
         one, two = (Hidden(own.detach(), Head(weight.detach())) for weight in self.heads)
         slow_one, slow_two = (Hidden(slow, Head(weight)) for weight in self.slow_heads)
-        return (one, two), (slow_one, slow_two)
-
-    def of_actions(self, own: Tensor, target: Tensor) -> Tensor:
-        """Q_k(s_t, a_t) for the scored tokens, float32 [2, N]."""
+        expected, target = soft_values(policy, (one, two), (slow_one, slow_two), temperature)
         with torch.autocast(own.device.type, enabled=False):
             wide = torch.promote_types(own.dtype, torch.float32)
-            return (own.to(wide) * self.heads[:, target].to(wide)).sum(-1)
+            q = (own.to(wide) * self.heads[:, batch.target].to(wide)).sum(-1)
+        return {"q": q, "expected_q": expected, "target_q": target}
 
     def follow(self, share: float) -> None:
         """Move the slow copies by `share` of the way."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from posttrain.models.head import Head
+from posttrain.models.losses.likelihood import Hidden
 
 KINDS = ("plain", "biased", "scaled", "capped", "all")
 
@@ -30,3 +31,8 @@ def plain_logits(hidden: Tensor, head: Head) -> Tensor:
 
 def tensors(head: Head) -> list[Tensor]:
     return [head.weight] if head.bias is None else [head.weight, head.bias]
+
+
+def unread() -> Hidden:
+    """A policy's hidden states for a critic with a backbone of its own, which does not look at them."""
+    return Hidden(torch.zeros(1, 32), Head(torch.zeros(4, 32)))

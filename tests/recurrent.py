@@ -26,6 +26,8 @@ class Sizes:
 class Recurrent(nn.Module):
     """A GRU: a segment goes on from the state at the end of its prefix."""
 
+    decoder = None
+
     def __init__(self, config: Sizes, eos_ids: tuple[int, ...]) -> None:
         super().__init__()
         self.config, self.eos_ids = config, eos_ids

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads import unread
 from judged import Spoken, eos_alone, move, own_pad, scores, spoken, transcript
 from test_reward_training import pairs
 from tiny_models import KINDS, make, make_seeing
@@ -190,7 +191,7 @@ def test_a_critic_starts_from_the_reward_model_and_values_are_its_scores(tmp_pat
     critic = new_critic(ValueModel, tmp_path / "reward", load_model(tmp_path / "start"), seed=7)
     prompt, response = spoken(tokenizer, model.eos_ids[0])[1]
     packed = pack([[transcript(prompt, response)]], [0], read="last")
-    value = critic(packed, torch.zeros(1, 32))  # type: ignore[operator]
+    value = critic(packed, unread(), 1.0)["value"]  # type: ignore[operator]
     assert value.item() == pytest.approx(scores(model, [(prompt, response)]).item(), abs=1e-5)
 
 

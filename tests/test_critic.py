@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import tiny
 from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradient, new_case, new_learner, new_player
+from heads import unread
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -129,7 +130,7 @@ def test_reward_model_written_by_transformers_gives_its_score_as_value(kind: str
     with torch.no_grad():
         expected = scorer(torch.tensor([tokens])).logits.item()
         batch = observed(tokens)
-        found = critic(batch, torch.zeros(1, 32))  # the policy's hidden states: not looked at
+        found = critic(batch, unread(), 1.0)["value"]
     assert found.item() == pytest.approx(expected, abs=1e-5) and abs(expected) > 1e-3
 
 

@@ -46,7 +46,7 @@ def test_no_curve_is_drawn_twice(tmp_path: Path) -> None:
     ]
     rows[3]["accuracy"] = 0.0
     other = recorded(tmp_path / "b", rows)
-    assert titles(figure(other))[:2] == ["Reward", "Accuracy"]
+    assert titles(figure(other))[:3] == ["Reward", "Held-out accuracy", "Accuracy"]
     assert "Accuracy" in titles(figure({"a": tmp_path / "a", "b": other})), "in one of them it is another curve"
 
 

@@ -235,3 +235,20 @@ def test_light_modules_load_no_torch_by_any_way() -> None:
     code = f"import sys, {', '.join(modules)}; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'tokenizers')])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+def test_nobody_outside_of_models_asks_which_kind_a_model_is() -> None:
+    """What differs between them is asked of the model: see `Model.decoder`, and `Backbone`."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+    classes = [node for file, tree in trees.items() if room_of(file) == "models" for node in tree.body
+               if isinstance(node, ast.ClassDef)]  # fmt: skip
+    kinds, before = {"nn.Module", "Model"}, 0
+    while len(kinds) > before:
+        before = len(kinds)
+        kinds |= {node.name for node in classes if any(ast.unparse(base) in kinds for base in node.bases)}
+    assert kinds >= {"Backbone", "Decoder", "Backed", "RewardModel", "ValueModel", "Linear", "QuantizedLinear"}
+    for file, tree in trees.items():
+        for node in ast.walk(tree) if room_of(file) != "models" else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                asked = {ast.unparse(name) for name in ast.walk(node.args[1])} & (kinds - {"nn.Module"})
+                assert not asked, f"{name_of(file)}:{node.lineno} asks whether something is a {', '.join(asked)}"

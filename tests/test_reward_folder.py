@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
+from heads import unread
 from judged import FAMILIES, TOKENIZERS, Spoken, decoder, own_pad, scores, spoken, trained, transcript
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -253,5 +254,5 @@ def test_a_critic_starts_from_the_reward_model_and_values_are_its_scores(tmp_pat
     assert isinstance(critic, ValueModel)
     prompt, response = spoken(tokenizer, start.eos_ids[0])[1]
     packed = pack([[transcript(prompt, response)]], [0], read="last")
-    value = critic(packed, torch.zeros(1, 32))
+    value = critic(packed, unread(), 1.0)["value"]
     assert value.item() == pytest.approx(scores(model, [(prompt, response)]).item(), abs=1e-5)

@@ -21,7 +21,7 @@ from posttrain.cli.command_table import COMMANDS
 from posttrain.config.verbs import VERBS
 from posttrain.core.option_aliases import ELSEWHERE
 from posttrain.envs.play.load_env import BUILTIN
-from posttrain.runs.curves import PANELS
+from posttrain.runs.metrics_table import METRICS
 from posttrain.runs.record.schema import ROLLOUTS
 from posttrain.verify import __all__ as verifiers
 
@@ -62,7 +62,7 @@ def check_reference(site: Path) -> None:
     assert all(name in text("reference/config.html") for name in ("--max-tokens", *ELSEWHERE))
     assert all(f'id="{name}"' in text("reference/environments.html") for name in BUILTIN)
     assert all(f".{name}" in text("reference/verifiers.html") for name in verifiers)
-    assert all(f"<code>{name}</code>" in text("reference/metrics.html") for name in PANELS)
+    assert all(f"<code>{m.name}</code>" in text("reference/metrics.html") for m in METRICS)
     assert all(f"<code>{name}</code>" in text("reference/record.html") for name in ROLLOUTS.names if name != "kept")
     assert all((site / "algorithms" / f"{name}.html").exists() for name in EVERY)
 

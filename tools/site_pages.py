@@ -1,7 +1,8 @@
 """Pages of the documentation site that are made from code, as a hook of MkDocs: the home page and all of reference/.
 
 The home page is the README. The reference comes from where things are declared: options from the command, verifiers from
-`posttrain.verify`, environments from their registry, metrics and columns from the modules that own them.
+`posttrain.verify`, environments from their registry, metrics from their table, columns
+from the schema.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from posttrain.config.verbs import VERBS
 from posttrain.core.option_aliases import ELSEWHERE
 from posttrain.envs.play.load_env import BUILTIN
 from posttrain.runs import run_files
-from posttrain.runs.curves import PANELS
+from posttrain.runs.metrics_table import METRICS, QUESTIONS, Metric
 from posttrain.runs.record import schema
 
 sys.path.append(str(Path(__file__).parent))
@@ -236,33 +237,34 @@ def environments_page() -> str:
 
 
 def metrics_page() -> str:
-    titles = ["| metric | meaning |", "|---|---|", *(f"| `{name}` | {title} |" for name, title in PANELS.items())]
-    owners = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        names = sorted(set(recorded(file)))
-        if names:
-            owners.append(f"| {', '.join(f'`{name}`' for name in names)} | `{file.relative_to(ROOT)}` |")
-    return (
-        "# Metrics\n\n`metrics.jsonl` has one line a step, with these names. `NAME` stands for the part of a reward, a side "
-        "of a game or another name that a run decides.\n\n## The ones with a curve\n\n" + "\n".join(titles)
-        + "\n\n## All of them, by the module that records them\n\n| metrics | recorded in |\n|---|---|\n"
-        + "\n".join(owners) + "\n"
-    )  # fmt: skip
+    page = "# Metrics\n\n" + METRICS_ARE
+    for group in (*QUESTIONS, ""):
+        page += f"## {group or 'The others'}\n\n| metric | meaning | unit | shown |\n|---|---|---|---|\n"
+        for metric in (metric for metric in METRICS if metric.group == group):
+            meaning, shown = metric.meaning.replace("|", "\\|"), ", ".join(shown_in(metric))
+            page += f"| `{metric.name}` | {meaning} | {metric.unit} | {shown} |\n"
+        page += "\n"
+    return page
 
 
-def recorded(file: Path) -> Iterator[str]:
-    """The names that a module adds to a step's statistics."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "add"
-            and node.args
-        ):
-            name = node.args[0]
-            owner = ast.unparse(node.func.value)
-            if owner.endswith("stats") and isinstance(name, ast.Constant | ast.JoinedStr):
-                yield re.sub(r"\{[^}]*\}", "NAME", ast.unparse(name).strip("f'\""))
+METRICS_ARE = """`metrics.jsonl` has one line a step, with these names; what depends on the clock stands in `timing.jsonl`. A name
+in braces stands for what a run decides, such as a part of the reward. They are in the groups of the overview of
+[view](../guides/view.md), which draws the others below these, and each with its meaning as a tooltip.
+
+What your own reward returns as parts is logged as `reward/{part}`. What your own source, objective or component adds to its
+`stats` is logged under the name that it gives: any name that does not stand here, best `own/NAME`. It is drawn in view and
+in TensorBoard under its name.
+
+"""
+
+
+def shown_in(metric: Metric) -> Iterator[str]:
+    if metric.terminal:
+        yield f"terminal (`{metric.terminal}`)"
+    if metric.plotted:
+        yield "curves"
+    if metric.checked:
+        yield "health check"
 
 
 def record_page() -> str:

@@ -106,20 +106,20 @@ class ScoringObjective:
         length = torch.bincount(batch.transcript)
         return given.new_zeros(len(length)).index_add(0, batch.transcript, given) / length
 
-    def measure(self, scores: Tensor, said: Preferences, stats: Stats, before: str = "") -> None:
-        """Add accuracy, margin and mean scores to the metrics, their names beginning with `before`."""
-        stats.add(f"{before}score", scores.sum().item(), len(scores))
+    def measure(self, scores: Tensor, said: Preferences, stats: Stats) -> None:
+        """Add accuracy, margin and mean scores to the metrics."""
+        stats.add("score", scores.sum().item(), len(scores))
         if len(said.better):
             margin = scores[said.better] - scores[said.worse]
             won = (margin > 0).double() + 0.5 * (margin == 0).double()
-            stats.add(f"{before}accuracy", won.sum().item(), len(margin))
-            stats.add(f"{before}margin", margin.sum().item(), len(margin))
+            stats.add("accuracy", won.sum().item(), len(margin))
+            stats.add("margin", margin.sum().item(), len(margin))
         elif len(said.label) and isinstance(self.row.link, CrossEntropy):
             right = (scores[said.labelled] > 0) == (said.label > 0.5)
-            stats.add(f"{before}accuracy", right.double().sum().item(), len(right))
+            stats.add("accuracy", right.double().sum().item(), len(right))
         elif len(said.label):
             error = (scores[said.labelled] - said.label).square()
-            stats.add(f"{before}squared_error", error.sum().item(), len(error))
+            stats.add("squared_error", error.sum().item(), len(error))
 
 
 _ROWS = (

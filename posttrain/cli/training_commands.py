@@ -33,8 +33,6 @@ Options = Parameter(
 Places = Annotated[tuple[str, ...], Parameter(name="--set", negative_iterable=(), help=(
     "Change any setting of the algorithm by its place: --set surrogate.high=0.28 (posttrain algorithms NAME lists them)."
 ))]  # fmt: skip
-FIGURES = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "divergence", "eval/divergence", "kl")
-"""Metrics of the last step that a finished run prints."""
 
 
 def __getattr__(name: str) -> Callable[..., int]:
@@ -113,8 +111,11 @@ def trained(config: AnyTraining) -> int:
 
 
 def _print_end(verb: str, run: Run) -> None:
+    from posttrain.runs.metrics_table import LEARNING, METRICS
+
     final = run.final
-    figures = ", ".join(f"{name} {final[name]:.4g}" for name in FIGURES if final.get(name) is not None)
+    shown = [m.name for m in METRICS if m.group == LEARNING and not m.hidden(final)]
+    figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
     ended = "stopped" if run.stopped else "interrupted" if run.interrupted else "done"
     say(*run.notes, ": ".join(filter(None, [ended, figures])))
     say(f"checkpoint  {run.checkpoint}", f"curves      {run.path / 'curves.png'}")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from posttrain.models.backbone import Backbone
     from posttrain.models.head import Head
 
 TRAINING = "training"
@@ -44,6 +45,11 @@ class Model(Protocol):
     @property
     def head(self) -> Head:
         """How hidden states become logits."""
+        ...
+
+    @property
+    def decoder(self) -> Backbone | None:
+        """Itself, if more can be asked of it: adapters, routers, pictures, its weights as engines take them."""
         ...
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ HEAD = "lm_head.weight"
 
 def announced(model: Model) -> Backbone:
     """Raises UserError for a kind of model that only this process knows."""
-    if not isinstance(model, Backbone):
+    if model.decoder is None:
         raise UserError(f"engines in other processes cannot take over the weights of a {type(model).__name__}")
-    return model
+    return model.decoder
 
 
 def with_head(model: Backbone) -> Iterator[tuple[str, Tensor]]:

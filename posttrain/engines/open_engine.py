@@ -12,7 +12,6 @@ from posttrain.engines.model_manifest import announced
 from posttrain.engines.pool.replicas import Many, open_pool
 from posttrain.engines.vllm.vllm_engine import VLLMEngine
 from posttrain.engines.vllm.vllm_worker import POLL_STEPS
-from posttrain.models.backbone import Backbone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
@@ -38,12 +37,11 @@ def open_engine(
         raise UserError("--weight-sync adapter requires --engine vllm")
     if kind == "local" and not many:
         return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
-    if isinstance(model, Backbone) and model.sees:
+    if (decoder := announced(model)).sees:
         raise UserError(
-            f"engines in other processes sample from models of text alone, and a {model.family} sees: leave out "
+            f"engines in other processes sample from models of text alone, and a {decoder.family} sees: leave out "
             "--replicas, --engines and --engine"
         )
-    announced(model)
     if many:
         return open_pool(kind, model, tokenizer, slots, precision, many, cache_gib=cache_gib, seconds=seconds)
     return VLLMEngine(

@@ -31,7 +31,7 @@ from posttrain.core.protocols import Learner, Measured, Model, Objective
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule
 from posttrain.learners.process_group import Processes
-from posttrain.models.backbone import Backbone
+from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.native.linear import collected
 from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.row_shards import GATHER, MEETING, here, whole
@@ -110,7 +110,7 @@ class FSDPLearner(DataParallelLearner):
             decoder.register_forward_hook(self._hear)
 
     def _sharded(self, held: nn.Module, world: Processes) -> list[Backbone]:
-        decoders: list[Backbone] = [module for module in held.modules() if isinstance(module, Backbone)]
+        decoders = decoders_in(held)
         with world.meeting():
             for decoder in decoders:
                 if not isinstance(decoder, FSDPModule):
@@ -256,9 +256,10 @@ class FSDPLearner(DataParallelLearner):
         self._check_finite()
         if isinstance(self.model, Measured):
             self.model.measure()
-        for decoder in cast(nn.Module, self.model).modules():
-            if isinstance(decoder, Backbone):
-                deque((whole(weight) for _, weight in plain_weights(decoder)), maxlen=0)  # each is let go at once
+        for decoder in decoders_in(cast(nn.Module, self.model)):
+            deque(
+                (whole(weight) for _, weight in plain_weights(cast(nn.Module, decoder))), maxlen=0
+            )  # each is let go at once
         for _, tensors in self._state():
             write_state(None, tensors)
 

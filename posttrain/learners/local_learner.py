@@ -27,14 +27,13 @@ from posttrain.learners.natural_gradient import TrustRegion, search
 from posttrain.learners.router_losses import RouterLosses, Routing
 from posttrain.models.adapters.lora import frozen_copy
 from posttrain.models.backbone import Backbone
-from posttrain.models.critic import STORED, ActionValueModel, Critic, ValueModel
+from posttrain.models.critic import STORED, Critic
 from posttrain.models.hf.experts import watching
 from posttrain.models.losses.divergence import FORWARD, REVERSE, measured_divergence
 from posttrain.models.losses.likelihood import (
     Hidden,
     exact_kl,
     log_collision,
-    soft_values,
     token_logp,
     token_logp_entropy,
 )
@@ -207,8 +206,8 @@ class LocalLearner:
 
     def _mixture(self) -> Backbone | None:
         """The decoder that learns, if it is a mixture of experts."""
-        model = self.model
-        return model if isinstance(model, Backbone) and model.routers is not None else None
+        decoder = self.model.decoder
+        return decoder if decoder is not None and decoder.routers is not None else None
 
     def _accumulate_routed(
         self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing
@@ -375,20 +374,13 @@ class LocalLearner:
                 other = Hidden(self._states_of_other(reference, batch), reference.head)
                 kl = exact_kl(Hidden(hidden, model.head), other, self.temperature)
                 outputs = replace(outputs, kl=kl)
-            if "value" in want:
-                assert isinstance(self.critic, ValueModel)
-                outputs = replace(outputs, value=self.critic(batch, hidden))
-            if "q" in want:
-                assert isinstance(self.critic, ActionValueModel)
-                own, slow = self.critic.states(batch)
-                twins = self.critic.twins(own, slow)
-                expected, target = soft_values(Hidden(hidden, model.head), *twins, self.temperature)
-                q = self.critic.of_actions(own, batch.target)
-                outputs = replace(outputs, q=q, expected_q=expected, target_q=target)
+            if want & {"value", "q"}:
+                assert self.critic is not None
+                outputs = replace(outputs, **self.critic(batch, Hidden(hidden, model.head), self.temperature))
         return outputs
 
     def _states(self, model: Model, batch: Packed) -> Tensor:
-        if batch.layout.media and getattr(model, "vision", None) is None:
+        if batch.layout.media and (model.decoder is None or not model.decoder.sees):
             raise UserError(f"a {type(model).__name__} reads text alone, and here are pictures: give one that sees")
         return model.hidden(batch.layout, batch.at)
 

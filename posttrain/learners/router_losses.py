@@ -94,7 +94,7 @@ class Routing:
         return self.losses.balance * balance + self.losses.z * z
 
     def measure(self, stats: Stats) -> None:
-        """Add what is known of the routers behind an update: docs/guides/mixtures-of-experts.md says what the names mean."""
+        """Add what is known of the routers behind an update."""
         numbers = [self.moved, self.chosen, self.sums["balance"], self.sums["z"]]
         found = self.world.sum(torch.cat([self.counts.new_tensor(numbers), self.counts.flatten()]))
         moved, chosen, balance, z = found[:4].tolist()

@@ -35,6 +35,9 @@ class Backbone(Model, Protocol):
         """The modules of its layers, in order; none where they do not lie in one list."""
         ...
 
+    @property
+    def decoder(self) -> Self: ...
+
     # -- adapters
 
     def matrices(self) -> list[str]:
@@ -140,3 +143,8 @@ class Backbone(Model, Protocol):
     def modules(self) -> Iterator[nn.Module]: ...
     def set_submodule(self, target: str, module: nn.Module) -> None: ...
     def register_forward_hook(self, hook: Callable[..., Any]) -> Any: ...
+
+
+def decoders_in(held: nn.Module) -> list[Backbone]:
+    """Those that a model or a critic is, or is built on."""
+    return [module for module in held.modules() if isinstance(module, Backbone)]

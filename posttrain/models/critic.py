@@ -20,7 +20,7 @@ from posttrain.core.types import UserError
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import load_backbone
 from posttrain.models.head import Head
-from posttrain.models.losses.likelihood import Hidden
+from posttrain.models.losses.likelihood import Hidden, soft_values
 from posttrain.models.row_shards import here
 from posttrain.models.tensor_files import open_tensors
 from posttrain.models.weight_files import check_finite
@@ -41,13 +41,12 @@ class ValueModel(nn.Module):
     def follow(self, share: float) -> None:
         """It has no slow copies."""
 
-    def forward(self, batch: Packed, shared: Tensor) -> Tensor:
-        """Values float32 [N]; `shared` [N, D]: the policy's hidden states at the scored tokens."""
-        if self.backbone is not None:
-            shared = self.backbone.hidden(batch.layout, batch.at)
+    def forward(self, batch: Packed, policy: Hidden, temperature: float) -> dict[str, Tensor]:
+        """{"value": float32 [N]}; `policy`: its hidden states at the scored tokens, and its head."""
+        shared = policy.states if self.backbone is None else self.backbone.hidden(batch.layout, batch.at)
         with torch.autocast(shared.device.type, enabled=False):  # small differences of values are what advantages are
             wide = torch.promote_types(shared.dtype, torch.float32)
-            return shared.to(wide) @ self.weight.to(wide) + self.bias
+            return {"value": shared.to(wide) @ self.weight.to(wide) + self.bias}
 
 
 class ActionValueModel(nn.Module):
@@ -61,24 +60,18 @@ class ActionValueModel(nn.Module):
         self.slow_backbone = copy.deepcopy(backbone).requires_grad_(False)
         self.slow_heads = nn.Parameter(self.heads.detach().clone(), requires_grad=False)
 
-    def states(self, batch: Packed) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, D] of the critic (with a gradient) and of its slow copy (without)."""
+    def forward(self, batch: Packed, policy: Hidden, temperature: float) -> dict[str, Tensor]:
+        """{"q": of what was said, float32 [2, N]; "expected_q", "target_q": see `soft_values`}."""
         own = self.backbone.hidden(batch.layout, batch.at)
         with torch.no_grad():
             slow = self.slow_backbone.hidden(batch.layout, batch.at)
-        return own, slow
-
-    def twins(self, own: Tensor, slow: Tensor) -> tuple[tuple[Hidden, Hidden], tuple[Hidden, Hidden]]:
-        """The pairs of `likelihood.soft_values`."""
         one, two = (Hidden(own.detach(), Head(weight.detach())) for weight in self.heads)
         slow_one, slow_two = (Hidden(slow, Head(weight)) for weight in self.slow_heads)
-        return (one, two), (slow_one, slow_two)
-
-    def of_actions(self, own: Tensor, target: Tensor) -> Tensor:
-        """Q_k(s_t, a_t) for the scored tokens, float32 [2, N]."""
+        expected, target = soft_values(policy, (one, two), (slow_one, slow_two), temperature)
         with torch.autocast(own.device.type, enabled=False):
             wide = torch.promote_types(own.dtype, torch.float32)
-            return (own.to(wide) * self.heads[:, target].to(wide)).sum(-1)
+            q = (own.to(wide) * self.heads[:, batch.target].to(wide)).sum(-1)
+        return {"q": q, "expected_q": expected, "target_q": target}
 
     def follow(self, share: float) -> None:
         """Move the slow copies by `share` of the way."""

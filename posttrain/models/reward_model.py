@@ -79,6 +79,10 @@ class RewardModel(nn.Module):
         self.backbone.eos_ids = ids
 
     @property
+    def decoder(self) -> None:
+        """It is built on one, and samples nothing."""
+
+    @property
     def head(self) -> Head:
         return Head(self.score)
 

@@ -1,4 +1,4 @@
-"""Draws what happened over the steps of a run, or of several. Decides which metrics are worth a panel.
+"""Draws what happened over the steps of a run, or of several: the metrics that the table of metrics calls plotted.
 
 A curve that is the same as one drawn before, such as the accuracy where the reward is 1 or 0, is not drawn again. Of runs
 under one label the mean is drawn, with the 95% interval of it. What the health check found stands on the axis of the steps.
@@ -17,6 +17,7 @@ import numpy as np
 from posttrain.core import user_files
 from posttrain.core.intervals import student_interval
 from posttrain.core.types import UserError
+from posttrain.runs.metrics_table import BY_NAME, METRICS, REWARDS
 from posttrain.runs.run_files import CURVES, Folder
 from posttrain.runs.run_reading import read_health, read_metrics, read_timing
 
@@ -24,35 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PARTS = "reward/"
-PANELS = {
-    "reward": "Reward",
-    PARTS: "Parts of the reward",
-    "accuracy": "Accuracy",
-    "loss": "Training loss",
-    "eval/accuracy": "Held-out accuracy",
-    "eval/reward": "Held-out reward",
-    "eval/loss": "Held-out loss, nats per token",
-    "divergence": "Divergence from the teacher, nats per token",
-    "eval/divergence": "Held-out KL from the teacher, nats per token",
-    "margin": "Margin of the better responses",
-    "logp_per_token/chosen": "Better responses, nats per token",
-    "logp_per_token/rejected": "Other responses, nats per token",
-    "length": "Reply length, tokens",
-    "truncated": "Share of replies cut off",
-    "entropy": "Entropy, nats per token",
-    "kl": "KL from the reference, nats per token",
-    "grad_norm": "Gradient norm",
-    "explained_variance": "Explained variance of the critic",
-    "groups/no_signal": "Share of groups without signal",
-    "invalid": "Share of rewards that are invalid",
-    "diversity/similarity": "Similarity of replies within a group",
-    "tokens_per_second/sampled": "Speed, sampled tokens per second",
-    "tokens_per_second/read": "Speed, tokens read per second",
-    "tokens_per_second/learned": "Speed, learned tokens per second",
-}
-"""Metric -> title in `curves`, in the order in which they are drawn. `PARTS` stands for all parts of the reward at once."""
-SILENT = ("truncated", "invalid", "kl")  # worth no panel while they are 0
 MOST_PARTS = 6
 
 WIDTH, HEIGHT = 4.2, 2.5  # of a panel with its margins, in inches
@@ -74,7 +46,7 @@ class _Line:
 
 
 def curves(runs: Folder | Mapping[str, Folder | Sequence[Folder]], out: Folder | None = None) -> Path:
-    """Draw what happened over the steps, one panel for each metric of `PANELS` that was recorded.
+    """Draw what happened over the steps, one panel for each plotted metric that was recorded.
 
     `runs` is the folder of a run, or label -> folder for several in the same panels, or label -> folders, such as those of
     several seeds. Writes `out`, a PNG; by default curves.png in the folder of the run, the first of several.
@@ -108,7 +80,7 @@ def _figure(lines: Sequence[_Line], names: Sequence[str]) -> Figure:
     axes: Axes | None = None
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(rows, columns, place, sharex=axes)
-        if name == PARTS:
+        if name == REWARDS:
             _parts(axes, lines[0])
         else:
             for number, line in enumerate(lines):
@@ -153,27 +125,30 @@ def _series(folder: Folder) -> dict[str, Points]:
 
 
 def _panels(lines: Sequence[_Line]) -> list[str]:
-    """The names to draw, in the order of `PANELS`."""
+    """The names to draw, in the order of the table."""
     there = {name for line in lines for name in line.series}
     drawn: list[str] = []
-    for name in PANELS:
-        if name == PARTS:
+    for metric in METRICS:
+        name = metric.name
+        if not metric.plotted:
+            continue
+        if name == REWARDS:
             # with several runs the colours are theirs; a single part is the reward, or nearly
             if len(lines) == 1 and len(_names_of_parts(lines[0])) > 1:
                 drawn.append(name)
-        elif name in there:
-            before = [shown for other in drawn for shown in (_names_of_parts(lines[0]) if other == PARTS else [other])]
-            if not any(_same(lines, name, other) for other in before):
+        elif name in there and not metric.hidden(there):
+            before = [
+                shown for other in drawn for shown in (_names_of_parts(lines[0]) if other == REWARDS else [other])
+            ]
+            silent = metric.silent and not any(_moved(line, name) for line in lines)
+            if not silent and not any(_same(lines, name, other) for other in before):
                 drawn.append(name)
-    silent = [name for name in SILENT if name in drawn and not any(_moved(line, name) for line in lines)]
-    if "reward" in drawn:
-        silent.append("loss")  # in RL the loss shows no progress
-    return [name for name in drawn if name not in silent]
+    return drawn
 
 
 def _names_of_parts(line: _Line) -> list[str]:
-    names = [name for name in line.series if name.startswith(PARTS) and name != PARTS + "shaping"]
-    return sorted(names)[:MOST_PARTS]
+    parts = BY_NAME[REWARDS].pattern
+    return sorted(name for name in line.series if name not in BY_NAME and parts.fullmatch(name))[:MOST_PARTS]
 
 
 def _same(lines: Sequence[_Line], name: str, other: str) -> bool:
@@ -209,14 +184,15 @@ def _second(pair: tuple[str, int]) -> int:
 def _dress(axes: Axes, name: str, bottom: bool) -> None:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    axes.set_title(PANELS[name], loc="left", fontsize=10, color="#222222")
+    metric = BY_NAME[name]
+    axes.set_title(metric.panel if name == REWARDS else metric.label, loc="left", fontsize=10, color="#222222")
     axes.grid(linewidth=0.5, color="#e6e6e6")
     axes.tick_params(length=0, labelsize=8, labelcolor="#555555")
     axes.spines[:].set_visible(False)
     axes.spines["bottom"].set(visible=True, color="#999999", linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
-    if name.startswith("tokens_per_second"):
+    if metric.unit == "tokens per second":
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.set_ylim(bottom=0)  # so that noise does not look like a trend
     axes.set_xlabel("step" if bottom else "", fontsize=9, color="#555555")
@@ -233,7 +209,7 @@ def _mark(axes: Axes, found: Mapping[str, int]) -> None:
 def _parts(axes: Axes, line: _Line) -> None:
     """The parts of the reward in one panel."""
     for number, name in enumerate(_names_of_parts(line)):
-        _curve(axes, line.series[name], COLOURS[number % len(COLOURS)], name.removeprefix(PARTS))
+        _curve(axes, line.series[name], COLOURS[number % len(COLOURS)], name.partition("/")[2])
     axes.legend(frameon=False, fontsize=8, loc="best", handlelength=1.2)
 
 

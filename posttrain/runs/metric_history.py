@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-READ = frozenset((
-    "reward", "accuracy", "eval/accuracy", "entropy", "length", "truncated", "invalid", "invalid/timeout",
-    "groups/no_signal", "groups/played", "advantage/abs", "kl", "grad_norm", "skipped", "explained_variance", "updates",
-    "ratio/clipped_high", "divergence", "logp_per_token/chosen", "logp_per_token/rejected",
-    "routing/entropy", "routing/busiest",
-))  # fmt: skip
+from posttrain.runs.metrics_table import METRICS
+
+READ = frozenset(metric.name for metric in METRICS if metric.checked)
 """The metrics that the checks read."""
 
 HUGE = 1e100  # the squares of larger values would overflow
@@ -150,6 +147,7 @@ class History:
 
     def of(self, name: str, least: int | None = None) -> Series | None:
         """The metric, if it has at least so many values; without a number: enough for a start and a now."""
+        assert name in READ, f"{name}: the table of metrics does not say that it is checked"
         series = self._series.get(name)
         enough = self.limits.first + self.limits.window if least is None else least
         return series if series and len(series) >= enough else None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model, World
@@ -28,7 +29,7 @@ from posttrain.models.adapters.lora import (
     sharing,
     targets_of,
 )
-from posttrain.models.backbone import Backbone
+from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
 
@@ -37,8 +38,8 @@ def held_model(config: Training, folder: Path, device: torch.device, world: Worl
     """The model of a folder, for the learner: with `--shard`, this process's rows of it, and no more is ever read."""
     if not config.shard:
         model = load_model(folder, device=device)
-        if isinstance(model, Backbone) and not config.train_vision:
-            model.freeze_vision()
+        if model.decoder is not None and not config.train_vision:
+            model.decoder.freeze_vision()
         return model
     from posttrain.learners.fsdp import shard  # it brings half of torch.distributed
 
@@ -57,7 +58,7 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
         _refuse_shards(config)  # before anything is read
         model = load_model(folder, device=device)
         adapt(config, decoder_of(model), folder)
-    if config.train_vision and not (isinstance(model, Backbone) and model.sees):
+    if config.train_vision and (model.decoder is None or not model.decoder.sees):
         raise UserError(f"--train-vision has no effect: the model in {folder} reads text alone; leave it out")
     return model
 
@@ -92,9 +93,9 @@ def reference(config: Training, model: Model, start: Path, world: World, moves: 
 
     `moves`: the policy is to become it now and then.
     """
-    if not isinstance(model, Backbone) or model.lora is None:
+    if model.decoder is None or model.decoder.lora is None:
         return held_model(config, start, model.head.device, world).requires_grad_(False)
-    other = _beside_adapters(config, model, start, moves)
+    other = _beside_adapters(config, model.decoder, start, moves)
     other.replays = False  # it routes by itself
     return other
 
@@ -167,7 +168,7 @@ def new_learner(
 ) -> DataParallelLearner:
     """`options`: what else a learner takes."""
     losses = RouterLosses(config.router_balance, config.router_z)
-    if losses and (not isinstance(model, Backbone) or model.routers is None):
+    if losses and (model.decoder is None or model.decoder.routers is None):
         raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
     if not config.shard:
         return DataParallelLearner(
@@ -176,7 +177,7 @@ def new_learner(
     if losses:
         raise UserError("--router-balance and --router-z read all routers of the batch: leave out --shard, or these")
     for held in (model, *options.get("others", {}).values()):
-        if not isinstance(getattr(held, "backbone", held), Backbone):
+        if not decoders_in(cast(nn.Module, held)):
             raise UserError(
                 f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out"
             )
@@ -191,7 +192,7 @@ def replay_experts(config: RL, model: Model) -> None:
     """Prepare a policy for `--routing-replay`. Raises UserError where nobody records, or nothing could follow."""
     if not config.routing_replay:
         return
-    if not isinstance(model, Backbone) or model.routers is None:
+    if model.decoder is None or model.decoder.routers is None:
         raise UserError("--routing-replay requires a mixture-of-experts model, and this one is dense: leave it out")
     if config.shard:
         raise UserError("--routing-replay is tried on a whole model: leave out --shard, or this")

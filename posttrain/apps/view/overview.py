@@ -13,6 +13,7 @@ from posttrain.apps.view.reward_and_length import lengths
 from posttrain.apps.view.step_series import finite, series
 from posttrain.apps.view.verdict_texts import FAR_APART, verdicts
 from posttrain.config.verbs import sampling
+from posttrain.runs.metrics_table import METRICS, QUESTIONS, REWARDS, STABLE, Metric, metric_named
 
 Values = list[float | None]
 Panel = dict[str, Any]
@@ -47,9 +48,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
         "steps": steps,
         "parts": [part.name for part in run.store.files],
         "questions": questions,
-        "others": [
-            _panel(name, steps, [_line(name, values, name)]) for name, values in metrics.items() if name not in used
-        ],
+        "others": [_other(name, values, steps) for name, values in metrics.items() if name not in used],
         "fates": own.get("fates", {}),
         "origins": own.get("origins", {}),
         "foreign": silent_defects.FOREIGN,
@@ -89,128 +88,85 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[list[Panel]]:
-    """Of each question, in the order of importance; what was not recorded is left out."""
-    return [
-        [panel for panel in panels if panel is not None]
-        for panels in (
-            _learning(steps, m, own),
-            _honest(steps, m, own),
-            _exploring(steps, m, own),
-            _stable(steps, m, own),
-        )
-    ]
+    """Of each question, in the order of the table of metrics; what was not recorded is left out."""
+    parts = [_line(name, values, f"reward/{name}") for name, values in list((own.get("parts") or {}).items())[:6]]
+    lost = any(name in m for name in ("truncated", "invalid"))
+    before: dict[str, list[Panel | None]] = {  # what follows from the rollouts, by the metric that it stands before
+        "accuracy": [_groups(steps, own)],
+        "length": [None if len(parts) > 1 and lost else _gap(steps, m)],
+        "diversity/similarity": [*_replies(steps, own)],
+    }
+    found: dict[str, list[Panel]] = {question: [] for question in QUESTIONS}
+    for metric in (metric for metric in METRICS if metric.group):
+        panels = [panel for panel in before.get(metric.name, ()) if panel is not None]
+        shared = [other for other in METRICS if other.panel == metric.panel and other.name in m]
+        if metric.name == REWARDS:
+            lines = parts if len(parts) > 1 else []
+        elif metric.panel:
+            lines = [_line_of(other, m) for other in shared] if shared[:1] == [metric] else []
+        else:
+            lines = [_line_of(metric, m)] if metric.name in m and not metric.hidden(m) else []
+        if lines:
+            title, about = (
+                metric.panel or metric.label,
+                " ".join(x.meaning for x in (shared if metric.panel else [metric])),
+            )
+            panels.append({**_panel(title, steps, lines), "zero": metric.zero, "log": metric.log, "about": about})
+        if metric.name == "reward" and lines and any(value is not None for value in own.get("least", ())):
+            kept = [i for i, value in enumerate(m["reward"]) if value is not None]
+            band = {side: [own[of][i] for i in kept] for side, of in (("low", "least"), ("high", "most"))}
+            panels[-1] |= {"title": f"{title}, 95% band over groups", "band": band}
+        found[metric.group] += panels
+    gap = [panel for panel in found[STABLE] if panel["lines"][0]["of"] == "sampler/gap/max"]
+    if any(value is not None and value > FAR_APART for value in m.get("sampler/gap", ())):
+        found[STABLE] = gap + [panel for panel in found[STABLE] if panel not in gap]
+    return list(found.values())
 
 
-def _learning(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[Panel | None]:
-    band = None
-    if any(value is not None for value in own.get("least", ())):
-        band = {"low": own["least"], "high": own["most"]}
-    groups = None
-    if own.get("given"):
-        pass
-    elif own.get("equal") and own.get("n", 1) > 1 and not own["told"]:
+def _groups(steps: list[int], own: Mapping[str, Any]) -> Panel | None:
+    if own.get("given") or own.get("n", 1) < 2:
+        return None
+    about = "mixed groups are those that teach"
+    if own.get("equal") and not own["told"]:
         lines = [
             _line("mixed", [_rest(e, 0.0 if e is not None else None) for e in own["equal"]], "", "sky"),
             _line("equal", own["equal"], "", "pink"),
         ]
-        about = "mixed groups are those that teach; without --success nothing says which rewards are right"
-        groups = {**_panel("Groups by their rewards", steps, lines), "stack": True, "about": about}
-    elif own.get("right") and own.get("n", 1) > 1:
-        lines = [
-            _line("all right", own["right"], "right", "green"),
-            _line("mixed", [_rest(r, w) for r, w in zip(own["right"], own["wrong"], strict=True)], "", "sky"),
-            _line("all wrong", own["wrong"], "wrong", "red"),
-        ]
-        groups = {**_panel("Groups", steps, lines), "stack": True, "about": "mixed groups are those that teach"}
-    return [
-        _of(steps, m, "divergence", "KL from the teacher, nats per token", "red"),
-        _of(steps, m, "reward", "Reward, 95% band over groups" if band else "Reward", band=band),
-        _first(steps, m, [
-            ("eval/accuracy", "Held-out accuracy"), ("eval/reward", "Held-out reward"),
-            ("eval/loss", "Held-out loss, nats per token"), ("eval/divergence", "Held-out KL from the teacher"),
-        ], "green"),
-        groups,
-        _of(steps, m, "accuracy", "Accuracy", "green"),
-        _of(steps, m, "margin", "Margin of the better responses"),
-        _first(steps, m, [("nll", "Loss, nats per token"), ("loss", "Loss")]),
-        _first(steps, m, [
-            ("tokens_per_second/sampled", "Sampled tokens per second"), ("tokens_per_second/read", "Tokens read per second"),
-        ]),
-        _of(steps, m, "tokens_per_second/learned", "Learned tokens per second"),
-        _of(steps, m, "lr", "Learning rate"),
-    ]  # fmt: skip
+        about += "; without --success nothing says which rewards are right"
+        return {**_panel("Groups by their rewards", steps, lines), "stack": True, "about": about}
+    if not own.get("right"):
+        return None
+    lines = [
+        _line("all right", own["right"], "right", "green"),
+        _line("mixed", [_rest(r, w) for r, w in zip(own["right"], own["wrong"], strict=True)], "", "sky"),
+        _line("all wrong", own["wrong"], "wrong", "red"),
+    ]
+    return {**_panel("Groups", steps, lines), "stack": True, "about": about}
 
 
-def _honest(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[Panel | None]:
-    parts = own.get("parts") or {}
-    by_part = None
-    if len(parts) > 1:
-        lines = [_line(name, values, f"reward/{name}") for name, values in list(parts.items())[:6]]
-        by_part = _panel("Reward by part", steps, lines)
+def _gap(steps: list[int], m: Mapping[str, Values]) -> Panel | None:
     held = m.get("eval/reward", m.get("eval/accuracy"))
-    gap = None
-    if held and "reward" in m:
-        values = [None if h is None or r is None else r - h for r, h in zip(_filled(m["reward"]), held, strict=True)]
-        gap = _panel("Reward minus held-out reward", steps, [_line("gap", values, "gap", "red", dots=True)])
-    lost = [
-        _line(word, m[name], name, colour)
-        for name, word, colour in (("truncated", "cut off", "red"), ("invalid", "invalid", "pink"))
-        if name in m
-    ]
-    sides = [
-        _line(word, m[name], name, colour)
-        for name, word, colour in (
-            ("logp_per_token/chosen", "better", "blue"), ("logp_per_token/rejected", "other", "red"))
-        if name in m
-    ]  # fmt: skip
-    return [
-        by_part,
-        gap if by_part is None or not lost else None,
-        _of(steps, m, "length", "Reply length, tokens", zero=True),
-        {**_panel("Cut off, invalid", steps, lost), "zero": True} if lost else None,
-        _panel("Responses, nats per token", steps, sides) if sides else None,
-        gap if by_part is not None and lost else None,
-    ]
+    if not held or "reward" not in m:
+        return None
+    values = [None if h is None or r is None else r - h for r, h in zip(_filled(m["reward"]), held, strict=True)]
+    return _panel("Reward minus held-out reward", steps, [_line("gap", values, "gap", "red", dots=True)])
 
 
-def _exploring(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[Panel | None]:
-    replies = None
+def _replies(steps: list[int], own: Mapping[str, Any]) -> list[Panel]:
+    found = []
     if own.get("replies") and own.get("n", 1) > 1 and not own["given"]:
         title = f"Distinct replies in a group of {own['n']}"
-        replies = {**_panel(title, steps, [_line("distinct", own["replies"], "replies", "green")]), "zero": True}
-    alike = None
+        found.append({**_panel(title, steps, [_line("distinct", own["replies"], "replies", "green")]), "zero": True})
     if any(value is not None for value in own.get("alike", ())) and not own["given"]:
         line = _line("alike", own["alike"], "alike", "pink")
-        alike = {**_panel("Replies to two prompts alike", steps, [line]), "zero": True,
-                 "about": "chance that two rollouts with different prompts begin with the same "
-                          f"{own['compared']} characters"}  # fmt: skip
-    return [
-        _of(steps, m, "entropy", "Entropy, nats per token", zero=True),
-        replies,
-        alike,
-        _of(steps, m, "diversity/similarity", "Similarity within a group", "pink"),
-    ]
+        about = f"chance that two rollouts with different prompts begin with the same {own['compared']} characters"
+        found.append({**_panel("Replies to two prompts alike", steps, [line]), "zero": True, "about": about})
+    return found
 
 
-def _stable(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[Panel | None]:
-    ratios = [
-        _line(word, m[name], name, colour)
-        for name, word, colour in (("ratio/max", "greatest", "red"), ("ratio/min", "least", "blue"))
-        if name in m
-    ]
-    gap = _of(steps, m, "sampler/gap/max", "Engine against learner, greatest gap, nats", "pink", zero=True)
-    far = any(value is not None and value > FAR_APART for value in m.get("sampler/gap", ()))
-    return [
-        gap if far else None,
-        {**_panel("Ratio, least and greatest", steps, ratios), "log": True} if ratios else None,
-        _of(steps, m, "grad_norm", "Gradient norm", zero=True),
-        _of(steps, m, "kl", "KL from the reference, nats per token", "pink", zero=True),
-        None if far else gap,
-        _of(steps, m, "explained_variance", "Explained variance of the critic", "green"),
-        _of(steps, m, "advantage/std", "Spread of advantages", zero=True),
-        _of(steps, m, "skipped", "Updates skipped, share", "red", zero=True),
-        _of(steps, m, "updates", "Updates"),
-    ]
+def _other(name: str, values: Values, steps: list[int]) -> Panel:
+    metric, panel = metric_named(name), _panel(name, steps, [_line(name, values, name)])
+    return panel if metric is None else {**panel, "title": metric.label, "about": f"{name}: {metric.meaning}"}
 
 
 # -- pieces of a panel -------------------------------------------------------------------------------------------------
@@ -230,24 +186,8 @@ def _panel(title: str, steps: Sequence[int], lines: list[dict[str, Any]]) -> Pan
     }
 
 
-def _of(
-    steps: list[int], m: Mapping[str, Values], name: str, title: str, colour: str = "blue", zero: bool = False,
-    band: Mapping[str, Values] | None = None,
-) -> Panel | None:  # fmt: skip
-    if name not in m:
-        return None
-    panel = {**_panel(title, steps, [_line(name, m[name], name, colour)]), "zero": zero}
-    if band is not None:
-        kept = [i for i, value in enumerate(m[name]) if value is not None]
-        panel["band"] = {side: [values[i] for i in kept] for side, values in band.items()}
-    return panel
-
-
-def _first(
-    steps: list[int], m: Mapping[str, Values], choices: Sequence[tuple[str, str]], colour: str = "blue"
-) -> Panel | None:
-    found = next(((name, title) for name, title in choices if name in m), None)
-    return _of(steps, m, *found, colour) if found else None
+def _line_of(metric: Metric, m: Mapping[str, Values]) -> dict[str, Any]:
+    return _line(metric.line or metric.name, m[metric.name], metric.name, metric.colour)
 
 
 def _filled(values: Values) -> Values:

@@ -10,22 +10,11 @@ import numpy as np
 from posttrain.apps.view.open_run import OpenRun, differing
 from posttrain.core.intervals import mean_interval, paired_interval, share_interval, stated
 from posttrain.core.types import UserError
+from posttrain.runs.metrics_table import METRICS
 from posttrain.runs.run_reading import split_of
 
 MOST = 200  # tasks that are listed
 VISITS = 200  # that are offered
-CURVES = (
-    "reward",
-    "eval/accuracy",
-    "eval/reward",
-    "eval/loss",
-    "accuracy",
-    "loss",
-    "entropy",
-    "length",
-    "kl",
-    "grad_norm",
-)
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_turns", "stop", "eval_samples", "eval_limit")
 
 
@@ -194,8 +183,9 @@ def _curves(a: OpenRun, b: OpenRun) -> list[dict[str, Any]]:
     (steps_a, of_a), (steps_b, of_b) = a.series(), b.series()
     steps = sorted({*steps_a, *steps_b})
     found = []
-    for name in CURVES:
-        if name not in of_a or name not in of_b:
+    for metric in METRICS:
+        name = metric.name
+        if not metric.plotted or name not in of_a or name not in of_b:
             continue
         lines = []
         for label, own, values, colour in (("A", steps_a, of_a[name], "red"), ("B", steps_b, of_b[name], "blue")):
@@ -203,5 +193,7 @@ def _curves(a: OpenRun, b: OpenRun) -> list[dict[str, Any]]:
             lines.append({"name": label, "values": [by_step.get(s) for s in steps], "colour": colour})
         kept = [i for i in range(len(steps)) if any(line["values"][i] is not None for line in lines)]
         lines = [{**line, "values": [line["values"][i] for i in kept]} for line in lines]
-        found.append({"title": name, "steps": [steps[i] for i in kept], "lines": lines})
+        found.append(
+            {"title": metric.label, "about": metric.meaning, "steps": [steps[i] for i in kept], "lines": lines}
+        )
     return found

@@ -9,11 +9,11 @@ from typing import Any
 
 from posttrain.apps.view.reward_and_length import MORE, REWARD, Length
 from posttrain.apps.view.silent_defects import FOREIGN
+from posttrain.runs.metrics_table import QUESTIONS
 
 Values = list[float | None]
 Verdict = dict[str, str]
 
-QUESTIONS = ("Is it learning?", "Is it honest?", "Does it still explore?", "Is it stable?")
 GAIN = 0.02  # of a reward between 0 and 1, or share of a loss, that counts as learning
 SOLVED = 0.98  # share of right replies from which on little is left to learn
 NOISE = 2.0  # standard errors within which a change is none

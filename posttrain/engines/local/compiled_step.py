@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -87,8 +87,7 @@ class PackedModel:
         config = decoder.config
         self._dtype, self._lanes = dtype, lanes
         self._held: list[Any] = []  # what the structures point to
-        layers = [self._layer(layer) for layer in decoder.layers if isinstance(layer, Layer)]
-        assert len(layers) == config.layers
+        layers = [self._layer(cast(Layer, layer)) for layer in decoder.layers]
         array, address = binder.array_of(layers)
         self._held.append(array)
         has_head = decoder.head.weight.numel() <= PACKED_HEAD

@@ -10,7 +10,6 @@ from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.prefix_cache import KEPT_BYTES
 from posttrain.engines.local.uncached_engine import UncachedEngine
-from posttrain.models.backbone import Backbone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
@@ -28,9 +27,9 @@ def embedded(
     memory is given back when nothing runs. `own`: it samples with a copy of the weights that are loaded last; `filled`: the
     model is that copy, and nobody else's."""
     model, own = own_copy(model) if own else model, own or filled
-    if not isinstance(model, Backbone):
+    if model.decoder is None:
         return UncachedEngine(model, tokenizer, slots, precision, own)
-    if model.native:
+    if model.decoder.native:
         kept = KEPT_BYTES if kept_gib is None else int(kept_gib * 2**30)
         return LocalEngine(cast(Any, model), tokenizer, slots, precision, kept, rests, own)
     return BackedEngine(cast(Any, model), tokenizer, slots, precision, own)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from posttrain.core.protocols import Model
 from posttrain.models.adapters.lora import decoder_of, is_adapted, merge
-from posttrain.models.backbone import Backbone
 from posttrain.models.native.merged_weights import held, plain_weights
 from posttrain.models.row_shards import is_sharded, whole
 
@@ -26,8 +25,8 @@ def own_copy(model: Model) -> Model:
         if is_adapted(copied):
             merge(decoder_of(copied))
         return copied.requires_grad_(False)
-    assert isinstance(model, Backbone), "others are not sharded"
-    own = model.empty_like().requires_grad_(False)
+    assert model.decoder is not None, "others are not sharded"
+    own = model.decoder.empty_like().requires_grad_(False)
     take_over(own, model)
     return own
 

@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -87,6 +87,10 @@ class Backed(nn.Module):
         self.replays = False  # whether tokens take the experts that a layout names, and an engine records them
         weight = inner.get_output_embeddings().weight
         self.config = Sizes(weight.shape[0], weight.shape[1], context)
+
+    @property
+    def decoder(self) -> Self:
+        return self
 
     @property
     def head(self) -> Head:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,10 @@ class Decoder(nn.Module):
         self.output = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.hidden))
         # not a buffer: a model cast to bfloat16 must keep its float32 frequencies
         self._frequency: dict[torch.device, Tensor] = {}
+
+    @property
+    def decoder(self) -> Self:
+        return self
 
     @property
     def head(self) -> Head:

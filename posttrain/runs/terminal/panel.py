@@ -1,7 +1,7 @@
 """What the live display shows of a run, laid out for a terminal of any size. Pure: no stream, no clock.
 
-Decides which metrics are worth a glance and which go first where there is little room: the bar, the time left, reward,
-accuracy and entropy always stay.
+Decides what goes first where there is little room: the bar, the time left and the first figures, which are reward, accuracy
+and entropy where these are logged, always stay.
 """
 
 from __future__ import annotations
@@ -11,27 +11,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from posttrain.core.messages import safe
+from posttrain.runs.metrics_table import BY_NAME, METRICS
+from posttrain.runs.metrics_table import HELD_OUT as EVALUATED
 from posttrain.runs.terminal.live_region import Line, cells, fitted
 
-SHOWN = {
-    "reward": ("reward", ".3f"),
-    "loss": ("loss", ".4f"),
-    "accuracy": ("accuracy", ".3f"),
-    "entropy": ("entropy", ".2f"),
-    "length": ("length", ".1f"),
-    "divergence": ("divergence", ".4f"),
-    "kl": ("KL", ".4f"),
-    "margin": ("margin", ".3f"),
-    "logp_per_token/chosen": ("lp chosen", ".3f"),
-    "logp_per_token/rejected": ("lp rejected", ".3f"),
-    "invalid": ("invalid", ".3g"),
-    "tokens_per_second/sampled": ("tok/s", ",.0f"),
-    "tokens_per_second/read": ("tok/s read", ",.0f"),
-    "tokens_per_second/learned": ("tok/s learned", ",.0f"),
-}
-"""Metric -> (label, format), the most important first; held-out metrics follow."""
-
-ESSENTIAL = 3  # of these are shown whatever the size: reward or loss, accuracy, entropy
+ESSENTIAL = 3  # figures, the first ones, are shown whatever the size: reward, accuracy, entropy
 GAP = "   "
 HELD_OUT = "held-out"
 BARS = "▁▂▃▄▅▆▇█"
@@ -56,7 +40,7 @@ def compose(view: View, columns: int, rows: int) -> list[Line]:
     width = max(1, columns - 1)
     if columns < NARROWEST or rows < 3:
         return [_progress(view, width)]
-    held_out = {name: value for name, value in view.values.items() if name.startswith("eval/")}
+    held_out = {name: value for name, value in view.values.items() if name.startswith(EVALUATED)}
     own = figures({name: value for name, value in view.values.items() if name not in held_out})
     essential, others = _rows(own[:ESSENTIAL], own[ESSENTIAL:], width)
     parts: list[tuple[int, list[Line]]] = [  # (what stays first, lines), in the order in which they are drawn
@@ -76,22 +60,22 @@ def compose(view: View, columns: int, rows: int) -> list[Line]:
 
 def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, value) of what is worth a glance."""
-    hidden = {"loss"} if "reward" in values else set()  # in RL the loss says nothing of progress
-    if not values.get("invalid"):
-        hidden.add("invalid")
     shown = [
-        (label, _figure(values[name], form))
-        for name, (label, form) in SHOWN.items()
-        if name in values and name not in hidden
+        (metric.terminal, _figure(values[metric.name], metric.form))
+        for metric in METRICS
+        if metric.terminal and metric.name in values and not metric.hidden(values)
+        if values[metric.name] or not metric.silent
     ]
     return shown + [(f"{HELD_OUT} {label}", value) for label, value in _of_held_out(values)]
 
 
 def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label without "held-out", value), in the order of the others."""
-    own = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
-    order = [*(name for name in SHOWN if name in own), *(name for name in own if name not in SHOWN)]
-    return [(name, _figure(own[name], ".3f")) for name in order if name != "invalid" or own[name]]
+    """(label without "held-out", value), in the order of the table."""
+    own = [name for name in (*BY_NAME, *values) if name.startswith(EVALUATED) and name in values]
+    labels = {name: name.removeprefix(EVALUATED) for name in own}
+    return [
+        (label, _figure(values[name], ".3f")) for name, label in labels.items() if label != "invalid" or values[name]
+    ]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -1,0 +1,223 @@
+"""Every metric that a run logs: its name, what it means, its unit, and where it is shown.
+
+Whoever shows metrics reads this table: the plots, the terminal, the overview of `view`, the health check, and the reference
+page. `METRICS` is in the order in which they are shown. A name with a placeholder, such as `reward/{part}`, stands for a
+family. A user's own metric is logged under any name that does not stand here, best `own/NAME`: it has a curve in `view` and in
+TensorBoard as well, under its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from posttrain.core.types import InvalidKind
+
+LEARNING, HONEST, EXPLORING, STABLE = QUESTIONS = (
+    "Is it learning?", "Is it honest?", "Does it still explore?", "Is it stable?",
+)  # fmt: skip
+"""The groups of the overview."""
+
+HELD_OUT = "eval/"
+REWARDS = "reward/{part}"
+SPOKEN = ("", "count", "share")  # units that a title says already
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, or a family of them."""
+
+    name: str  # as in metrics.jsonl or timing.jsonl
+    title: str
+    unit: str
+    meaning: str  # one sentence
+    group: str = ""  # of the overview; "": among its other metrics
+    panel: str = ""  # of the overview, where several metrics share one
+    line: str = ""  # its name there
+    colour: str = "blue"
+    zero: bool = False  # whether the axis begins at 0
+    log: bool = False  # whether the axis is logarithmic
+    plotted: bool = False  # by `curves`, and where `view` compares runs
+    silent: bool = False  # not while it is 0
+    terminal: str = ""  # its label there
+    form: str = ".3f"  # of its value there
+    checked: bool = False  # whether the health check reads it
+    unless: tuple[str, ...] = ()  # where one of these is logged, which says more, it is none of those that are shown
+
+    @property
+    def label(self) -> str:
+        return self.title if self.unit in SPOKEN else f"{self.title}, {self.unit}"
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Of the names of the family; its groups are what stands for the placeholders."""
+        parts = re.split(r"{(\w+)}", self.name)
+        return re.compile("".join(f"(?P<{x}>.+)" if i % 2 else re.escape(x) for i, x in enumerate(parts)))
+
+    def hidden(self, logged: Container[str]) -> bool:
+        """Whether others that are logged say more."""
+        return any(name in logged for name in self.unless)
+
+
+_SIDES = {"chosen": ("Better", "better", "blue"), "rejected": ("Other", "other", "red")}
+_RESPONSES = "Responses, nats per token"
+_LOST = "Cut off, invalid"
+_RATIO = "Ratio, least and greatest"
+
+_TRAINING = (
+    Metric("reward", "Reward", "", "Mean reward of the rollouts of a step, invalid ones left out.", LEARNING, plotted=True, terminal="reward", checked=True),
+    Metric("reward/shaping", "Shaping of the reward", "", "Mean of what shaping, such as the overlong penalty, adds to the reward."),
+    Metric(REWARDS, "Reward: {part}", "", "Mean of one part of the reward, by the name that the environment gives it, or the reward of one side of a game.", HONEST, "Parts of the reward", plotted=True),
+    Metric("divergence", "KL from the teacher", "nats per token", "Distance of the policy from its teacher that distillation minimises.", LEARNING, colour="red", plotted=True, terminal="divergence", form=".4f", checked=True),
+    Metric("eval/accuracy", "Held-out accuracy", "share", "Accuracy on the held-out tasks or comparisons.", LEARNING, colour="green", plotted=True, checked=True),
+    Metric("eval/loss", "Held-out loss", "nats per token", "Negative log-likelihood of the held-out responses.", LEARNING, colour="green", plotted=True),
+    Metric("eval/divergence", "Held-out KL from the teacher", "nats per token", "KL(policy || teacher) at the policy's replies to held-out tasks, whatever distillation minimises.", LEARNING, colour="green", plotted=True),
+    Metric("accuracy", "Accuracy", "share", "Share of the rollouts whose reward counts as success; of comparisons, share that the model decides as the data do.", LEARNING, colour="green", plotted=True, terminal="accuracy", checked=True),
+    Metric("eval/reward", "Held-out reward", "", "Mean reward on the held-out tasks.", LEARNING, colour="green", plotted=True),
+    Metric("accuracy/{side}", "Accuracy: {side}", "share", "Accuracy of one side of a game."),
+    Metric("margin", "Margin of the better responses", "", "Mean reward (implicit, or of the reward model) of the chosen response less that of the rejected one.", LEARNING, plotted=True, terminal="margin"),
+    Metric("nll", "Training loss", "nats per token", "Negative log-likelihood of the responses of the rows.", LEARNING, plotted=True, terminal="loss", form=".4f"),
+    Metric("loss", "Loss", "", "Loss of an update, mean over the updates of the step; with policy gradients it does not tell progress.", LEARNING, plotted=True, terminal="loss", form=".4f", unless=("reward", "nll")),
+    Metric("entropy", "Entropy", "nats per token", "Entropy of the policy when it sampled, estimated from the log-probabilities of what it sampled.", EXPLORING, zero=True, plotted=True, terminal="entropy", form=".2f", checked=True),
+    Metric("length", "Reply length", "tokens", "Mean number of sampled tokens of a rollout.", HONEST, zero=True, plotted=True, terminal="length", form=".1f", checked=True),
+    Metric("kl", "KL from the reference", "nats per token", "KL(policy || reference), k3 estimate at the sampled tokens.", STABLE, colour="pink", zero=True, plotted=True, silent=True, terminal="KL", form=".4f", checked=True),
+    *(Metric(f"logp_per_token/{side}", f"{word} responses", "nats per token", f"Mean log-probability per token of the {side} responses.", HONEST, _RESPONSES, line, colour, plotted=True, terminal=f"lp {side}", checked=True) for side, (word, line, colour) in _SIDES.items()),
+    Metric("truncated", "Share of replies cut off", "share", "Share of the rollouts that a limit of tokens or turns ended.", HONEST, _LOST, "cut off", "red", zero=True, plotted=True, silent=True, checked=True),
+    Metric("invalid", "Share of rewards that are invalid", "share", "Share of the rollouts whose reward could not be computed; they are left out of their groups.", HONEST, _LOST, "invalid", "pink", zero=True, plotted=True, silent=True, terminal="invalid", form=".3g", checked=True),
+    *(Metric(f"invalid/{kind}", f"Invalid rewards: {kind}", "share", f"Share of the rollouts whose reward is invalid because {why}.", checked=kind == InvalidKind.TIMEOUT)
+      for kind, why in {InvalidKind.REPORTED: "the environment said so", InvalidKind.RAISED: "its code raised",
+                        InvalidKind.UNREADABLE: "what it returned is no reward", InvalidKind.TIMEOUT: "it took too long",
+                        InvalidKind.DIED: "its process ended", InvalidKind.UNANSWERED: "a service had no answer",
+                        InvalidKind.DIVERGED: "a second play went another way"}.items()),
+    Metric("diversity/similarity", "Similarity of replies within a group", "share", "Mean similarity of two replies of a group: 1 for the same reply every time, 0 for no token in common.", EXPLORING, colour="pink", plotted=True),
+    Metric("diversity/distinct_1", "Distinct tokens of a group", "share", "Distinct tokens of a group's replies over all of them (distinct-1)."),
+    Metric("diversity/distinct_2", "Distinct pairs of tokens of a group", "share", "Distinct pairs of neighbouring tokens of a group's replies over all of them (distinct-2)."),
+    Metric("groups/no_signal", "Share of groups without signal", "share", "Share of the rollouts in groups whose rewards are all equal, which teach nothing.", plotted=True, checked=True),
+    Metric("groups/played", "Groups played", "count", "Groups that dynamic sampling played for the step.", checked=True),
+    Metric("groups/kept", "Groups kept", "count", "Groups that dynamic sampling kept for the step."),
+    Metric("dropped", "Share of rollouts dropped", "share", "Share of the rollouts left out because they, or too many of their group, cannot be learned from."),
+    Metric("rollouts", "Rollouts", "count", "Rollouts that were played for the step."),
+    Metric("unfinished", "Unfinished rollouts", "count", "Rollouts that go on in a later step, under newer weights."),
+    Metric("too_long", "Tasks too long", "count", "Tasks or rows that were left out because they do not fit the context."),
+    Metric("unwanted", "Unwanted rows", "count", "Recorded episodes left out because their reward is below `--min-reward`."),
+    Metric("teacher/too_long", "Too long for the teacher", "share", "Share of the rollouts that do not fit the context of the teacher."),
+    Metric("epoch", "Epoch", "", "How often the training rows have been gone through."),
+    Metric("branches", "Branches", "count", "Branches from within a rollout, mean over groups."),
+    Metric("branches/shared", "Tokens shared by branches", "share", "Share of the tokens that branches took over from what they branched off."),
+    Metric("ratio/max", "Greatest ratio", "", "Greatest importance ratio, new policy to old, of a token (or sequence) of the step.", STABLE, _RATIO, "greatest", "red", log=True),
+    Metric("ratio/min", "Least ratio", "", "Least importance ratio, new policy to old, of a token (or sequence) of the step.", STABLE, _RATIO, "least", log=True),
+    Metric("ratio", "Ratio", "", "Mean importance ratio, new policy to old."),
+    Metric("ratio/first", "Ratio of the first update", "", "Mean importance ratio before the first update of a step, exactly 1 where the engine has the learner's weights."),
+    Metric("ratio/clipped_low", "Share clipped below", "share", "Share of the tokens whose ratio the lower clip bounds."),
+    Metric("ratio/clipped_high", "Share clipped above", "share", "Share of the tokens whose ratio the upper clip bounds.", checked=True),
+    Metric("ratio/clipped_dual", "Share clipped by the dual clip", "share", "Share of the tokens with a negative advantage whose ratio the dual clip bounds."),
+    Metric("grad_norm", "Gradient norm", "", "Norm of the policy's gradient before clipping.", STABLE, zero=True, plotted=True, checked=True),
+    Metric("grad_norm/{model}", "Gradient norm: {model}", "", "Norm of the gradient of another model that learns, such as the critic."),
+    Metric("sampler/gap/max", "Engine against learner, greatest gap", "nats", "Greatest absolute difference of log-probabilities of a token between engine and learner.", STABLE, colour="pink", zero=True),
+    Metric("sampler/gap", "Engine against learner", "nats per token", "Mean absolute difference of log-probabilities of a token between engine and learner."),
+    Metric("sampler/kl", "KL of the engine from the learner", "nats per token", "KL(engine || learner), k3 estimate at the sampled tokens."),
+    Metric("sampler/ratio", "Learner over engine", "", "Mean of the learner's probability of a sampled token over the engine's."),
+    Metric("sampler/ess", "Effective sample size", "share", "Effective sample size of the weights learner over engine, as a share of the tokens."),
+    Metric("explained_variance", "Explained variance of the critic", "", "Share of the variance of the returns that the critic predicts; 0 is what a constant does, below 0 is worse.", STABLE, colour="green", plotted=True, checked=True),
+    Metric("advantage/std", "Spread of advantages", "", "Standard deviation of the advantages of the scored tokens.", STABLE, zero=True),
+    Metric("advantage/abs", "Size of advantages", "", "Mean absolute advantage of the scored tokens.", checked=True),
+    Metric("skipped", "Updates skipped", "share", "Share of the updates that were skipped because their gradient was not finite.", STABLE, colour="red", zero=True, checked=True),
+    Metric("updates", "Updates", "count", "Optimizer updates of the step.", STABLE, checked=True),
+    Metric("lr", "Learning rate", "", "Learning rate of the step's updates.", STABLE),
+    Metric("staleness", "Staleness", "updates", "Mean number of updates between the weights that sampled a token and those that learn from it."),
+    Metric("staleness/max", "Greatest staleness", "updates", "Most updates between the weights that sampled a token and those that learn from it."),
+    Metric("entropy/policy", "Entropy, exact", "nats per token", "Entropy of the policy's distributions in its updates, over the whole vocabulary."),
+    Metric("kl/exact", "KL from the reference, exact", "nats per token", "KL(policy || reference) over the whole vocabulary."),
+    Metric("kl/old", "KL from the old policy", "nats per token", "KL(old policy || policy), k3 estimate at the sampled tokens."),
+    Metric("kl/measured", "KL that is controlled", "nats per token", "KL by which the adaptive controller sets the coefficient, measured over the whole step."),
+    Metric("kl/data", "KL from the reference at the data", "nats per token", "KL from the reference, k2 estimate at the tokens of the data."),
+    Metric("coefficient/{term}", "Coefficient: {term}", "", "Coefficient of a term of the loss, as it is in this step."),
+    Metric("value", "Value", "", "Mean value that the critic predicts."),
+    Metric("return", "Return", "", "Mean return that the critic learns."),
+    Metric("value/loss", "Loss of the critic", "", "Mean loss of the critic of a token."),
+    Metric("value/clipped", "Share of values clipped", "share", "Share of the tokens whose change of value the clip bounds."),
+    Metric("q", "Action value", "", "Mean action value of the sampled tokens (soft actor-critic)."),
+    Metric("q/loss", "Loss of the action values", "", "Mean loss of the twin action values of a token."),
+    Metric("ptx/nll", "Loss of the pretraining mix", "nats per token", "Negative log-likelihood of the mixed-in text (PPO-ptx)."),
+    Metric("trust_region/kl", "KL of the natural step", "nats per token", "KL between the policy before the natural step and after it (TRPO)."),
+    Metric("trust_region/gain", "Gain of the natural step", "", "By how much the natural step raised the surrogate (TRPO)."),
+    Metric("trust_region/no_step", "Natural steps not taken", "share", "Share of the updates for which the line search found no step (TRPO)."),
+    Metric("routing/entropy", "Entropy of the experts' load", "", "Entropy of the load, between 0 (all tokens take the same experts) and 1 (an equal load), mean over layers.", checked=True),
+    Metric("routing/busiest", "Load of the busiest expert", "share", "Share of the tokens that take the busiest expert of any layer.", checked=True),
+    Metric("routing/dead", "Share of dead experts", "share", "Share of the experts that no token of an update took."),
+    Metric("routing/moved", "Share of choices moved", "share", "With replay: share of the choices that the router would make otherwise by now."),
+    Metric("routing/balance", "Load-balancing loss", "", "The load-balancing loss of the routers, without its coefficient; 1 for an equal load."),
+    Metric("routing/z", "Router z-loss", "", "The z-loss of the routers, without its coefficient."),
+    *(m for side in _SIDES for m in (
+        Metric(f"logp/{side}", f"Log-probability, {side}", "nats", f"Mean log-probability of a {side} response."),
+        Metric(f"implicit_reward/{side}", f"Implicit reward, {side}", "", f"Mean implicit reward of a {side} response: beta times its log-probability over the reference's."))),
+    Metric("score", "Score", "", "Mean score that the reward model gives the responses of the step."),
+    Metric("score/training", "Score of the training rows", "", "Mean score of a fixed sample of the training rows, which is what a reward is centred by."),
+    Metric("squared_error", "Squared error", "", "Mean squared difference of score and label."),
+)  # fmt: skip
+
+
+def _of_held_out(name: str) -> Metric:
+    own = next(metric for metric in _TRAINING if metric.name == name)
+    return Metric(HELD_OUT + name, f"Held-out: {own.title}", own.unit, f"On what is held out: {own.meaning}")
+
+
+_EVALUATED = (
+    *map(_of_held_out, (REWARDS, "length", "invalid", "margin", "kl/data", "squared_error",
+                        *(f"{name}/{side}" for name in ("logp_per_token", "logp", "implicit_reward") for side in _SIDES))),
+    Metric("eval/longer_wins", "Longer wins", "share", "Held-out accuracy of always preferring the longer response."),
+    Metric("eval/shorter_wins", "Shorter wins", "share", "Held-out accuracy of always preferring the shorter response."),
+    Metric("eval/bag_of_words", "Bag of words", "share", "Held-out accuracy of a perceptron on the words of a response."),
+    Metric("eval/calibration_error", "Calibration error", "share", "Expected calibration error of the reward model as a probability of preference."),
+    Metric("eval/squared_error_of_a_constant", "Squared error of a constant", "", "Held-out squared error of the mean label."),
+    Metric("eval/always_the_commoner", "Always the commoner", "share", "Held-out accuracy of always giving the commoner label."),
+    Metric("eval/area_under_the_curve", "Area under the curve", "share", "Chance that the reward model scores a good response above a bad one (ROC AUC)."),
+    Metric("eval/solutions_judged_right", "Solutions judged right", "share", "Share of the held-out solutions that the process reward model judges as their labels do."),
+)  # fmt: skip
+_TIMING = (
+    Metric("tokens_per_second/sampled", "Speed of sampling", "tokens per second", "Sampled tokens of a step over its seconds.", LEARNING, zero=True, plotted=True, terminal="tok/s", form=",.0f"),
+    Metric("tokens_per_second/read", "Speed of reading", "tokens per second", "Tokens of the updates' micro-batches over the seconds of the step.", LEARNING, zero=True, plotted=True, terminal="tok/s read", form=",.0f"),
+    Metric("tokens_per_second/learned", "Speed of learning", "tokens per second", "Tokens of responses that are learned over the seconds of the step.", LEARNING, zero=True, plotted=True, terminal="tok/s learned", form=",.0f"),
+    *(Metric(f"seconds/{stage}", f"Seconds: {stage}", "seconds", f"Time of a step {what}.") for stage, what in {
+        "rollout": "until its batches are ready: sampling, rewards, credit", "update": "for its updates", "load": "for handing weights to the engine",
+        "play": "for playing rollouts", "credit": "for old and reference log-probabilities, values and advantages",
+        "waiting": "in which nothing was sampled because environments were waited for", "services": "in which nothing was sampled because judges, reward models or retrievers were waited for",
+        "between": "between the update before and this one: record, evaluation, checkpoint"}.items()),
+    *(Metric(f"seconds/turn/{who}{end}", f"Seconds of a turn: {who}{word}", "seconds", f"{of} time of a turn of {whose}.")
+      for who, whose in {"reply": "the policy", "environment": "the environment"}.items() for end, word, of in (("", "", "Mean"), ("/max", ", longest", "Longest"))),
+    Metric("update/tokens", "Tokens of the updates", "tokens", "Tokens that went through the updates of a step, prompts among them."),
+    Metric("decoding/{requests}/steps", "Decoding steps at {requests} requests", "count", "Decoding steps with this number of running requests, up to twice as many."),
+    Metric("decoding/{requests}/rows", "Tokens decoded at {requests} requests", "tokens", "Tokens sampled in those steps."),
+    Metric("decoding/{requests}/seconds", "Seconds of decoding at {requests} requests", "seconds", "Time of those steps."),
+    Metric("reading/tokens", "Tokens of prefill", "tokens", "Tokens of prompts and observations that the engine read."),
+    Metric("reading/seconds", "Seconds of prefill", "seconds", "Time in which the engine read them."),
+    *(Metric(f"engines/{what}", f"Engines: {what.replace('_', ' ')}", "count", meaning) for what, meaning in {
+        "ready": "Engines of the pool that take requests.", "restarts": "Engines started again since the beginning.",
+        "asked_again": "Requests given to another engine because the first one failed.", "answered_twice": "Requests that two engines answered.",
+        "placeholders": "Times that a token which stands for a picture would have been sampled."}.items()),
+    Metric("engines/canary", "Engines: off the learner", "nats", "Greatest difference of log-probabilities between engines and learner at the last hand-over."),
+    *(Metric(f"services/{{service}}/{what}", f"{{service}}: {what.replace('/', ' of a ')}", "count", meaning) for what, meaning in {
+        "asked": "Questions put to a judge or retriever.", "invalid": "Questions without an answer.", "votes": "Replies of a generative judge.",
+        "unreadable": "Replies of a judge without a verdict.", "cached": "Questions answered from what was asked before.",
+        "disagreements": "Pairs on which the two orders disagree.", "rubbish": "Replies of an endpoint that could not be read.",
+        "tokens/prompt": "Tokens of a judge's prompts.", "tokens/reply": "Tokens of a judge's replies.", "cost": "What the tokens cost at the prices of the recipe.",
+        "scored": "Texts that a reward model scored.", "tokens": "Tokens that a reward model read.", "requests": "Requests to an endpoint.",
+        "retries": "Requests made again.", "failures": "Requests given up."}.items()),
+)  # fmt: skip
+
+
+METRICS: tuple[Metric, ...] = (*_TRAINING, *_EVALUATED, *_TIMING)
+BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
+
+
+@cache
+def metric_named(name: str) -> Metric | None:
+    """What the table says of a logged metric, its placeholders filled in; None: it is a user's own."""
+    if (exact := BY_NAME.get(name)) is not None:
+        return exact
+    for metric in METRICS:
+        if "{" in metric.name and (found := metric.pattern.fullmatch(name)):
+            return replace(metric, name=name, title=metric.title.format(**found.groupdict()))
+    return None

@@ -104,6 +104,27 @@ def test_products_that_nothing_clips_are_taken_to_whoever_sampled(way: str) -> N
     assert row_of("off-policy-pg").old == "start", "within a step the two are the same"
 
 
+@pytest.mark.parametrize("way", ["--ahead", "--tokens-per-step"])
+def test_a_ratio_to_the_start_of_the_step_accounts_for_the_step_s_own_updates_alone(way: str) -> None:
+    assert row_of("dr-grpo", old_policy="start", epochs=4).correction is None
+    with pytest.raises(UserError, match=f"rollouts of {way} were sampled by older weights, for which nothing accounts"):
+        row_of("dr-grpo", old_policy="start", **OLDER[way])
+
+
+NO_SUMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a discounted advantage": ("off-policy-pg", {"advantage": "to-go", "gamma": 0.9}),
+    "rollouts that branch": ("off-policy-pg", {"branches": 1}),
+    "what a teacher says of single tokens": ("distill-k1", {"surrogate": "weighted", "weight_at": "reward"}),
+}
+
+
+@pytest.mark.parametrize("what", NO_SUMS)
+def test_advantages_that_are_no_sums_of_rewards_are_not_weighed_where_rewards_are_earned(what: str) -> None:
+    name, how = NO_SUMS[what]
+    with pytest.raises(UserError, match=f"weighs each reward where it is earned, which {what} does not say"):
+        row_of(name, **how)
+
+
 def bandit(row: Algorithm) -> float:
     """d E[R] / d logit of the first of two arms with rewards 1 and 0.9: policy 1/2, samples from 0.1 and 0.9."""
     found = 0.0

@@ -205,11 +205,13 @@ def test_chosen_and_rejected_are_replies_of_the_assistant(
 
 
 def test_held_out_tasks_and_ids_do_not_depend_on_the_template() -> None:
-    tasks = to_tasks(ROWS)
-    shown = tasks.shown(AsMessages("be brief"))
-    assert [t["id"] for t in tasks] == [t["id"] for t in shown] and "prompt" in tasks.taken()
-    assert [t["id"] for t in hold_out(tasks, 0.5)[1]] == [t["id"] for t in hold_out(shown, 0.5)[1]]
-    assert hold_out(shown, 0.5)[1][0]["messages"][0] == {"role": "system", "content": "be brief"}
+    talked = [{"messages": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in ROWS]
+    for tasks in (to_tasks(ROWS), to_tasks(talked)):
+        shown = tasks.shown(AsMessages("be brief"))
+        assert [t["id"] for t in tasks] == [t["id"] for t in shown]
+        assert [t["id"] for t in hold_out(tasks, 0.5)[1]] == [t["id"] for t in hold_out(shown, 0.5)[1]]
+        assert hold_out(shown, 0.5)[1][0]["messages"][0] == {"role": "system", "content": "be brief"}
+    assert "prompt" in to_tasks(ROWS).taken()
 
 
 def test_rows_of_messages_keep_them_and_a_conversation_written_down_is_one() -> None:

@@ -240,7 +240,7 @@ def test_a_correlation_has_the_jackknifes_interval_on_fishers_scale() -> None:
     x = draw.normal(size=9)
     y = 0.6 * x + draw.normal(size=9)
 
-    def figure(sums: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def figure(sums: np.ndarray) -> np.ndarray:
         n, a, b, aa, bb, ab = sums.T
         return (ab - a * b / n) / np.sqrt((aa - a * a / n) * (bb - b * b / n))
 

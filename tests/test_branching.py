@@ -154,6 +154,18 @@ def by_hand(group: Sequence[Rollout], plan: BranchPlan) -> dict[int, tuple[int, 
     return found
 
 
+def test_a_rise_of_entropy_is_that_of_the_first_tokens_as_a_share_of_the_largest() -> None:
+    """ARPO, arXiv 2507.19849, eq. 3, by hand: (2.5 - 1) / log V; the threshold 0.5 + 0.2 x that is not reached itself."""
+    plan = Branching(tokens=2).plan(vocab=64)
+    before, now = [-0.5, -1.5, -30.0], [-2.0, -3.0, -0.1]
+    assert plan.rise(before, now) == pytest.approx(1.5 / math.log(64))
+    assert plan.branches_after(before, now) and not plan.branches_after(now, before)
+    edge = replace(plan, threshold=0.5 + 0.2 * plan.rise(before, now))
+    assert not edge.branches_after(before, now) and replace(edge, threshold=edge.threshold - 1e-9).branches_after(
+        before, now
+    )
+
+
 @pytest.mark.parametrize(("first", "branches"), [(0.125, 1), (0.125, 5), (0.3, 2), (0.75, 1)])
 def test_a_rollout_branches_where_what_it_said_behind_a_tool_is_less_sure_than_how_it_began(
     tokenizer: Tokenizer, branches: int, first: float

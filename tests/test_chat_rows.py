@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.custom_template import CHATML, around
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.chat_choice import system_of
+from posttrain.runs.chat_choice import chatting, system_of
 from posttrain.runs.record.rollout_index import open_index
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_run
@@ -117,6 +118,40 @@ def test_who_goes_on_from_a_run_does_as_it_did(model_of: Callable[..., Path], tm
     assert any(TOLD in note and "behind a system message" in note for note in found.notes)
 
 
+BRIEF = {"on": True, "system": "be brief"}
+KNOWN: list[tuple[str, dict[str, Any] | None, dict[str, Any], tuple[bool, str | None]]] = [
+    # template of the model, what its run did, options -> chat, system
+    (CHATML, BRIEF, {}, (True, "be brief")),
+    (FOREIGN, BRIEF, {}, (True, "be brief")),
+    (CHATML, BRIEF, {"system": "be long"}, (True, "be long")),
+    (CHATML, BRIEF, {"chat": False}, (False, None)),
+    (CHATML, BRIEF, {"chat_template": "chatml"}, (True, "be brief")),
+    (CHATML, {"on": False}, {}, (False, None)),
+    (CHATML, {"on": False}, {"chat": True}, (True, None)),
+    (
+        CHATML,
+        {"on": False},
+        {"chat_template": "chatml"},
+        (True, None),
+    ),  # given for this run: bare text was of the other one
+    (CHATML, None, {}, (True, None)),
+    (FOREIGN, None, {}, (False, None)),
+]
+
+
+@pytest.mark.parametrize(("template", "known", "options", "found"), KNOWN)
+@pytest.mark.parametrize("place", ["", "checkpoints/step-000001"])
+def test_options_decide_then_the_run_then_the_template(
+    template: str, known: dict[str, Any] | None, options: dict[str, Any], found: Any, place: str, tmp_path: Path
+) -> None:
+    run = {"verb": "sft", "config": {}} if known is None else {"verb": "sft", "config": {}, "chat": known}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    asked = SimpleNamespace(**{"chat": None, "system": None, "chat_template": None, **options})
+    tokenizer = words(template)
+    chosen = chatting(asked, tmp_path / place, tokenizer, [tokenizer.eos_id])
+    assert (chosen.on, chosen.system) == found
+
+
 def test_two_models_are_each_shown_the_same_tasks_in_their_own_way(model_of: Callable[..., Path]) -> None:
     found = posttrain.evaluate(
         ROWS, right, model=str(model_of("instruct")), against=str(model_of("none")), samples=1, max_tokens=2,
@@ -170,11 +205,13 @@ def test_chosen_and_rejected_are_replies_of_the_assistant(
 
 
 def test_held_out_tasks_and_ids_do_not_depend_on_the_template() -> None:
-    tasks = to_tasks(ROWS)
-    shown = tasks.shown(AsMessages("be brief"))
-    assert [t["id"] for t in tasks] == [t["id"] for t in shown] and "prompt" in tasks.taken()
-    assert [t["id"] for t in hold_out(tasks, 0.5)[1]] == [t["id"] for t in hold_out(shown, 0.5)[1]]
-    assert hold_out(shown, 0.5)[1][0]["messages"][0] == {"role": "system", "content": "be brief"}
+    talked = [{"messages": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in ROWS]
+    for tasks in (to_tasks(ROWS), to_tasks(talked)):
+        shown = tasks.shown(AsMessages("be brief"))
+        assert [t["id"] for t in tasks] == [t["id"] for t in shown]
+        assert [t["id"] for t in hold_out(tasks, 0.5)[1]] == [t["id"] for t in hold_out(shown, 0.5)[1]]
+        assert hold_out(shown, 0.5)[1][0]["messages"][0] == {"role": "system", "content": "be brief"}
+    assert "prompt" in to_tasks(ROWS).taken()
 
 
 def test_rows_of_messages_keep_them_and_a_conversation_written_down_is_one() -> None:
@@ -182,11 +219,18 @@ def test_rows_of_messages_keep_them_and_a_conversation_written_down_is_one() -> 
     show = AsMessages("be brief")
     assert show({"messages": [user]})["messages"] == [{"role": "system", "content": "be brief"}, user]
     assert show({"messages": [system, user]})["messages"] == [system, user]
+    developer = {"role": "developer", "content": "x"}
+    assert show({"messages": [developer, user]})["messages"] == [developer, user], "another name of the same role"
     told = {"prompt": "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: no\n\nAssistant:", "responses": [" so", " go"]}
     found = AsMessages()(told)
+    assert found["prompt"] == told["prompt"], "rewards read the row as it is"
     assert [m["content"] for m in found["messages"]] == ["hi", "yes?", "no"] and found["responses"] == ["so", "go"]
     assert [m["role"] for m in found["messages"]] == ["user", "assistant", "user"]
-    assert AsMessages()({"prompt": "a", "teacher_prompt": "b"})["teacher_prompt"] == [{"role": "user", "content": "b"}]
+    taught = show({**told, "response": " so", "teacher_prompt": "b"})
+    assert taught["messages"] == [{"role": "system", "content": "be brief"}, *found["messages"]], "and not the response"
+    assert [m["content"] for m in taught["teacher_prompt"]] == ["be brief", "b"]
+    imitated = AsMessages(answered=True)({**told, "response": " so"})["messages"]
+    assert imitated == [*found["messages"], {"role": "assistant", "content": "so"}], "as the responses of comparisons"
 
 
 def test_items_have_the_prompts_as_they_are(model_of: Callable[..., Path], tmp_path: Path) -> None:

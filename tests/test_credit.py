@@ -281,17 +281,17 @@ def test_golden_dual_clip(advantage: float, ratio: float, value: float, moves: b
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("truncate", [[0.25, 1.0, 2.0], [1.5, 2.0]]),
-        ("icepop", [[0.0, 1.0, 0.0], [1.5, 0.0]]),
-        ("sequence", [[1.0, 1.0, 1.0], [0.0, 0.0]]),
-        ("sequence-truncate", [[1.0, 1.0, 1.0], [2.0, 2.0]]),
+        ("truncate", [[0.25, 1.0, 2.0], [1.5, 2.0], [0.8, 0.25]]),
+        ("icepop", [[0.0, 1.0, 0.0], [1.5, 0.0], [0.8, 0.0]]),
+        ("sequence", [[1.0, 1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]),
+        ("sequence-truncate", [[1.0, 1.0, 1.0], [2.0, 2.0], [0.2, 0.2]]),
     ],
 )
 def test_golden_corrections(kind: Any, expected: list[list[float]]) -> None:
-    """Rollouts with pi_old / mu of (1/4, 1, 4), geometric mean 1, and (1.5, 6), geometric mean 3; the cap is 2."""
-    gap = doubles(0.25, 1.0, 4.0, 1.5, 6.0).log()
-    batch = flat_batch(gap, rollout=torch.tensor([0, 0, 0, 1, 1]))
-    assert Correction(kind, 2.0)(gap, batch.rollout).tolist() == pytest.approx(expected[0] + expected[1])
+    """Rollouts with pi_old / mu of (1/4, 1, 4), geometric mean 1, (1.5, 6), 3, and (0.8, 0.25), 0.45; the cap is 2."""
+    gap = doubles(0.25, 1.0, 4.0, 1.5, 6.0, 0.8, 0.25).log()
+    batch = flat_batch(gap, rollout=torch.tensor([0, 0, 0, 1, 1, 2, 2]))
+    assert Correction(kind, 2.0)(gap, batch.rollout).tolist() == pytest.approx([c for own in expected for c in own])
 
 
 @pytest.mark.parametrize(("gap", "kept"), [(0.99, 1.0), (1.01, 0.0), (-0.99, 1.0), (-1.01, 0.0)])

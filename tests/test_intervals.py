@@ -12,6 +12,7 @@ from recipe_modules import recipe_module
 from posttrain.core.intervals import (
     FEWEST,
     change_interval,
+    correlation_interval,
     mean_interval,
     paired_interval,
     share_interval,
@@ -234,6 +235,22 @@ def test_change_of_shares_that_are_all_0_still_has_an_interval() -> None:
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 
+def test_a_correlation_has_the_jackknifes_interval_on_fishers_scale() -> None:
+    draw = np.random.default_rng(8)
+    x = draw.normal(size=9)
+    y = 0.6 * x + draw.normal(size=9)
+
+    def figure(sums: np.ndarray) -> np.ndarray:
+        n, a, b, aa, bb, ab = sums.T
+        return (ab - a * b / n) / np.sqrt((aa - a * a / n) * (bb - b * b / n))
+
+    found = correlation_interval(np.stack([np.ones(9), x, y, x * x, y * y, x * y], axis=1), figure)
+    left = [math.atanh(np.corrcoef(np.delete(x, i), np.delete(y, i))[0, 1]) for i in range(9)]
+    half = 2.306004 * math.sqrt(8 / 9 * sum((z - np.mean(left)) ** 2 for z in left))  # Student's, 8 degrees
+    whole = math.atanh(np.corrcoef(x, y)[0, 1])
+    assert tuple(found) == pytest.approx((math.tanh(whole - half), math.tanh(whole + half)), abs=1e-6)
+
+
 def test_seeds_have_students_interval_or_words() -> None:
     assert tuple(student_interval([0.1, 0.2, 0.3])) == pytest.approx((0.2 - 0.248414, 0.2 + 0.248414), abs=1e-5)
     assert student_interval([0.5]).text() == "(1 of at least 2 seeds)"
@@ -320,6 +337,16 @@ def test_rewards_that_only_say_right_or_wrong_have_the_interval_of_the_accuracy(
     both = [((draw.random(4) < 0.8).astype(float), (draw.random(4) < 0.5).astype(float)) for _ in range(30)]
     found = differences(both)
     assert found["reward"] == found["accuracy"] and found["reward"]["low"] > 0
+    assert found["reward"]["mean"] == pytest.approx(np.mean([a.mean() - b.mean() for a, b in both])), "the first's lead"
+
+
+def test_rewards_of_which_one_checkpoint_has_other_values_are_no_shares() -> None:
+    draw = np.random.default_rng(3)
+    pairs = [((draw.random(4) < 0.8).astype(float), draw.random(4)) for _ in range(12)]
+    for way in (pairs, [(b, a) for a, b in pairs]):
+        means = [[float(np.mean(side)) for side in pair] for pair in way]
+        found = differences(way, None)["reward"]
+        assert (found["low"], found["high"]) == tuple(paired_interval(*zip(*means, strict=True)))
 
 
 def test_a_checkpoint_against_itself_has_words_or_an_interval_around_0() -> None:

@@ -45,7 +45,7 @@ from posttrain.algorithms.surrogate import Clip
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
-from posttrain.learners.local_learner import REFERENCE, LocalLearner
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, ValueModel
 from posttrain.models.head import Head
 from posttrain.models.losses.likelihood import token_logp
@@ -188,6 +188,17 @@ def test_packed_log_probabilities_equal_those_of_each_sequence_alone(seed: int) 
         logp = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T / 0.8).log_softmax(-1)
         alone += [logp[t - 1, tokens[t]] for t in transcript.scored.tolist()]
     assert (together - torch.stack(alone)).abs().max() < 1e-10
+
+
+def test_policy_and_reference_are_two_models_read_at_the_temperature_of_sampling() -> None:
+    models = {name: tiny(WORDS, seed=seed, dtype=torch.float64) for seed, name in enumerate(("policy", REFERENCE))}
+    learner = LocalLearner(models["policy"], Optimization(), temperature=0.7, others={REFERENCE: models[REFERENCE]})
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 3, WORDS.vocab_size)
+    batch = pack([r.transcripts for r in rollouts], range(3))
+    for name, model in models.items():
+        for want in (frozenset[str](), frozenset({"entropy"})):
+            (found,) = learner.evaluate([batch], of=name, want=want)
+            assert (found.logp - outputs_of(model, batch, temperature=0.7).logp).abs().max() < 1e-10
 
 
 def test_shared_prompt_and_last_token_are_not_computed_twice_or_at_all() -> None:

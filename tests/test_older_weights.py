@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from feeding import new_learner, new_player
+from feeding import WORDS, new_learner, new_player
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.penalty import KL
@@ -19,6 +20,8 @@ from posttrain.config.resolve import filled
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Outputs, Stats
 from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.engines.local.engine_weights import own_copy
+from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.training.adjust import adjust
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.packing import collate
@@ -104,6 +107,27 @@ def test_products_that_nothing_clips_are_taken_to_whoever_sampled(way: str) -> N
     assert row_of("off-policy-pg").old == "start", "within a step the two are the same"
 
 
+@pytest.mark.parametrize("way", ["--ahead", "--tokens-per-step"])
+def test_a_ratio_to_the_start_of_the_step_accounts_for_the_step_s_own_updates_alone(way: str) -> None:
+    assert row_of("dr-grpo", old_policy="start", epochs=4).correction is None
+    with pytest.raises(UserError, match=f"rollouts of {way} were sampled by older weights, for which nothing accounts"):
+        row_of("dr-grpo", old_policy="start", **OLDER[way])
+
+
+NO_SUMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a discounted advantage": ("off-policy-pg", {"advantage": "to-go", "gamma": 0.9}),
+    "rollouts that branch": ("off-policy-pg", {"branches": 1}),
+    "what a teacher says of single tokens": ("distill-k1", {"surrogate": "weighted", "weight_at": "reward"}),
+}
+
+
+@pytest.mark.parametrize("what", NO_SUMS)
+def test_advantages_that_are_no_sums_of_rewards_are_not_weighed_where_rewards_are_earned(what: str) -> None:
+    name, how = NO_SUMS[what]
+    with pytest.raises(UserError, match=f"weighs each reward where it is earned, which {what} does not say"):
+        row_of(name, **how)
+
+
 def bandit(row: Algorithm) -> float:
     """d E[R] / d logit of the first of two arms with rewards 1 and 0.9: policy 1/2, samples from 0.1 and 0.9."""
     found = 0.0
@@ -135,12 +159,18 @@ def digits(task: Task, reply: str) -> float:
     return sum(c.isdigit() for c in reply) / (len(reply) + 1)
 
 
-def steps(row: Algorithm, count: int) -> list[Stats]:
+def steps(row: Algorithm, count: int, ahead: int = 0) -> list[Stats]:
     learner, tasks = new_learner(row, torch.float32), [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
     player = new_player(digits, learner.model, 6)
-    source = RLSource(tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0)
+    if ahead:
+        player = replace(player, engine=LocalEngine(own_copy(learner.model), WORDS, own=True))
+    how = {"ahead": ahead, "last": count}
+    source = RLSource(tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0, **how)
     found: list[Stats] = []
-    train(learner, source, PolicyObjective(row), [lambda t: found.append(t.stats)], first=1, steps=count)
+    try:
+        train(learner, source, PolicyObjective(row), [lambda t: found.append(t.stats)], first=1, steps=count)
+    finally:
+        source.stock.close()
     return found
 
 
@@ -151,6 +181,13 @@ def test_no_update_takes_tokens_of_other_weights_for_its_own(how: dict[str, Any]
     with pytest.raises(AssertionError, match="nothing accounts for the weights that sampled"):
         steps(row, 2)
     assert len(steps(row_of("gpg", prompts=2, group=3, **how), 2)) == 2
+
+
+def test_a_ratio_to_the_start_of_the_step_lets_no_update_take_tokens_of_older_weights() -> None:
+    row = row_of("dr-grpo", old_policy="start", prompts=2, group=3, minibatches=2)
+    assert len(steps(row, 2)) == 2
+    with pytest.raises(AssertionError, match="nothing accounts for the weights that sampled"):
+        steps(row, 2, ahead=1)
 
 
 def test_what_steers_a_kl_is_the_mean_over_the_policy_s_own_tokens() -> None:

@@ -279,6 +279,25 @@ def test_dropping_rollouts_without_advantage_changes_nothing(tokenizer: Tokenize
     assert (dropped - whole).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("name", ["dr-grpo", "lite-ppo", "gspo"])
+def test_rollouts_without_advantage_count_in_every_denominator(tokenizer: Tokenizer, name: str) -> None:
+    """By the weights themselves: the optimizer takes no notice of a gradient that is a multiple of another."""
+
+    def coarse(task: Task, reply: str) -> float:  # whole groups of equal rewards
+        return sum(map(ord, reply)) % 5 / 4 if task["id"] in "024" else 1.0
+
+    step = source(tokenizer, row(name, minibatches=1, epochs=1), coarse).produce(1)
+    [build] = step.updates
+    batches = build()
+    fed = {rollout for b in batches for rollout in b.rollout.tolist()}
+    assert 0 < len(fed) <= 8 and len(step.played) == 12
+    every = sum(r.n_scored for r in step.played)
+    for b in batches:
+        own = torch.bincount(b.rollout)[b.rollout]
+        expected = {"dr-grpo": 0 * own + 1 / (12 * 8), "lite-ppo": 0 * own + 1 / every, "gspo": 1 / (12 * own)}[name]
+        assert torch.allclose(b.weight, expected.float(), rtol=1e-6)
+
+
 def test_step_without_any_signal_is_still_an_update_with_gradient_zero(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo"), lambda task, reply: 0.7)
     before = weights(experience.learner)

@@ -32,9 +32,10 @@ class AsMessages:
             turns = _turns(prompt)
             said = [*self._asked(None), *turns] if turns else self._asked(prompt)
             if self.answered and isinstance(task.get("response"), str):
-                said.append({"role": "assistant", "content": task["response"]})
+                answer = task["response"].strip() if turns else task["response"]  # the space behind "Assistant:"
+                said.append({"role": "assistant", "content": answer})
             task = {**task, "messages": said}
-            if turns and "responses" in task:  # each with the space behind "Assistant:"
+            if turns and "responses" in task:
                 task["responses"] = [text.strip() if isinstance(text, str) else text for text in task["responses"]]
         elif task.get("messages") and task["messages"][0]["role"] not in SYSTEM:
             task = {**task, "messages": [*self._asked(None), *task["messages"]]}

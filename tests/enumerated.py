@@ -392,33 +392,34 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 TEXT = """\
 # Expected gradients
 
-Is the average update of an algorithm the gradient of its aim? This page computes it without sampling. The policy is a table of
-logits, with three tokens and replies of one to four: 31 replies, and every pair of them is the group of an update (for
-`pass-at-k` every three). Advantages, weights and loss are the library's own; critics are exact. A reply earns 1 for an odd
-number of one word, 0.4 for another one in the second place, and 0.2 if it ends before the length limit.
+Is the average update of an algorithm the gradient of its aim? This page computes it without sampling. The policy is a
+table of logits, with three tokens and replies of one to four: 31 replies, and every pair of them is the group of an
+update (for `pass-at-k` every three). Advantages, weights and loss are the library's own; critics are exact. A reply earns
+1 for an odd number of one word, 0.4 for another one in the second place, and 0.2 if it ends before the length limit.
 `PYTHONPATH=tests python tests/enumerated.py` writes this page, and a test compares it with the code.
 
-- **Error**: the sine of the angle between the expected and the true gradient. "exact": the same direction; 1: orthogonal; above
-  1, up to 2: opposed. So the length of steps, which the learning rate and the optimizer set, is ignored.
+- **Error**: the sine of the angle between the expected and the true gradient. "exact": the same direction; 1: orthogonal;
+  above 1, up to 2: opposed. So the length of steps, which the learning rate and the optimizer set, is ignored.
 - **True gradient**: the gradient of the *aim* of an algorithm. The aim is the mean reward, less its KL if the algorithm
-  subtracts one from the reward, each of whole replies. A divergence from a teacher is per token, with the earlier samples held
-  fixed, as the distillation algorithms define it. A KL in the loss, an entropy bonus, imitation, pretraining texts and the
-  critic's loss are left out (except for `sac`, whose values contain the entropy).
+  subtracts one from the reward, each of whole replies. A divergence from a teacher is per token, with the earlier samples
+  held fixed, as the distillation algorithms define it. A KL in the loss, an entropy bonus, imitation, pretraining texts
+  and the critic's loss are left out (except for `sac`, whose values contain the entropy).
 
-An error is no verdict. Division by the deviation of a group, whitening, and means over the tokens of an update are biases that
-papers chose, for less variance or equal steps. These figures are of one example with groups of two.
+An error is no verdict. Division by the deviation of a group, whitening, and means over the tokens of an update are biases
+that papers chose, for less variance or equal steps. These figures are of one example with groups of two.
 
 ## Algorithms
 
-The table gives the error on policy, and on samples of other weights (0.40 nats a reply away, ratios of whole replies from 0.09
-to 12), with each weight that can correct for these, at its default cap of 2. With `--async-steps` and `--tokens-per-step`
-`truncate` is the default. `ratio to the sampler` is `--old-policy sampler`, the only one for a ratio with `--replay`; the later
-updates of several per step have the same ratio. `-`: the algorithm has no such weight, or needs none.
+The table gives the error on policy, and on samples of other weights (0.40 nats a reply away, ratios of whole replies from
+0.09 to 12), with each weight that can correct for these, at its default cap of 2. With `--async-steps` and
+`--tokens-per-step` `truncate` is the default. `ratio to the sampler` is `--old-policy sampler`, the only one for a ratio
+with `--replay`; the later updates of several per step have the same ratio. `-`: the algorithm has no such weight, or
+needs none.
 
 {rows}
 
-- A weight per token (`truncate`, `icepop`) is unbiased only for replies of one token. Here it halves the error of an exact
-  algorithm and leaves the rest.
+- A weight per token (`truncate`, `icepop`) is unbiased only for replies of one token. Here it halves the error of an
+  exact algorithm and leaves the rest.
 - `sequence-truncate` would be exact without its cap. Its variance, which no mean shows, grows with the length of replies.
 - A clipped ratio to the sampler does not estimate this gradient: beyond the clip its gradient is 0.
 - `sequence` drops replies, and weights none: where it drops none, as here, it changes nothing.
@@ -429,21 +430,22 @@ The errors on samples of other weights, without a cap. The exact weight depends 
 
 {forms}
 
-The product up to each reward (Precup et al. 2000) is the default. If the whole reply is rewarded at its end, it is the product
-over the reply; if rewards come earlier, it usually has less variance. It requires sums of rewards; `-`: refused. The product up
-to the token is exact if the advantage is known at the token, such as that of the policy's own critic; for a later reward it is
-an approximation. So is the token's own ratio (Degris et al. 2012), which takes the earlier tokens as they were sampled.
+The product up to each reward (Precup et al. 2000) is the default. If the whole reply is rewarded at its end, it is the
+product over the reply; if rewards come earlier, it usually has less variance. It requires sums of rewards; `-`: refused.
+The product up to the token is exact if the advantage is known at the token, such as that of the policy's own critic; for
+a later reward it is an approximation. So is the token's own ratio (Degris et al. 2012), which takes the earlier tokens as
+they were sampled.
 
 ## A KL to the reference
 
-The errors of the penalty's gradient alone, on policy, with `--aggregate sequence-sum` and rewards to go. "as the KL of a reply"
-includes the later effect of a token; "as the KL of each token" holds the earlier samples fixed.
+The errors of the penalty's gradient alone, on policy, with `--aggregate sequence-sum` and rewards to go. "as the KL of a
+reply" includes the later effect of a token; "as the KL of each token" holds the earlier samples fixed.
 
 {kls}
 
-So `k2` and `exact` in the loss have the gradient of the reverse KL **per token**, and not that of a reply, which `k1` in the
-reward has. `-`: it is 0. In the reward an estimator has no gradient of its own, only that of the sampled tokens: there all but
-`k1` are opposed to the KL's gradient in this example.
+So `k2` and `exact` in the loss have the gradient of the reverse KL **per token**, and not that of a reply, which `k1` in
+the reward has. `-`: it is 0. In the reward an estimator has no gradient of its own, only that of the sampled tokens:
+there all but `k1` are opposed to the KL's gradient in this example.
 """
 
 if __name__ == "__main__":

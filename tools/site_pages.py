@@ -231,7 +231,10 @@ def environments_page() -> str:
         sections.append(f"## {name}\n\n`{target}`\n\n{as_markdown(about)}\n\n{own}\n")
     return (
         "# Environments\n\nEvery environment that `--env` takes by name. "
-        "[The guide](../guides/environments-built-in.md) shows whole episodes of each.\n\n" + "\n".join(table) + "\n\n" + "\n".join(sections)
+        "[The guide](../guides/environments-built-in.md) shows whole episodes of each.\n\n"
+        + "\n".join(table)
+        + "\n\n"
+        + "\n".join(sections)
     )
 
 

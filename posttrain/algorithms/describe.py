@@ -196,11 +196,11 @@ def index(rows: Sequence[Row]) -> str:
 
 
 ABOUT = """\
-Which algorithms are there, and what does each compute? An algorithm is a set of components: advantage, surrogate, aggregation,
-KL, critic, filters. Each name leads to a page with its objective, its components with paper and equation, and its differences
-from GRPO or DPO. `posttrain algorithms NAME` prints the same and lists every setting; `--json` prints it as data.
-[The guide](../guides/algorithms.md) shows how to choose one, change a setting or write your own. All policy gradients have been
-run on [one common task](../results/algorithms.md).
+Which algorithms are there, and what does each compute? An algorithm is a set of components: advantage, surrogate,
+aggregation, KL, critic, filters. Each name leads to a page with its objective, its components with paper and equation,
+and its differences from GRPO or DPO. `posttrain algorithms NAME` prints the same and lists every setting; `--json` prints
+it as data. [The guide](../guides/algorithms.md) shows how to choose one, change a setting or write your own. All policy
+gradients have been run on [one common task](../results/algorithms.md).
 """
 
 

@@ -212,7 +212,7 @@ def reading_rows(index: PassageIndex, seed: int, size: Size) -> Iterator[Row]:
 
 
 def imitation_rows(index: PassageIndex, train: Sequence[Row], searches: bool, size: Size) -> list[Row]:
-    """Questions of the training share with the replies to imitate; questions without an answer in the search results are left out."""
+    """Questions of the training share with the replies to imitate; without those that the search does not answer."""
     rows = []
     for row in train:
         task = row_to_task(row)

@@ -54,7 +54,7 @@ def prepared(out: Path, seed: int) -> tuple[list[Task], str]:
 
 
 def kept(out: Path, name: str, make: Callable[[], dict[str, Any]], results: dict[str, Any]) -> None:
-    """Put the figures of one run among the results: those of OUT/results.json, or the figures of `make()`, which are written there."""
+    """Put the figures of one run among those of OUT/results.json; without them, `make()` computes and adds them."""
     path = out / "results.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     if name not in known:
@@ -94,7 +94,7 @@ def imitated(practice: Sequence[Task], out: Path, seed: int) -> str:
 def one(
     practice: Sequence[Task], start: str, out: Path, row: str, ahead: int, accounting: str, seed: int, steps: int
 ) -> dict[str, Any]:
-    """Train and measure one run. The cap is the algorithm's default; minibatches are two, so that the ratio moves within a step."""
+    """Train and measure one run. The cap is the algorithm's default; two minibatches let the ratio move within a step."""
     settings = {"correction": accounting if accounting == "truncate" else "none"} if ahead else {}
     run = posttrain.rl(
         practice, "arithmetic", start, out=str(out / "run"), algorithm=row, async_steps=ahead, steps=steps, prompts=64,

@@ -69,7 +69,7 @@ class FromRowsOptions(TypedDict, total=False):
     """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
     prompt_template: str | None
     """Build each prompt from columns: "Question: {question}\nAnswer:". Write a literal brace as {{ or }}. On the
-    command line, \n and \t stand for a newline and a tab."""
+    command line, \n and \t mean a newline and a tab."""
 
 class DataOptions(FromRowsOptions, total=False):
     """Options of several verbs."""
@@ -255,7 +255,7 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     mask_prompt: bool
     """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
     min_reward: float | None
-    """Keep rollouts with at least this reward: those of a recorded run, or replies that are played through --env."""
+    """Keep rollouts with at least this reward: those of a recorded run, or replies that run through --env."""
     hidden: int
     """From scratch: hidden size."""
     layers: int
@@ -277,8 +277,8 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
     gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
-    textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its row_to_task
+    writes the demonstrations, if it has one."""
     model: str | None
     """Model to start from: a Hugging Face folder, the folder of a run, or a model's name. In sft, leave it out to train
     from scratch."""
@@ -343,8 +343,8 @@ class EngineOptions(ReplicaOptions, total=False):
     engine: Literal["local", "vllm"]
     """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
     engine_cache: float
-    """KV cache limit in GiB: of vLLM, or of what the local engine keeps of episodes between turns. What the local
-    engine drops is computed again, to the same bits."""
+    """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine
+    computes dropped entries again, to the same bits."""
     engine_timeout: float
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, an engine of
     several is restarted; a single one ends the run."""
@@ -536,8 +536,8 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
     gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
-    textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its row_to_task
+    writes the demonstrations, if it has one."""
     link: Literal[
         "sigmoid",
         "robust",
@@ -598,8 +598,8 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
     gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
-    textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its row_to_task
+    writes the demonstrations, if it has one."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """Loss on the scores of responses."""
     beta: float

@@ -1,15 +1,14 @@
-"""One task that every algorithm of the table must learn, several seeds each: a table, and a curve a row.
+"""One task that every algorithm must learn, several seeds each: a table, and a curve per algorithm.
 
     python recipes/algorithms.py [--rows grpo rloo] [--seeds 0 1 2] [--processes 2] [--out runs/algorithms]
 
-The task: sums of four digits, such as 3+5+2+7=17. A decoder of 0.1 M parameters first imitates somebody who forgets
-the last number every third time (3+5+2+7=10), and so is right in six cases of ten. Then each row of the table practises
-with nothing but an exact check of the answer as its reward, and is measured at temperature 1 on sums that neither stage
-has seen.
+The task: sums of four digits, such as 3+5+2+7=17. A decoder of 0.1 M parameters first imitates a demonstrator that forgets
+the last number every third time (3+5+2+7=10), and so is right in six cases of ten. Then each algorithm trains with only an
+exact check of the answer as its reward, and is measured at temperature 1 on sums that neither stage has seen.
 
-Rows share all settings but those in OWN, where each exception says why. The start is made once a seed; each (row, seed)
-is a process of its own, and one that is finished under the same settings is not repeated (delete its folder to have it
-again). `report` alone only writes the pages again, between their marks.
+Algorithms share all settings but those in OWN, where each exception has its reason. The start is trained once per seed.
+Each (algorithm, seed) is a process of its own. A finished one with the same settings is not repeated (delete its folder to
+repeat it). `report` alone only writes the pages again, between their marks.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def practice(seed: int) -> list[Task]:
-    """The sums to practise on, nearly all there are outside the held-out tenth."""
+    """The training sums, nearly all outside the held-out tenth."""
     return arithmetic.tasks(8800, seed, digits=1, operands=4)
 
 
@@ -97,7 +96,7 @@ def unseen(seed: int) -> list[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> list[Task]:
-    """Every sum as several demonstrators answer it, each of whom may forget the last number."""
+    """Every sum as several demonstrators answer it; each may forget the last number."""
     rng = random.Random(seed)
     rows = []
     for task in tasks:
@@ -109,7 +108,7 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> list[Task]:
 
 
 def start(out: Path, seed: int) -> None:
-    """Write the tasks of a seed and the model that all rows start from."""
+    """Write the tasks of a seed and the common start of all algorithms."""
     folder = _start(out, seed)
     folder.mkdir(parents=True, exist_ok=True)
     tasks = practice(seed)
@@ -128,12 +127,12 @@ def _start_settings() -> dict[str, Any]:
 
 
 def settings(row: str) -> dict[str, Any]:
-    """All options of `posttrain.rl` that the row runs with; {start} stands for the folder of the seed's start."""
+    """All options of `posttrain.rl` for the algorithm; {start} is the folder of the seed's start."""
     return {**COMMON, **OWN.get(row, {})}
 
 
 def learn(out: Path, row: str, seed: int) -> None:
-    """Train one row with one seed, measure it against its start, and write result.json."""
+    """Train one algorithm with one seed, measure it against its start, and write result.json."""
     folder, begun = out / row / f"seed-{seed}", _start(out, seed)
     options = {k: v.format(start=begun) if isinstance(v, str) else v for k, v in settings(row).items()}
     held_out = str(begun / "unseen.jsonl")
@@ -166,7 +165,7 @@ def learn(out: Path, row: str, seed: int) -> None:
 
 
 def run_all(out: Path, rows: Sequence[str], seeds: Sequence[int], processes: int) -> list[str]:
-    """Make the starts, then every row with every seed, some processes at a time. Returns what failed."""
+    """Make the starts, then every algorithm with every seed, some processes at a time. Returns the failures."""
     made = {"settings.json": _start_settings()}
     todo = [seed for seed in seeds if _read(_start(out, seed) / "settings.json") != _plain(made["settings.json"])]
     print(f"{len(todo)} starts to make")
@@ -184,7 +183,7 @@ def run_all(out: Path, rows: Sequence[str], seeds: Sequence[int], processes: int
 
 
 def _parallel(jobs: Sequence[tuple[Path, list[str]]], out: Path, processes: int) -> list[str]:
-    """Run this script with the words of each job, what it prints into log.txt of its folder. Returns what failed."""
+    """Run this script with the words of each job, its output in log.txt of its folder. Returns the failures."""
 
     def one(job: tuple[Path, list[str]]) -> str:
         folder, words = job
@@ -229,7 +228,7 @@ Results = dict[str, dict[int, dict[str, Any]]]
 
 
 def collect(out: Path) -> Results:
-    """What was found so far, also written to results.json."""
+    """The results so far, also written to results.json."""
     found: Results = {}
     for row in TABLE:
         seeds = {int(path.parent.name.removeprefix("seed-")): _read(path) for path in out.glob(f"{row}/*/result.json")}
@@ -241,7 +240,7 @@ def collect(out: Path) -> Results:
 
 
 def report(results: Results, docs: Path) -> Path:
-    """Write docs/results/algorithms.md with its pictures. Raises UserError if there is nothing to tell."""
+    """Write docs/results/algorithms.md with its pictures. Raises UserError without results."""
     if not results:
         raise UserError("no run is finished yet: run recipes/algorithms.py without `report` first")
     flat = [result for seeds in results.values() for result in seeds.values()]
@@ -293,7 +292,7 @@ _TASK = (
 
 
 def table(results: Results) -> list[str]:
-    """A Markdown table, a line a row."""
+    """A Markdown table, one line per algorithm."""
     lines = [
         "| row | before | after, each seed | after, mean and 95% interval | steps | seconds | settings of its own |",
         "|---|---|---|---|---|---|---|",
@@ -331,7 +330,7 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def draw(results: Results, path: Path, columns: int, size: tuple[float, float]) -> None:
-    """One panel a row: held-out accuracy over steps, seeds thin, their mean thick, lowest to highest shaded."""
+    """One panel per algorithm: held-out accuracy over steps, seeds thin, their mean thick, lowest to highest shaded."""
     from matplotlib.figure import Figure
 
     lines = -(-len(results) // columns)

@@ -2,7 +2,7 @@
 
     python recipes/coverage.py --into docs/results/intervals.md
 
-Beside it, what a percentile bootstrap over tasks would have covered. Some minutes on one core.
+The page also gives the coverage of a percentile bootstrap over tasks. It takes some minutes on one core.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Covered:
-    """What came of the repetitions of a case."""
+    """The outcome of the repetitions of a case."""
 
     share: float  # of those that have an interval
     none: float  # share of those that have none
@@ -122,7 +122,7 @@ def correlated(g: Generator, n: int) -> Any:
 
 
 def labelled(g: Generator, n: int) -> Any:
-    """[prompts, 3, 3]: three comparisons of each by two who agree on 80%, and say A on 70%: kappa 0.524."""
+    """[prompts, 3, 3]: three comparisons of each by two raters who agree on 80%, and choose A in 70%: kappa 0.524."""
     table = np.zeros((n, 3, 3))
     chances = [0.6, 0.1, 0.1, 0.2]
     for place, counts in enumerate(g.multinomial(3, chances, size=n)):

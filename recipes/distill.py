@@ -5,12 +5,12 @@
 The task is the demo's: sums of four digits. A teacher has imitated 8,800 sums for 12 epochs; the student, of two
 thirds of its width, some 1,300 for 10, as in the demo. From there, each with the same number of sampled tokens:
 
-    distillation   the student samples, the teacher says how likely each token was (distill-reverse-kl)
+    distillation   the student samples, the teacher scores each token (distill-reverse-kl)
     k1             the same from the sampled tokens alone (distill-k1)
-    GRPO           the student samples, an exact check of the answer says whether it is right
+    GRPO           the student samples, an exact check of the answer is the reward
     imitation      the teacher samples, and the student imitates that (sft)
 
-Everything is measured on sums that nobody has seen. Figures go to OUT/results.json, and are printed as Markdown.
+Everything is measured on unseen sums. Figures go to OUT/results.json, and are printed as Markdown.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""A judge that reasons before its verdict, against one that does not and a reward model's head, of one size.
+"""Compares a judge that reasons before its verdict, one that does not, and a reward model's head, of one size.
 
     python recipes/generative_verifier.py [--seeds 0 1 2] [--out runs/generative-verifier] [--docs docs]
 
-The question is whether the last digit of a chain of additions and multiplications is right. A judge that reasons has
-imitated some worked checks, then learns by `rl` on labels alone whether its verdicts are right (the environment "verdict").
-The judge without reasoning goes the same way with the verdict straight away. The head is a reward model (`outcome`) on the
-judge's own start, with all labels that either has seen. Every figure is measured through the service:
-`label --with judge=RECIPE` and `reward-model=FOLDER`, on chains that nobody has seen, each with a right and a wrong answer.
+The question is whether the last digit of a chain of additions and multiplications is right. A judge that reasons first
+imitates some worked checks. Then `rl` rewards right verdicts, from labels alone (the environment "verdict"). The judge
+without reasoning trains in the same way with the verdict alone. The head is a reward model (`outcome`) on the judge's own
+start, with all labels that either has seen. Every figure is measured through the service: `label --with judge=RECIPE` and
+`reward-model=FOLDER`, on unseen chains, each with a right and a wrong answer.
 
-A seed that is finished under the same settings is not repeated (delete its folder to have it again); what stands
-between the marks of the page is written anew each time.
+A finished seed with the same settings is not repeated (delete its folder to repeat it). The text between the marks of the
+page is written anew each time.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def judged(out: Path, model: str, seed: int) -> dict[str, float]:
 
 
 def labels(out: Path, by: str, seed: int) -> tuple[list[float | None], dict[str, float]]:
-    """What a service says of the held-out answers, right and wrong in turn, and what it counted."""
+    """A service's labels of the held-out answers, right and wrong in turn, and its counts."""
     made = posttrain.label(questions(seed), by, out=str(out / "labels.jsonl"), overwrite=True, threads=1)
     rows = [json.loads(line) for line in (out / "labels.jsonl").read_text().splitlines()]
     counted = re.findall(r"([\w/]+) ([\d.e+]+)", made.notes[0])

@@ -2,10 +2,10 @@
 
     python recipes/guess.py [--seeds 0 1 2] [--out runs/guess]
 
-A number below 20 to 64 is to be found in five guesses. Whoever names the middle of what is possible finds one of 31. The
-demonstrations are of a player who names any possible number, and every third time any number at all. From there a decoder
-of 0.1 M parameters is trained by GRPO on the environment `guess`, with nothing but its reward. What is told is the share of
-numbers found in games that are in no training row, at temperature 1. Figures go to OUT/results.json, whole episodes too.
+The task is to find a number below 20 to 64 in five guesses. A binary search finds one of 31. The demonstrations are of a
+player who guesses any possible number, and every third time any number at all. From there GRPO trains a decoder of 0.1 M
+parameters on the environment `guess`, with only its reward. The result is the share of numbers found in games that are in
+no training row, at temperature 1. Figures go to OUT/results.json, whole episodes too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
-    """What one seed learns."""
+    """Train and measure one seed."""
     train, held_out = games(False), games(True)
     rng = random.Random(seed)
     rows = [shown(task, careless(task, rng)) for task in train for _ in range(DEMONSTRATIONS)]
@@ -81,7 +81,7 @@ def best(held_out: list[Task]) -> float:
 
 
 def careless(task: Task, rng: random.Random) -> list[str]:
-    """The guesses of somebody who names any number that is possible, and every third time any number at all."""
+    """The guesses of a player who names any possible number, and every third time any number at all."""
     low, high, said = 0, task["limit"], list[str]()
     while len(said) < GUESSES and (not said or said[-1] != task["answer"]):
         guess = rng.randrange(task["limit"]) if rng.random() < 1 / 3 else rng.randrange(low, high)

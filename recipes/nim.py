@@ -2,12 +2,12 @@
 
     python recipes/nim.py [--seeds 0 1 2] [--out runs/nim]
 
-Games of 2 to 12 stones of which up to 2 or 3 may be taken at once; who takes the last one wins. The demonstrations are
-games of two players who make any move that the rules allow. From there a decoder of 0.1 M parameters plays itself: each game
-gives two rollouts, and what won is compared with what lost on the same side of the same game. Nobody ever shows it a good
-move. Told is how often it wins as the first player from starts that it was not trained on, at temperature 1: against perfect
-play, from those that perfect play would win, and against random play; and the share of its moves that are perfect play's
-where there is one that wins. Figures go to OUT/results.json, whole games too.
+Games have 2 to 12 stones, of which up to 2 or 3 may be taken at once; taking the last one wins. The demonstrations are
+games of two players who make any legal move. From there a decoder of 0.1 M parameters plays against itself: each game
+gives two rollouts, and wins are compared with losses on the same side of the same game. No training data contains a good
+move on purpose. The results are measured from starts that it was not trained on, at temperature 1. They are its win rate
+as the first player, against perfect play from those that perfect play would win, and against random play; and the share of
+its moves that are perfect play's where one of them wins. Figures go to OUT/results.json, whole games too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
-    """What one seed learns."""
+    """Train and measure one seed."""
     train, held_out = games(False), games(True)
     rng = random.Random(seed)
     rows = [{**task, "replies": at_random(task, rng)} for task in train for _ in range(DEMONSTRATIONS)]
@@ -76,7 +76,7 @@ def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
 
 
 def games(held_out: bool) -> list[Task]:
-    """All starts of one of the two parts; every fourth is held out. What comes behind them they share with others."""
+    """All starts of one of the two parts; every fourth is held out. Later positions occur in both parts."""
     starts = [(stones, most) for stones in range(2, STONES + 1) for most in range(2, MOST + 1)]
     return [
         {"id": f"{stones} stones, 1 to {most}", "stones": stones, "most": most}
@@ -91,7 +91,7 @@ def winnable(starts: list[Task]) -> list[Task]:
 
 
 def against(starts: list[Task], opponent: str, games: int) -> list[Task]:
-    """So many games from each start, in each of which the opponent draws anew."""
+    """So many games from each start; the opponent draws anew in each."""
     return [
         {**task, "id": f"{task['id']}, game {game}", "against": opponent, "seed": game}
         for task in starts
@@ -100,7 +100,7 @@ def against(starts: list[Task], opponent: str, games: int) -> list[Task]:
 
 
 def at_random(task: Task, rng: random.Random) -> list[str]:
-    """The moves of a game of two who make any that the rules allow."""
+    """The moves of a game of two players who make any legal move."""
     left, said = task["stones"], list[str]()
     while left:
         said.append(str(rng.randint(1, min(task["most"], left))) + "\n")

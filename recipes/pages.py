@@ -1,4 +1,4 @@
-"""Pages of results: what a recipe writes stands between two marks, and what people have written around them stays."""
+"""Pages of results: a recipe writes between two marks, and keeps the text around them."""
 
 from __future__ import annotations
 

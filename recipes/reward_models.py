@@ -2,12 +2,12 @@
 
     python recipes/reward_models.py --data ../shared/data [--seeds 0 1 2] [--only pairs k-wise] [--out runs/reward-models]
 
-All start from stories260K after one epoch of its own kind of instructions. A fifth of the prompts is held out, by the seed.
-Experiments: pairs, K-wise comparisons (all of a prompt as one element, and as rankings), steps of solutions, and what
-InstructGPT gives as its reason for the former: comparisons shuffled into single pairs are learned by heart.
+All start from stories260K after one epoch of its own kind of instructions. A fifth of the prompts is held out, by the
+seed. Experiments: pairs, K-wise comparisons (all of a prompt as one element, and as rankings), steps of solutions, and
+InstructGPT's reason for K-wise batches: a model overfits to comparisons that are shuffled into single pairs.
 
-A run that is finished under the same settings is not repeated (delete its folder to have it again); what stands
-between the marks of the page is written anew each time.
+A finished run with the same settings is not repeated (delete its folder to repeat it). The text between the marks of the
+page is written anew each time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run of each seed, and what its table is called."""
+    """A run of each seed, and the title of its table."""
 
     group: str
     name: str
@@ -75,7 +75,7 @@ def few(data: Path) -> Rows:
 
 
 def shuffled(data: Path) -> Rows:
-    """Every comparison a row of its own, so that those of a prompt lie in different batches."""
+    """One row per comparison, so that those of a prompt are in different batches."""
     return [
         {"prompt": row["prompt"], "chosen": row["responses"][pair[p - 1]], "rejected": row["responses"][pair[2 - p]]}
         for row in few(data)
@@ -93,7 +93,7 @@ def solutions(name: str) -> Callable[[Path], Rows]:
 
 
 def wrong_after_all(name: str, row: dict[str, Any]) -> bool:
-    """Marked as without mistake, and yet its answer is wrong: of arithmetic alone are the answers comparable as text."""
+    """Labelled as without mistake, but with a wrong answer; only answers of arithmetic are comparable as text."""
     return name == "multistep_arithmetic" and row["mistake_index"] is None and row["answer"] != row["target"]
 
 

@@ -1,14 +1,13 @@
-"""Classic RLHF on short stories, beside what learns from the same comparisons without a reward model. One command:
+"""Classic RLHF on short stories, beside DPO and its family on the same comparisons. One command:
 
     python recipes/rlhf.py --seeds 0 1 2
 
 For each seed: sft on short stories -> stories sampled from it, compared in pairs by a judge with 10% wrong labels -> a
 fifth of the pairs for a reward model -> PPO against that model; and DPO, IPO, KTO and SimPO on the same fifth. Then every
-policy writes stories for prompts that none of this has seen, and the judge without noise says how often they are better
-than the start's.
+policy writes stories for unseen prompts, and the judge without noise counts how often they are better than the start's.
 
-The judge (`gold`) stands for people. No learner sees it, and no count of letters or words meets it: the animal that was
-asked for has to do something, names have to stay the same, nothing may be repeated, and the story has to end.
+The judge (`gold`) stands in for people. No learner sees it, and no count of letters or words satisfies it: the requested
+animal has to do something, names have to stay the same, nothing may be repeated, and the story has to end.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ BETWEEN = {"very", "then", "also", "always", "never", "just"}
 
 
 def gold(animal: str, prompt: str, story: str, ended: bool) -> float:
-    """How good a story is, from 0 to 1."""
+    """The quality of a story, from 0 to 1."""
     words = re.findall(r"[A-Za-z']+", story)
     if len(words) < 15:
         return 0.0
@@ -102,7 +101,7 @@ def judge(task: dict[str, Any], reply: Reply) -> float:
 
 
 def ask_reward_model(task: dict[str, Any]) -> Generator[Any, Any, Any]:
-    """The environment of PPO: what the reward model says of the story, which knows whether it was cut off."""
+    """The environment of PPO: the reward model's score of the story; the model knows whether it was truncated."""
     reply = yield Turn(text=task["prompt"])
     told = {"prompt": task["prompt"], "response": str(reply), "cut": reply.stop.truncated}
     return (yield Ask("reward-model", told))
@@ -127,7 +126,7 @@ def split(tasks: Sequence[dict[str, Any]], seed: int) -> tuple[list[dict[str, An
 
 
 def prepared(place: Path) -> Path:
-    """The pretrained checkpoint, told how it ends a story: it begins a new one, with its beginning-of-sequence token."""
+    """The pretrained checkpoint, configured to end a story where it begins a new one: at its beginning-of-sequence token."""
     folder = place / "pretrained"
     shutil.copytree(START, folder, dirs_exist_ok=True)
     for name in ("config.json", "generation_config.json"):
@@ -149,7 +148,7 @@ def short_stories() -> list[dict[str, str]]:
 
 
 def pairs(rollouts: Sequence[Rollout], seed: int) -> list[dict[str, Any]]:
-    """Every pair of stories to one prompt that the judge tells apart, a tenth of them the wrong way round."""
+    """Every pair of stories to one prompt that the judge distinguishes, a tenth of them reversed."""
     draw = random.Random(f"labels {seed}")
     by_task: dict[str, list[Rollout]] = {}
     for rollout in rollouts:

@@ -1,10 +1,10 @@
-"""The same run in one process, in two, and with its weights dealt out to two: learning curves and time.
+"""The same run in one process, in two, and with its weights sharded over two: learning curves and time.
 
     python recipes/scale.py [--seeds 0 1 2] [--steps 120] [--out runs/scale]
 
-The model and the sums are those of examples/demo.py, with fewer steps. Each way is a command, as a user would give it. What
-is told is the accuracy on sums that are in no training row, and seconds of a step (without the start). Figures go to
-OUT/results.json; what is there is not run again.
+The model and the sums are those of examples/demo.py, with fewer steps. Each way is a command, as a user would give it.
+The results are the accuracy on sums that are in no training row, and seconds of a step (without the start). Figures go to
+OUT/results.json; finished ones are not run again.
 """
 
 from __future__ import annotations

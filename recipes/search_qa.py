@@ -1,16 +1,16 @@
-"""A small decoder from scratch learns to answer real questions with a search engine. One command, which also goes on:
+"""A small decoder from scratch learns to answer real questions with a search engine. One command, which also resumes:
 
     python recipes/search_qa.py [--out runs/search-qa] [--seed 0] [--size small]
 
 The questions are those of SQuAD and PopQA over the real passages of ../shared/data/retrieval. Whole articles of SQuAD and a
-fifth of PopQA's questions are held out. What happens, each in a folder of its own under --out:
+fifth of PopQA's questions are held out. The stages, each in a folder of its own under --out:
 
     index             BM25 over all passages (posttrain retriever build)
     reading           pre-training on made-up questions: a sentence of a passage with a name or a number left out, the
-                      passages that a search for it finds, and what was left out. All of it is learned, so that a model
-                      that has read nothing learns to find again what stands before it; and passages alone
-    search-imitation  sft on questions of the training share, played in the environment search-qa: one search for the
-                      question, then the answer, where a passage that is shown has it
+                      passages that a search for it finds, and the missing text. All of it is trained on, so that an
+                      untrained model learns to copy from its context; and passages alone
+    search-imitation  sft on questions of the training share, run in the environment search-qa: one search for the
+                      question, then the answer, where a shown passage contains it
     search            GRPO in the same environment; the reward is the exact match alone
     direct-imitation, direct
                       the same without a search engine
@@ -18,7 +18,7 @@ fifth of PopQA's questions are held out. What happens, each in a folder of its o
                       exact match on held-out questions, greedy, before and after GRPO, with intervals over questions, and
                       whole episodes
 
-What is finished is not repeated, and what was interrupted goes on from its newest checkpoint. Other settings than those of
+Finished stages are not repeated, and an interrupted one resumes from its newest checkpoint. Settings other than those of
 --out need another --out.
 """
 
@@ -115,7 +115,7 @@ def questions(data: Path, limit: int | None) -> tuple[list[Row], list[Row]]:
 
 
 def is_held_out(dataset: str, title: str) -> bool:
-    """Whether the questions on what has this title are: it depends on nothing else."""
+    """Whether the questions on this title are held out: it depends on nothing else."""
     return int(sha256(f"{dataset} {title}".encode()).hexdigest()[:8], 16) < HELD_OUT * 2**32
 
 
@@ -140,7 +140,7 @@ def made_up(contents: str, draw: random.Random) -> tuple[str, str] | None:
 
 
 def dialogue(index: PassageIndex, options: dict[str, Any]) -> Episode:
-    """Plays replies in the environment, and gives a row for each: what stood before it, and the reply."""
+    """Run replies in the environment. Returns a row for each: the context and the reply."""
 
     def episode(task: Task, replies: Sequence[str]) -> list[Row]:
         rows, before, said = [], "", iter(replies)
@@ -163,7 +163,7 @@ def dialogue(index: PassageIndex, options: dict[str, Any]) -> Episode:
 
 
 def found(index: PassageIndex, query: str, k: int) -> list[dict[str, Any]]:
-    """What the service "retriever" would answer."""
+    """The answer of the service "retriever"."""
     [hits] = index.search([query], k)
     return [{"id": hit.passage.id, "contents": hit.passage.contents, "score": hit.score} for hit in hits]
 
@@ -190,7 +190,7 @@ def remembering(answers: Sequence[str]) -> list[str]:
 def reading_rows(index: PassageIndex, seed: int, size: Size) -> Iterator[Row]:
     """Passages with some made-up questions on each, and episodes on one, with a search engine and without; without end.
 
-    The first are many lessons in finding again what was read for the price of one passage.
+    The first give many lessons in copying for the price of one passage.
     """
     with_search, without = dialogue(index, size.searching), dialogue(index, DIRECT)
     draw = random.Random(seed_of(seed, "reading"))
@@ -212,7 +212,7 @@ def reading_rows(index: PassageIndex, seed: int, size: Size) -> Iterator[Row]:
 
 
 def imitation_rows(index: PassageIndex, train: Sequence[Row], searches: bool, size: Size) -> list[Row]:
-    """Questions of the training share with the replies to imitate; those that a search does not answer are left out."""
+    """Questions of the training share with the replies to imitate; without those that the search does not answer."""
     rows = []
     for row in train:
         task = row_to_task(row)
@@ -230,7 +230,7 @@ def imitation_rows(index: PassageIndex, train: Sequence[Row], searches: bool, si
 
 
 class Stages:
-    """What has been done under these settings, in a file; what was begun goes on."""
+    """The finished stages under these settings, in a file; a started one resumes."""
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
         """Raises UserError if something was done there under other settings."""
@@ -242,7 +242,7 @@ class Stages:
         out.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, work: Callable[[str, dict[str, Any]], Any]) -> str:
-        """The folder of a stage. `work` gets it, and what makes a run go on."""
+        """The folder of a stage. `work` gets it, and the options that resume a run."""
         place = self.out / name
         if name not in self._known["done"]:
             print(f"-- {name}", flush=True)
@@ -315,7 +315,7 @@ def sample(rows: Sequence[Row], count: int) -> list[Row]:
 def measured(
     trained: dict[str, tuple[str, str, dict[str, Any]]], unseen: list[Row], seed: int, machine: dict[str, Any]
 ) -> dict[str, Any]:
-    """Exact match on questions that nobody has learned from, before and after GRPO."""
+    """Exact match on held-out questions, before and after GRPO."""
     how = {name: value for name, value in machine.items() if name != "quiet"}
     figures: dict[str, Any] = {}
     episodes: dict[str, list[str]] = {}

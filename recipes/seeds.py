@@ -1,4 +1,4 @@
-"""Run a recipe for several seeds and write down what came out: every seed, the mean, an interval.
+"""Run a recipe for several seeds and write down the results: every seed, the mean, an interval.
 
     python recipes/seeds.py wordproblems --seeds 0 1 2 --also ../shared/data/wordproblems/svamp.jsonl
 
@@ -96,7 +96,7 @@ def _verb(verb: str) -> list[str]:
 
 
 def _figures(path: Path) -> dict[str, Any]:
-    """Of accuracy where the environment says what is right, else of the reward."""
+    """Of accuracy where the environment has a success threshold, else of the reward."""
     content = json.loads(path.read_text())
     name = "accuracy" if "accuracy" in content["figures"] else "reward"
     return {

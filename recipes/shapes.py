@@ -1,11 +1,12 @@
-"""Learning to look: a tiny model that sees, from scratch, answers questions about pictures of shapes; SFT, then GRPO.
+"""A tiny vision-language model learns from scratch to answer questions about pictures of shapes: SFT, then GRPO.
 
     python recipes/shapes.py [--seeds 0 1 2] [--out runs/shapes]
 
 The model has the form of Qwen2.5-VL, some 0.4 M parameters, and random weights. It imitates right answers about drawn
-pictures, then learns from the reward of `shapes` alone; its vision tower learns all along (--train-vision). A control of the
-same form is trained in the same way on the same questions without their pictures, and stays where guessing is: 0.29. Told is
-the share of right answers to held-out questions at temperature 1. Figures go to OUT/results.json.
+pictures, then learns from the reward of `shapes` alone; its vision tower is trained throughout (--train-vision). A control
+of the same form is trained in the same way on the same questions without their pictures, and stays at the level of
+guessing: 0.29. The result is the share of right answers to held-out questions at temperature 1. Figures go to
+OUT/results.json.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def one(out: Path, seed: int, blind: bool, options: argparse.Namespace) -> dict[
 
 
 def new_model(folder: Path, seed: int) -> Path:
-    """A folder with a random model that sees: text of two layers, a tower of three, 16 tokens a picture."""
+    """A folder with a random vision-language model: text of two layers, a tower of three, 16 tokens a picture."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 

@@ -1,10 +1,10 @@
-"""What it costs to learn from older rollouts: three rows, several --async-steps, with a correction and without.
+"""The cost of learning from older rollouts: three algorithms, several --async-steps, with a correction and without.
 
     python recipes/staleness.py [--seeds 0 1 2] [--out runs/staleness]
 
 The model and the sums are those of examples/demo.py, with fewer steps. `ratio`: the ratio is to the policy that sampled;
-`truncate`: it starts at 1, and a truncated weight accounts for what sampled. What is told is the accuracy on sums that
-are in no training row, and how far behind the rollouts were. Figures go to OUT/results.json; what is there is not run
+`truncate`: it starts at 1, and a truncated weight corrects for the sampling policy. The results are the accuracy on sums
+that are in no training row, and the staleness of the rollouts. Figures go to OUT/results.json; finished ones are not run
 again.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def prepared(out: Path, seed: int) -> tuple[list[Task], str]:
-    """The sums to practise on and the model to begin with, as in the demo; they and unseen ones lie in `out` too."""
+    """The training sums and the start, as in the demo; they and unseen sums are written to `out` too."""
     out.mkdir(parents=True, exist_ok=True)
     practice = arithmetic.tasks(8800, seed, digits=1, operands=4)
     unseen = arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
@@ -54,7 +54,7 @@ def prepared(out: Path, seed: int) -> tuple[list[Task], str]:
 
 
 def kept(out: Path, name: str, make: Callable[[], dict[str, Any]], results: dict[str, Any]) -> None:
-    """Put the figures of one run among the results: those of OUT/results.json, or what `make()` gives, which goes there."""
+    """Put the figures of one run among those of OUT/results.json; without them, `make()` computes and adds them."""
     path = out / "results.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     if name not in known:
@@ -65,7 +65,7 @@ def kept(out: Path, name: str, make: Callable[[], dict[str, Any]], results: dict
 
 
 def kinds(rows: Sequence[str]) -> list[tuple[str, int, str]]:
-    """(row, steps ahead, what accounts for that). With none ahead both are the same."""
+    """(row, steps ahead, the correction). With no steps ahead both are the same."""
     return [
         (row, ahead, accounting)
         for row in rows
@@ -94,7 +94,7 @@ def imitated(practice: Sequence[Task], out: Path, seed: int) -> str:
 def one(
     practice: Sequence[Task], start: str, out: Path, row: str, ahead: int, accounting: str, seed: int, steps: int
 ) -> dict[str, Any]:
-    """What one run learns. The cap is the row's default; minibatches are two, so that the ratio moves within a step."""
+    """Train and measure one run. The cap is the algorithm's default; two minibatches let the ratio move within a step."""
     settings = {"correction": accounting if accounting == "truncate" else "none"} if ahead else {}
     run = posttrain.rl(
         practice, "arithmetic", start, out=str(out / "run"), algorithm=row, async_steps=ahead, steps=steps, prompts=64,
@@ -115,7 +115,7 @@ def one(
 
 
 def report(results: dict[str, Any], rows: Sequence[str], seeds: Sequence[int]) -> str:
-    """A Markdown table: a line each kind, its seeds, mean and 95% interval (Student), and that of what it lost."""
+    """A Markdown table: a line each kind, its seeds, mean and 95% interval (Student), and that of its loss of accuracy."""
     head = "| row | ahead | accounts | accuracy of each seed | mean | beside none ahead | KL to sampler | effective share |"
     found = [head, "|---|---|---|---|---|---|---|---|"]
     for row, ahead, accounting in kinds(rows):

@@ -1,4 +1,4 @@
-"""The reward and the tasks of recipes/stories.toml: what a user writes in a file of their own.
+"""The reward and the tasks of recipes/stories.toml, in the form of a user's own file.
 
 python recipes/stories.py --out runs/stories/tasks.jsonl    # the tasks
 """
@@ -28,7 +28,7 @@ SUCCESS = 1.0  # all three
 
 
 def reward(task: dict[str, Any], reply: str) -> dict[str, float]:
-    """A story is wanted that ends in time, with a full stop, and whose animal comes up again."""
+    """Rewards a story that ends in time, with a full stop, and mentions its animal again."""
     story, ended, _ = reply.partition(END)
     return {
         "animal": 0.5 * bool(re.search(rf"\b{task['animal']}", story.lower())),

@@ -1,11 +1,11 @@
 """Demonstrations for recipes/wordproblems.toml: the problems that carry an equation, each also with other numbers.
 
-A thousand problems are too few to learn from scratch that an expression's numbers are to be copied from the question.
+A thousand problems are too few to learn from scratch to copy the numbers of the question into the expression.
 So every problem of the training share is repeated with fresh numbers, the same in question and expression:
 
     python recipes/wordproblems.py --seed 0 --out runs/wordproblems/demonstrations.jsonl
 
-Held-out problems are told by the same hash as in `posttrain rl --held-out 0.2 --seed 0`; none of them, nor one that
+The same hash selects held-out problems as in `posttrain rl --held-out 0.2 --seed 0`; none of them, nor one that
 differs from one of them in its numbers only, is used.
 """
 

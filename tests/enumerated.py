@@ -1,10 +1,10 @@
-"""Every reply that a tiny policy can give, so that the expected gradient of a row is a sum and not an estimate.
+"""All replies of a tiny policy, so that the expected gradient of an algorithm is a sum and not an estimate.
 
     PYTHONPATH=tests python tests/enumerated.py
 
 writes docs/algorithms/expected-gradients.md. The policy is a table: a row of three logits for each of 15 beginnings of a
-reply. A reply ends with the token 0, or after four tokens: 31 replies, and 961 pairs of them as the group of an update. Of
-each update the library itself computes advantages, weights and loss; only what a model says is read from the table.
+reply. A reply ends with the token 0, or after four tokens: 31 replies, and 961 pairs of them as the group of an update. The
+library itself computes advantages, weights and loss of each update; only the model outputs come from the table.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def steps_of(reply: Reply) -> list[tuple[int, float]]:
 
 
 def reward_of(reply: Reply) -> float:
-    """Right if the word 1 stands in it an odd number of times; worth a little if it ends before it is cut off."""
+    """Right if it contains the word 1 an odd number of times; a small reward if it ends before it is truncated."""
     return 1.0 * (reply.count(1) % 2) + 0.2 * (reply[-1] == END) + sum(earned for _, earned in steps_of(reply))
 
 
@@ -124,7 +124,7 @@ def worth(alpha: float) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Tabled:
-    """What is asked of a learner, with tables for models. Its critics are exact."""
+    """A learner with tables for models. Its critics are exact."""
 
     alpha: float = 0.0  # of the entropy in its critic's values
     device = torch.device("cpu")
@@ -169,12 +169,12 @@ def _places(layout: Layout) -> Tensor:
     return torch.tensor([AT.get(beginning, -1) for own in found for beginning in own])
 
 
-# -- the expected gradient of a row, through the library ---------------------------------------------------------------
+# -- the expected gradient of an algorithm, through the library --------------------------------------------------------
 
 
 @cache
 def configured(name: str) -> Algorithm:
-    """A row of the table for such replies: one update, moved by its rewards, or its teacher, alone."""
+    """An algorithm of the table for such replies: one update, from its rewards, or its teacher, alone."""
     row = chosen_row(TABLE[name], max_tokens=LONGEST)
     kl = row.kl if row.kl is not None and row.kl.where == "reward" else None
     entropy = row.entropy if row.critic is not None and not row.surrogate.samples else None  # its values hold it too
@@ -240,7 +240,7 @@ def _alike(row: Algorithm) -> tuple[int, ...]:
 
 @cache
 def _credits(row: Algorithm) -> dict[tuple[int, ...], dict[int, tuple[float, Tensor]]]:
-    """Of every group: its reply -> (weight, advantage [n]), as far as the row's filters keep it."""
+    """Of every group: its reply -> (weight, advantage [n]), as far as the algorithm's filters keep it."""
     learner, found = Tabled(_alpha(row)), {}
     for group in itertools.combinations_with_replacement(sorted(set(_alike(row))), group_of(row)):
         rollouts, stats = [rollout_of(REPLIES[i], "policy") for i in group], Stats()
@@ -260,7 +260,7 @@ def _credits(row: Algorithm) -> dict[tuple[int, ...], dict[int, tuple[float, Ten
 
 
 def aim(row: Algorithm) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """What the row is for, in words and as a function of the policy."""
+    """The aim of the algorithm, in words and as a function of the policy."""
     if row.teacher is not None:
         field = {"forward-kl": "forward_kl", "jensen-shannon": "jensen_shannon"}.get(
             row.teacher.divergence, "reverse_kl"
@@ -303,7 +303,7 @@ def gradient_of(f: Callable[[Tensor], Tensor]) -> Tensor:
 
 @cache
 def true(row: Algorithm) -> Tensor:
-    """[15, 3]: the gradient of what the row is for."""
+    """[15, 3]: the gradient of the aim of the algorithm."""
     return gradient_of(aim(row)[1])
 
 
@@ -338,7 +338,7 @@ CREDITS: dict[str, Advantage] = {
 
 
 def weighed(name: str, weight: str) -> float | None:
-    """The error of a row on what older weights sampled; None where it has no such weight."""
+    """The error of an algorithm on samples of older weights; None where it has no such weight."""
     row = configured(name)
     if weight != "no weight" and not (row.reinforces and row.surrogate.samples):
         return None
@@ -348,7 +348,7 @@ def weighed(name: str, weight: str) -> float | None:
 
 
 def formed(form: str, by: str) -> float | None:
-    """The error of off-policy-pg in one of its forms, of what older weights sampled; None where that is refused."""
+    """The error of off-policy-pg in one of its forms, on samples of older weights; None where that is refused."""
     row = change(configured("off-policy-pg"), FORMS[form])
     row = replace(row, advantage=CREDITS[by], old="sampler")
     if any(broken for broken, _ in older.contradictions(row, RL())):
@@ -379,7 +379,7 @@ def document() -> str:
         kls.append([f"`{estimator}`", where, *map(said, penalised(estimator, where) or (None, None))])
     forms = [[form, *(said(formed(form, by)) for by in CREDITS)] for form in FORMS]
     return TEXT.format(
-        rows=_table(["row", "aim", "on policy", *WEIGHTS], rows),
+        rows=_table(["algorithm", "aim", "on policy", *WEIGHTS], rows),
         forms=_table(["weight", *CREDITS], forms),
         kls=_table(["estimator", "in the", "as the KL of a reply", "as the KL of each token"], kls),
     )
@@ -392,59 +392,60 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 TEXT = """\
 # Expected gradients
 
-What the update of each row is on average, found without sampling: a policy that is a table of logits, with three tokens and
-replies of one to four, gives 31 replies, and every pair of them is the group of an update (for `pass-at-k` every three).
-Advantages, weights and loss are the library's own; critics are exact. A reply earns 1 for an odd number of one word, 0.4
-for another one in the second place, and 0.2 if it ends before it is cut off. `PYTHONPATH=tests python tests/enumerated.py`
-writes this page, and a test compares it with what the code does.
+Is the average update of an algorithm the gradient of its aim? This page computes it without sampling. The policy is a
+table of logits, with three tokens and replies of one to four: 31 replies, and every pair of them is the group of an
+update (for `pass-at-k` every three). Advantages, weights and loss are the library's own; critics are exact. A reply earns
+1 for an odd number of one word, 0.4 for another one in the second place, and 0.2 if it ends before the length limit.
+`PYTHONPATH=tests python tests/enumerated.py` writes this page, and a test compares it with the code.
 
-**Error**: the share of the true gradient that no multiple of the expected one makes up for, the sine of the angle between
-them. "exact": the same direction; 1: nothing in common; above 1, as far as 2: they point apart. So the length of steps,
-which the learning rate and the optimizer decide, is left out. The **true gradient** is that of what the row is for (*aim*):
-the mean reward, less its KL if the row takes one off the reward, each of whole replies. A divergence from a teacher is
-that of each token, and what was sampled before is held fixed, as the rows of distillation say. A KL in the loss, an entropy
-bonus, imitation, texts and the critic's loss are left out (but for `sac`, whose values hold the entropy).
+- **Error**: the sine of the angle between the expected and the true gradient. "exact": the same direction; 1: orthogonal;
+  above 1, up to 2: opposed. So the length of steps, which the learning rate and the optimizer set, is ignored.
+- **True gradient**: the gradient of the *aim* of an algorithm. The aim is the mean reward, less its KL if the algorithm
+  subtracts one from the reward, each of whole replies. A divergence from a teacher is per token, with the earlier samples
+  held fixed, as the distillation algorithms define it. A KL in the loss, an entropy bonus, imitation, pretraining texts
+  and the critic's loss are left out (except for `sac`, whose values contain the entropy).
 
-An error is no verdict: dividing by the deviation of a group, whitening, and means over the tokens of an update are biases
-that papers chose, for less variance or equal steps, and these figures are of one example with groups of two.
+An error is no verdict. Division by the deviation of a group, whitening, and means over the tokens of an update are biases
+that papers chose, for less variance or equal steps. These figures are of one example with groups of two.
 
-## The rows
+## Algorithms
 
-On policy, and where other weights have sampled (0.40 nats a reply away, ratios of whole replies from 0.09 to 12), with each
-weight that can make up for that, at its default cap of 2. With `--async-steps` and `--tokens-per-step` `truncate` is
-the default. `ratio to the sampler` is `--old-policy sampler`, the only one for a ratio with `--replay`; the later ones
-of several updates per step have the same ratio. `-`: the row has no such weight, or needs none.
+The table gives the error on policy, and on samples of other weights (0.40 nats a reply away, ratios of whole replies from
+0.09 to 12), with each weight that can correct for these, at its default cap of 2. With `--async-steps` and
+`--tokens-per-step` `truncate` is the default. `ratio to the sampler` is `--old-policy sampler`, the only one for a ratio
+with `--replay`; the later updates of several per step have the same ratio. `-`: the algorithm has no such weight, or
+needs none.
 
 {rows}
 
-- A weight per token (`truncate`, `icepop`) is unbiased for replies of one token alone. Here it halves the error of an exact
-  row and leaves the rest.
-- `sequence-truncate` would be exact but for its cap. Its variance, which no mean shows, grows with the length of replies.
-- A clipped ratio to the sampler is no estimate of this gradient: beyond the clip it learns nothing.
-- `sequence` leaves out replies, and weighs none: where it leaves none out, as here, it changes nothing.
+- A weight per token (`truncate`, `icepop`) is unbiased only for replies of one token. Here it halves the error of an
+  exact algorithm and leaves the rest.
+- `sequence-truncate` would be exact without its cap. Its variance, which no mean shows, grows with the length of replies.
+- A clipped ratio to the sampler does not estimate this gradient: beyond the clip its gradient is 0.
+- `sequence` drops replies, and weights none: where it drops none, as here, it changes nothing.
 
 ## The weights of off-policy-pg
 
-Without a cap, of what other weights have sampled. Which one is exact depends on the advantage:
+The errors on samples of other weights, without a cap. The exact weight depends on the advantage:
 
 {forms}
 
-The product up to each reward (Precup et al. 2000) is the default. Where the whole reply is rewarded at its end it is the
-product over the reply; where rewards come earlier it usually has less variance. It goes with sums of rewards; `-`: refused.
-The product up to the token is exact where the advantage is known at the token, as of a critic of the policy itself; of a
-reward that comes later it is an approximation. So is the token's own ratio (Degris et al. 2012), which takes what was
-written before as it was sampled.
+The product up to each reward (Precup et al. 2000) is the default. If the whole reply is rewarded at its end, it is the
+product over the reply; if rewards come earlier, it usually has less variance. It requires sums of rewards; `-`: refused.
+The product up to the token is exact if the advantage is known at the token, such as that of the policy's own critic; for
+a later reward it is an approximation. So is the token's own ratio (Degris et al. 2012), which takes the earlier tokens as
+they were sampled.
 
 ## A KL to the reference
 
-On policy, the gradient of the penalty alone, with `--aggregate sequence-sum` and rewards to go. As the KL of a reply, it
-counts where a token leads; as that of each token, what was sampled before is held fixed.
+The errors of the penalty's gradient alone, on policy, with `--aggregate sequence-sum` and rewards to go. "as the KL of a
+reply" includes the later effect of a token; "as the KL of each token" holds the earlier samples fixed.
 
 {kls}
 
-So `k2` and `exact` in the loss have the gradient of the reverse KL **per token**, and not that of a reply, which `k1` in the
-reward has. `-`: it is 0. In the reward an estimator has no gradient of its own, only that of what is sampled: there all but
-`k1` point away from the KL's gradient in this example.
+So `k2` and `exact` in the loss have the gradient of the reverse KL **per token**, and not that of a reply, which `k1` in
+the reward has. `-`: it is 0. In the reward an estimator has no gradient of its own, only that of the sampled tokens:
+there all but `k1` are opposed to the KL's gradient in this example.
 """
 
 if __name__ == "__main__":

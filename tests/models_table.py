@@ -1,9 +1,9 @@
-"""Writes docs/guides/models.md: every architecture that is tried, and what came out of trying it.
+"""Writes the table of docs/guides/models.md: every tested architecture with its results.
 
     python tests/models_table.py
 
 Each row is a small random model made by transformers, opened, sampled from and trained for a step. A test compares the
-document with what this finds.
+document with the output of this script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "guides" / "models.md"
 BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 VLLM = ("qwen3_moe", "gemma3_text", "gpt2")
-"""What `tests/test_vllm.py` has vLLM sample, with heads of 32."""
+"""Kinds that `tests/test_vllm.py` samples with vLLM, with heads of 32."""
 
 
 def digits(task: Task, reply: str) -> float:

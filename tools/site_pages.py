@@ -1,4 +1,4 @@
-"""Pages of the documentation site that are made from code, as a hook of MkDocs: the home page and all of reference/.
+"""Generates pages of the documentation site from code, as a hook of MkDocs: the home page and all of reference/.
 
 The home page is the README. The reference comes from where things are declared: options from the command, verifiers from
 `posttrain.verify`, environments from their registry, metrics from their table, columns
@@ -43,7 +43,7 @@ LINK = re.compile(r"\[([^\]\[]*)\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """`folder/*.md` in the navigation stands for all pages of the folder that are not named before it."""
+    """Expand `folder/*.md` in the navigation to all pages of the folder that are not named before it."""
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | generated().keys()
 
     def listed(entry: Any) -> list[Any]:
@@ -69,14 +69,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 @mkdocs.plugins.event_priority(100)
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that leave docs/ lead nowhere from the site: the path stands there instead."""
+    """Replace links that leave docs/, which the site cannot resolve, by the path."""
 
     def seen(found: re.Match[str]) -> str:
         path = os.path.normpath(os.path.join("docs", os.path.dirname(page.file.src_uri), found[2]))
         return found[0] if path.startswith("docs/") else f"{found[1]} (`{path}`)"
 
     if page.file.src_uri.startswith(("results/", "decisions/")):
-        page.meta["search"] = {"boost": 0.5}  # whoever searches wants to know how, and then why
+        page.meta["search"] = {"boost": 0.5}  # a search should find the guides first, then the reasons
     return LINK.sub(seen, markdown)
 
 
@@ -95,7 +95,7 @@ def generated() -> dict[str, str]:
 
 
 def home() -> str:
-    """The README, with its links as they are from within docs/."""
+    """The README, with its links relative to docs/."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
 
     def inside(found: re.Match[str]) -> str:
@@ -110,7 +110,7 @@ def home() -> str:
 
 def command_pages() -> dict[str, str]:
     pages = {}
-    table = ["| command | what it does |", "|---|---|"]
+    table = ["| command | purpose |", "|---|---|"]
     for command in COMMANDS:
         file = f"{command.name.replace(' ', '-')}.md"
         groups: dict[str, list[HelpEntry]] = {}
@@ -126,17 +126,17 @@ def command_pages() -> dict[str, str]:
         table.append(f"| [`posttrain {command.name}`]({file}) | {command.help} |")
     head = (
         "# Command line\n\nEvery command with its options, as `posttrain COMMAND --help-all` prints them. Options may also"
-        " come from a [recipe](../config.md); the command line wins.\n\n"
+        " come from a [recipe](../config.md); the command line overrides it.\n\n"
     )
     tail = (
-        "\n\nExit codes: 0 done; 1 a bug in posttrain, with a traceback; 2 a mistake in what was given, told in one line; 3"
-        " stopped by the health check, and saved; 130 interrupted by Ctrl-C, SIGTERM or SIGHUP, and saved.\n"
+        "\n\nExit codes: 0 done; 1 a bug in posttrain, with a traceback; 2 a user error, reported in one line; 3 stopped"
+        " by the health check, and saved; 130 interrupted by Ctrl-C, SIGTERM or SIGHUP, and saved.\n"
     )
     return {"reference/cli/index.md": head + "\n".join(table) + tail} | pages
 
 
 def config_page() -> str:
-    """All options with the commands that have them, and what other trainers call them."""
+    """All options with the commands that have them, and their names in other trainers."""
     found: dict[str, list[str]] = {}
     for command in COMMANDS:
         for entry in entries_of(app, command) if command.name in VERBS else ():
@@ -152,10 +152,10 @@ def config_page() -> str:
 CONFIG = """# Configuration
 
 One set of options, three ways to give them: on the command line (`--max-tokens 64`), in a recipe (`max_tokens = 64`), or
-from Python (`max_tokens=64`). The command line wins over the recipe.
+from Python (`max_tokens=64`). The command line overrides the recipe.
 
-A recipe is a TOML file with a table for each command that it configures. Settings of the algorithm that have no flag of
-their own stand in a table `settings`, by their place:
+A recipe is a TOML file with a table for each command that it configures. Settings of the algorithm without a flag go into
+a table `settings`, by their place:
 
 ```toml
 [rl]
@@ -169,7 +169,7 @@ algorithm = "grpo"
 ```
 
 `posttrain rl --config recipe.toml --steps 100` reads the table `[rl]`. `posttrain algorithms NAME` lists every setting of an
-algorithm. A name that another trainer uses for an option is answered with the name here: see
+algorithm. For an option name of another trainer, the command line reports the name here: see
 [coming from another trainer](../guides/coming-from.md).
 
 ## Every option
@@ -180,7 +180,7 @@ NAMES = """
 
 ## Names of other trainers
 
-What TRL, verl, OpenRLHF or Search-R1 call it, and the option here.
+Option names of TRL, verl, OpenRLHF or Search-R1, and the option here.
 
 | name | option |
 |---|---|
@@ -217,13 +217,13 @@ def verifiers_page() -> str:
         for module, names in sorted(modules.items())
     ]
     return (
-        "# Verifiers\n\nEvery function of `posttrain.verify`, from its docstring. Which one to take, with examples: "
-        "[the guide](../guides/verifiers.md).\n\n" + "\n\n".join(sections) + "\n"
+        "# Verifiers\n\nEvery function of `posttrain.verify`, from its docstring. [The guide](../guides/verifiers.md) "
+        "shows which one to use, with examples.\n\n" + "\n\n".join(sections) + "\n"
     )
 
 
 def environments_page() -> str:
-    table, sections = ["| `--env` | what it is |", "|---|---|"], []
+    table, sections = ["| `--env` | environment |", "|---|---|"], []
     for name, target in sorted(BUILTIN.items()):
         module, _, function = target.partition(":")
         about = docstring(file_of(module))
@@ -231,8 +231,11 @@ def environments_page() -> str:
         table.append(f"| [`{name}`](#{name}) | {as_markdown(first_line(about))} |")
         sections.append(f"## {name}\n\n`{target}`\n\n{as_markdown(about)}\n\n{own}\n")
     return (
-        "# Environments\n\nEverything that `--env` knows by name. Whole episodes of each: "
-        "[the guide](../guides/environments-built-in.md).\n\n" + "\n".join(table) + "\n\n" + "\n".join(sections)
+        "# Environments\n\nEvery environment that `--env` takes by name. "
+        "[The guide](../guides/environments-built-in.md) shows whole episodes of each.\n\n"
+        + "\n".join(table)
+        + "\n\n"
+        + "\n".join(sections)
     )
 
 
@@ -271,17 +274,17 @@ def record_page() -> str:
     comments = dict(commented(Path(schema.__file__)))
     sections = []
     for title, about, columns in (
-        ("One row a rollout", "Columns of `rollouts/*.parquet` and `evals/*.parquet`.", schema.SCALARS),
+        ("One row per rollout", "Columns of `rollouts/*.parquet` and `evals/*.parquet`.", schema.SCALARS),
         ("Its tokens", "Lists over all tokens, with the transcripts end to end.", schema.TOKENS),
     ):
         lines = [f"| `{c.name}` | {column_type(c.type)} | {comments.get(c.name, '')} |" for c in columns]
         sections.append(f"## {title}\n\n{about}\n\n| column | type | meaning |\n|---|---|---|\n" + "\n".join(lines))
     numbers = "\n".join(f"| `{name}` | {comments.get(name, '')} |" for name in schema.NUMBERS)
-    sections.append(f"## Numbers of scored tokens\n\nfloat32 each.\n\n| column | meaning |\n|---|---|\n{numbers}")
+    sections.append(f"## Numbers of scored tokens\n\nAll are float32.\n\n| column | meaning |\n|---|---|\n{numbers}")
     return (
         f"# The record of a run\n\n{first_line(docstring(Path(run_files.__file__)))}\n\n```text\n"
         + docstring(Path(run_files.__file__)).partition("\n\n")[2]
-        + "\n```\n\nWhat the files are for: [what a run leaves behind](../guides/runs.md).\n\n"
+        + "\n```\n\nThe purpose of the files: [what a run leaves behind](../guides/runs.md).\n\n"
         + "\n\n".join([first_line(docstring(Path(schema.__file__))), *sections]) + "\n"
     )  # fmt: skip
 
@@ -309,8 +312,8 @@ def python_page() -> str:
     functions = [name for name in posttrain.__all__ if name.islower()]
     types = [name for name in posttrain.__all__ if not name.islower()]
     return (
-        "# Python\n\n`import posttrain`: the commands as functions, and the types that rewards and environments use. "
-        "Options are those of [the command line](cli/index.md), with underscores.\n\n## Functions\n\n"
+        "# Python\n\n`import posttrain` gives the commands as functions, and the types that rewards and environments use. "
+        "The options are those of [the command line](cli/index.md), with underscores.\n\n## Functions\n\n"
         + "\n\n".join(f"::: posttrain.{name}" for name in functions if name not in ("note", "recorded"))
         + "\n\n::: posttrain.envs.play.call_recording.note\n\n::: posttrain.envs.play.call_recording.recorded"
         + "\n\n## Types\n\n"
@@ -320,7 +323,7 @@ def python_page() -> str:
 
 
 def aliases() -> str:
-    """A table of what other trainers call an option, and what it is here."""
+    """A table of option names in other trainers, and the name here."""
 
     def flag(found: re.Match[str]) -> str:
         return f"`--{found[1].replace('_', '-')}`"

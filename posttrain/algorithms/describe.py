@@ -19,16 +19,16 @@ from posttrain.algorithms.settings import change, flags, settings_of
 from posttrain.core.component import Component, Need
 
 SYMBOLS = (
-    "lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, the "
-    "reference, the engine. B rollouts of n_i sampled tokens that are learned from, R_i the reward of one, sg() without a "
-    "gradient. A behind the last token is 0. m_i: all tokens sampled in an episode, over its replies; budget: the most that "
-    "may be."
+    "Symbols: lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, "
+    "the reference, the engine. B: number of rollouts; n_i: trained tokens of rollout i; R_i: its reward; m_i: all its "
+    "sampled tokens; budget: the maximum of m_i. sg(): stop-gradient. A is 0 behind the last token."
 )
 OF_TEACHERS = "p, q: the policy's and the teacher's probabilities over the vocabulary; tea: log q of a sampled token."
 SYMBOLS_OF_PREFERENCES = (
-    "lp, ref: log-probability of a token of a response under the policy and the reference, n tokens in it. s: score of a "
-    "response; s_w, s_l: of the better and of the worse one of a comparison; margin: 0 where no part sets one. w: weight of "
-    "a comparison c or of a label v; all add up to 1 over the optimizer batch. sigma(x) = 1 / (1 + exp(-x))."
+    "Symbols: lp, ref: log-probability of a token of a response under the policy and the reference; n: tokens of the "
+    "response. s: score of a response; s_w, s_l: of the better and of the worse one of a comparison; margin: 0 where no "
+    "component sets one. w: weight of a comparison c or of a label v; all weights add up to 1 over the optimizer batch. "
+    "sigma(x) = 1 / (1 + exp(-x))."
 )
 
 
@@ -60,22 +60,22 @@ def _(row: Algorithm) -> list[tuple[str, str, str]]:
         if row.kl.control is not None:
             found.append(("control of beta", row.kl.control.formula, row.kl.control.source))
     named = (
-        ("entropy bonus, coefficient", row.entropy),
-        ("tokens that count", row.select),
+        ("entropy bonus coefficient", row.entropy),
+        ("selected tokens", row.select),
         ("correction for the engine", row.correction),
-        ("critic, loss", row.critic),
+        ("critic loss", row.critic),
         ("rollouts of a group", row.branching),
         ("groups", row.sampling),
         *(("rollouts", chosen) for chosen in row.filters),
-        *(("added to the reward", shape) for shape in row.shaping),
-        ("imitation, loss", row.imitation),
-        ("pretraining, loss", row.pretraining),
+        *(("reward shaping", shape) for shape in row.shaping),
+        ("imitation loss", row.imitation),
+        ("pretraining loss", row.pretraining),
         ("step", row.trust_region),
         ("replay", row.replay),
     )
     found += [(what, part.formula, part.source) for what, part in named if part is not None]
     if row.branching is not None:
-        found.append(("A of tokens that rollouts share", row.branching.sharing, f"{PAPER}, section 3.2"))
+        found.append(("A of shared tokens", row.branching.sharing, f"{PAPER}, section 3.2"))
     if row.refresh:
         refresh = f"becomes the policy every {row.refresh} steps"
         found.append(("reference", refresh, "DeepSeekMath, arXiv 2402.03300, algorithm 1"))
@@ -97,7 +97,7 @@ def _(row: Preference) -> list[tuple[str, str, str]]:
         ("score s of a response", row.score.formula, row.score.source),
         ("weight w", row.denominator.formula, row.denominator.source),
     ]
-    named = (("margin", row.margin), ("weight besides", row.weight), ("imitation, loss", row.imitation))
+    named = (("margin", row.margin), ("further weight", row.weight), ("imitation loss", row.imitation))
     return found + [(what, part.formula, part.source) for what, part in named if part is not None]
 
 
@@ -152,7 +152,7 @@ def describe(row: Row) -> list[str]:
     """The row in plain mathematics, a line each."""
     lines = [f"{row.name}: {row.paper}", f"  {objective(row)}"]
     if isinstance(row, Algorithm) and row.kl is not None and row.kl.where == "reward":
-        lines.append(f"  R_i = reward_i - {row.kl.beta:g} sum_t k, each token's part subtracted from what it earns")
+        lines.append(f"  R_i = reward_i - {row.kl.beta:g} sum_t k, each token's share subtracted from its own reward")
     for what, formula, source in parts(row):
         lines.append(f"  {what}: {formula}" + (f"   [{source}]" if source else ""))
     return lines
@@ -192,14 +192,15 @@ def index(rows: Sequence[Row]) -> str:
     for kind, title, about in kinds:
         lines += [f"## {title}", "", about, "", "| name | idea | paper |", "|---|---|---|"]
         lines += [*(line(row) for row in rows if isinstance(row, kind)), ""]
-    return "\n".join([*lines, "## What each of them needs", "", *requirements(rows), ""])
+    return "\n".join([*lines, "## Requirements", "", *requirements(rows), ""])
 
 
 ABOUT = """\
-An algorithm is a set of components: advantage, surrogate, aggregation, KL, critic, filters. Each name leads to its
-objective, its components with paper and equation, and what differs from GRPO or DPO. `posttrain algorithms NAME` prints the
-same and lists every setting; `--json` gives it as data. How to choose one, change a setting or write your own:
-[the guide](../guides/algorithms.md). All policy gradients have been run on [one common task](../results/algorithms.md).
+Which algorithms are there, and what does each compute? An algorithm is a set of components: advantage, surrogate,
+aggregation, KL, critic, filters. Each name leads to a page with its objective, its components with paper and equation,
+and its differences from GRPO or DPO. `posttrain algorithms NAME` prints the same and lists every setting; `--json` prints
+it as data. [The guide](../guides/algorithms.md) shows how to choose one, change a setting or write your own. All policy
+gradients have been run on [one common task](../results/algorithms.md).
 """
 
 
@@ -283,11 +284,11 @@ def axes(row: Preference) -> list[tuple[str, str, str]]:
     if isinstance(row.score, LogRatio | ResponseLikelihood) and not row.link.reads_labels:
         found.append(("--tail 0.5", "score", replace(row.score, tail=0.5)))
     if row.weight is None:
-        found.append(("--policy-weight", "weight besides", PolicyWeight()))
+        found.append(("--policy-weight", "further weight", PolicyWeight()))
     if row.link.takes_margin:
         found.append(("--row-margins 1", "margin", replace(row.margin or Margin(), scale=1.0)))
     if row.imitation is None:
-        found.append(("--imitation 1", "imitation, loss", Imitated()))
+        found.append(("--imitation 1", "imitation loss", Imitated()))
     found.append(("--denominator prompt", "weight w", change(row, {"denominator": "prompt"}).denominator))
     return [(option, f"{what}: {part.formula}", part.source) for option, what, part in found]
 
@@ -301,7 +302,7 @@ def page(row: Row, beside: Row) -> str:
         "",
         f"`{objective(row)}`",
         "",
-        "| part | what it computes | source |",
+        "| component | formula | source |",
         "|---|---|---|",
         *(f"| {what} | `{formula}` | {source} |" for what, formula, source in parts(row)),
         "",
@@ -322,21 +323,21 @@ def _use(row: Row) -> list[str]:
 
 @_use.register
 def _(row: Algorithm) -> list[str]:
-    exact = "What is exact and what is biased: [expected gradients](expected-gradients.md)."
+    exact = "Bias of its gradient: [expected gradients](expected-gradients.md)."
     if row.multiplies:
-        exact += " [Other weights](expected-gradients.md#the-weights-of-off-policy-pg), and which is exact for what."
-    every = f"every setting: `posttrain algorithms {row.name}`. {exact}"
+        exact += " [Other weights and their bias](expected-gradients.md#the-weights-of-off-policy-pg)."
+    every = f"All settings: `posttrain algorithms {row.name}`. {exact}"
     if row.branching is not None:  # nor any tools
         use = f"`posttrain rl --algorithm {row.name}`"
-        return [f"Figures: [agents](../results/agents.md#arpo). In use: {use}; {every}", ""]
+        return [f"Figures: [agents](../results/agents.md#arpo). Command: {use}. {every}", ""]
     if row.teacher is not None:  # the common task has no teacher
         use = f"`posttrain distill --algorithm {row.name} --teacher FOLDER`"
-        return [f"Figures: [distillation](../results/distill.md). In use: {use}; {every}", ""]
+        return [f"Figures: [distillation](../results/distill.md). Command: {use}. {every}", ""]
     return [
         f"![held-out accuracy over steps, three seeds](curves/{row.name}.png)",
         "",
-        "Settings and figures: [the common task](../results/algorithms.md). In use: `posttrain rl --algorithm "
-        f"{row.name}`; {every}",
+        "Settings and figures: [the common task](../results/algorithms.md). Command: `posttrain rl --algorithm "
+        f"{row.name}`. {every}",
         "",
     ]
 
@@ -344,13 +345,13 @@ def _(row: Algorithm) -> list[str]:
 @_use.register
 def _(row: Preference) -> list[str]:
     return [
-        "What else it can be:",
+        "Variants:",
         "",
-        "| option | what changes | source |",
+        "| option | component | source |",
         "|---|---|---|",
         *(f"| `{option}` | `{formula}` | {source} |" for option, formula, source in axes(row)),
         "",
-        f"In use: `posttrain prefer --algorithm {row.name}`; every setting: `posttrain algorithms {row.name}`.",
+        f"Command: `posttrain prefer --algorithm {row.name}`. All settings: `posttrain algorithms {row.name}`.",
         "",
     ]
 
@@ -358,4 +359,4 @@ def _(row: Preference) -> list[str]:
 @_use.register
 def _(row: Scoring) -> list[str]:
     use = f"`posttrain reward-model --algorithm {row.name}`"
-    return [f"In use: {use}; every setting: `posttrain algorithms {row.name}`.", ""]
+    return [f"Command: {use}. All settings: `posttrain algorithms {row.name}`.", ""]

@@ -41,7 +41,7 @@ class DynamicSampling(Component):
     @property
     def formula(self) -> str:
         share = "" if (self.low, self.high) == (0, 1) else f" and {self.low:g} < share of successes < {self.high:g}"
-        return f"only groups with unequal rewards{share}; at most {self.rounds} x the step's prompts are played"
+        return f"only groups with unequal rewards{share}; at most {self.rounds} x the step's prompts are sampled"
 
     @property
     def outside(self) -> str:

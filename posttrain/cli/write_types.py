@@ -24,21 +24,24 @@ VERIFIERS_HEAD = """# Verifiers by name
 
 <!-- Written by `python -m posttrain.cli.write_types`. -->
 
-Every verifier of `posttrain.verify` that gives a number is a reward by its name, without a line of code:
+Which verifiers can be a reward without a line of code? Every verifier of `posttrain.verify` that returns a number, by its
+name:
 
     posttrain rl --tasks rows.jsonl --env verify:exact_match ...
 
-Settings follow the name: `verify:numeric,tolerance=0.01`. Rewards add up with weights, and each part is logged without its
-weight: `"verify:exact_match*0.9 + verify:tags*0.1"`; a reward of your own or a built-in one may be a part too. The same text
-stands in a recipe (`env = "verify:exact_match*0.9 + verify:tags*0.1"`), in Python (`env="verify:f1"`), and behind
-`posttrain label --with`. A weight is the last `*NUMBER`, and a setting cannot hold a comma: put patterns into a column.
+- **Settings** follow the name: `verify:numeric,tolerance=0.01`. A setting cannot contain a comma: put patterns into a
+  column.
+- **Sums** have weights: `"verify:exact_match*0.9 + verify:tags*0.1"`. A weight is the last `*NUMBER`. Each part is logged
+  without its weight. A reward of your own or a built-in one may be a part too.
+- **Recipes** (`env = "verify:exact_match*0.9 + verify:tags*0.1"`), Python (`env="verify:f1"`) and `posttrain label
+  --with` take the same text.
+- **The answer**: verifiers with the setting `answer` judge the answer in a reply. `final` (the default) is a closed
+  `\\boxed{}`, `<answer>`, `####` or a sentence such as "the answer is ...", else the whole reply after its thoughts;
+  `tags`, `boxed` and `reply` look in one place only. Other verifiers judge the whole reply.
+- **Columns** in brackets are optional. For other column names: `--fields.answer solution`.
+- **Accuracy and pass@k** count full marks as right, where every part has them.
 
-Verifiers with the setting `answer` judge the answer in a reply. `final` (the default) is a closed `\\boxed{}`, `<answer>`,
-`####` or a sentence such as "the answer is ...", else the whole reply behind its thoughts; `tags`, `boxed` and `reply` look
-in one place only. Other verifiers judge the whole reply. Columns in brackets are optional. A row names its columns as it
-likes: `--fields.answer solution`. Accuracy and pass@k count full marks as right, where every part has them.
-
-| name | columns | settings and defaults | gives |
+| name | columns | settings and defaults | result |
 |---|---|---|---|
 """
 

@@ -96,7 +96,7 @@ class ServePolicy(HardwareGroup, ChatTemplateGroup):
     max_tokens: int | None = option(None, above=0, group="sampling", first_hour=True)
     """Maximum number of tokens in a reply, whatever a request asks for. Default: what the context holds."""
     requests: int = option(1024, above=0, most=1_000_000, group="scale")
-    """Maximum number of requests in progress. Further ones are told to come back (429)."""
+    """Maximum number of requests in progress. Further ones are refused (429)."""
     slots: int = option(256, above=0, group="scale")
     """Replies that are decoded at once: bounds the memory of the KV cache."""
     engine: Literal["local", "vllm"] = option("local", group="scale", first_hour=True)
@@ -300,13 +300,13 @@ class RetrieverServe(OptionGroup, group="scale"):
     """Serve an index over HTTP, with the protocol of Search-R1."""
 
     host: str = option("127.0.0.1", first_hour=True)
-    """Address to bind to. Without --token, whoever reaches it may ask."""
+    """Address to bind to. Without --token, every client that reaches it may send queries."""
     port: int = option(8000, least=0, most=65_535, first_hour=True)
     """Port (0: any free one, which is printed)."""
     token: str | None = option(None, value="FILE")
-    """File with a token that every request must carry (Authorization: Bearer TOKEN). Runs send what stands in
-    POSTTRAIN_RETRIEVER_TOKEN in their environment."""
+    """File with a token that every request must carry (Authorization: Bearer TOKEN). Runs send the value
+    of the environment variable POSTTRAIN_RETRIEVER_TOKEN."""
     topk: int = option(3, above=0, most=100, group="sampling", first_hour=True)
-    """Passages per query, where the query does not say."""
+    """Passages per query without a topk of its own."""
     encoder: str | None = option(None, group="model", first_hour=True, value="ENCODER")
     """Dense index: the encoder, if it has moved since the index was built."""

@@ -52,7 +52,7 @@ class FromRows(OptionGroup, group="data"):
     """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
     prompt_template: str | None = None
     """Build each prompt from columns: "Question: {question}\\nAnswer:". Write a literal brace as {{ or }}. On the
-    command line, \\n and \\t stand for a newline and a tab."""
+    command line, \\n and \\t mean a newline and a tab."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Data(FromRows, group="data"):
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9
     + verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, verdict and word-problems. In sft, rows with replies are played through it; for other rows its
+    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
     row_to_task writes the demonstrations, if it has one."""
     chat_template: str | None = option(None, group="model")
     """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own and

@@ -152,7 +152,7 @@ class SFT(EnvLimitGroup, RetrieverGroup, Passes):
     mask_prompt: bool = option(True, group="optimisation")
     """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
     min_reward: float | None = option(None, group="data")
-    """Keep rollouts with at least this reward: those of a recorded run, or replies that are played through --env."""
+    """Keep rollouts with at least this reward: those of a recorded run, or replies that run through --env."""
     lr: float = option(1e-4, above=0)
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     hidden: int = option(128, above=0, group="model", first_hour=True)
@@ -217,8 +217,8 @@ class EngineGroup(ReplicaGroup, group="scale"):
     engine: Literal["local", "vllm"] = option("local", first_hour=True)
     """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
     engine_cache: float = option(4.0, above=0, value="GIB")
-    """KV cache limit in GiB: of vLLM, or of what the local engine keeps of episodes between turns. What the local
-    engine drops is computed again, to the same bits."""
+    """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine computes
+    dropped entries again, to the same bits."""
     engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, an engine
     of several is restarted; a single one ends the run."""
@@ -296,7 +296,7 @@ class Distill(RL):
     out: str = "runs/distill"
     env: str = option("", first_hour=False)
     """Reward function or environment to use beside the teacher, as in rl. Without one, replies are only sampled. The
-    distillation algorithms report its rewards and learn nothing from them, unless --advantage says how."""
+    distillation algorithms report its rewards and learn nothing from them unless --advantage is set."""
     algorithm: str = "distill-reverse-kl"
     """Algorithm: distill-reverse-kl, distill-forward-kl, distill-jsd, distill-k1, or one of rl, which the teacher
     joins. Those of rl learn from rewards (grpo ...)."""

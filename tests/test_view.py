@@ -381,18 +381,6 @@ def test_a_damaged_file_costs_its_own_rows_alone_and_each_other_is_read_once(
     assert store.follow() and held(store) == list(range(1, 9)) and count(store, 3) == 64 and store.problem is None
 
 
-def test_a_damaged_file_of_lines_costs_its_own_rows_alone(tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(Path(__file__).parent / "pilots" / "8x8", copy)
-    store = Store(copy)
-    store.follow()
-    whole = len(store.rows)
-    (copy / "rollouts" / "step-000099.jsonl").write_text("no JSON\n")
-    for again in (store, Store(copy)):
-        assert again.follow() and not again.follow()
-        assert len(again.rows) == whole and "step-000099" in str(again.problem)
-
-
 def test_a_piece_of_the_index_that_does_not_fit_its_rollouts_is_not_read(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)
@@ -427,19 +415,6 @@ def test_the_index_and_the_rollouts_say_the_same(folder: Path, run: OpenRun, tmp
         for name in ("mean", "sd"):  # sums in another order
             assert a.pop(name) == pytest.approx(b[name])
         assert a == {name: value for name, value in b.items() if name in a}
-
-
-def test_runs_in_lines_of_json_are_read_too() -> None:
-    pilot = Path(__file__).parent / "pilots" / "8x8"
-    run = opened(pilot)
-    rows = found(run)
-    told = [row for step in (4, 5, 6) for row in read_rollouts(pilot, step)]
-    assert places(rows) == places(told)
-    for own, row in zip(sorted(rows, key=lambda r: (r["step"], r["index"])), told, strict=True):
-        for name in ("group", "reward", "advantage", "stop", "length", "sampled", "task", "epoch", "version", "member"):
-            assert own[name] == row[name], name
-    one = Answers([run]).of("0/rollout/5/3", {})
-    assert one["text"] == next(r for r in told if (r["step"], r["index"]) == (5, 3))["text"]
 
 
 def test_what_counts_as_right_is_the_threshold_that_gives_the_accuracy() -> None:

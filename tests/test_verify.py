@@ -26,7 +26,7 @@ from posttrain.verify.answer import last_boxed
 from posttrain.verify.format import between, tags
 from posttrain.verify.limited_process import CheckFailed
 from posttrain.verify.math import verify
-from posttrain.verify.numeric import equal_numbers, gsm8k_answer, last_number, read_number, written_tolerance
+from posttrain.verify.numeric import equal_numbers, gsm8k_answer, read_number, written_tolerance
 
 VECTORS = Path(__file__).parent / "vectors"
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -107,25 +107,6 @@ def test_between_is_the_last_closed_pair(text: str, inner: str | None) -> None:
 )
 def test_gsm8k_answer_follows_the_last_marker(text: str, answer: str | None) -> None:
     assert gsm8k_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("5 and then 6.", 6),
-        ("10 - 3", 3),
-        ("10-3", 3),
-        ("x = -3", -3),
-        ("(-3)", -3),
-        ("it is \u22127", -7),
-        ("$1,234.50.", Fraction(2469, 2)),
-        ("3/4", Fraction(3, 4)),
-        ("none", None),
-        ("a2", None),
-    ],
-)
-def test_last_number_is_the_last_that_stands_alone(text: str, number: Fraction | None) -> None:
-    assert last_number(text) == number
 
 
 def test_numbers_are_equal_exactly_unless_the_gold_was_rounded_by_a_computer() -> None:

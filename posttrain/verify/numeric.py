@@ -45,9 +45,6 @@ _NOT_UNITS = re.compile(
     re.IGNORECASE,
 )
 _POWERS = frozenset({"square", "squared", "cubic", "cube", "cubed"})  # beside a unit they belong to it: "5 cm squared"
-_IN_TEXT = re.compile(
-    rf"(?<![\w.])(?:(?<![0-9)\]] )(?P<sign>[+-]))?(?:{_CURRENCY})?(?P<top>{_DECIMAL})(?:/(?P<bottom>{_DECIMAL}))?"
-)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -83,18 +80,6 @@ def gsm8k_answer(text: str) -> str | None:
     _, marker, after = text.rpartition("####")
     answer = after.split("\n", 1)[0].strip()
     return answer if marker and answer else None
-
-
-def last_number(text: str) -> Fraction | None:
-    """The last number that stands in a text, None if there is none. "10 - 3" ends with 3, "(-3)" and "= -3" with -3."""
-    last = None
-    for match in _IN_TEXT.finditer(_plain(text)):
-        last = match
-    if last is None or len(last[0]) > LONGEST:
-        return None
-    bottom = _fraction(last["bottom"] or "1")
-    value = _fraction(last["top"]) / bottom if bottom else _fraction(last["top"])
-    return -value if last["sign"] == "-" else value
 
 
 def written_tolerance(gold: str) -> Fraction:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from secrets import compare_digest
@@ -24,6 +23,7 @@ from posttrain.apps.view.picture_files import picture as kept_picture
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_page import text_of
 from posttrain.core.types import UserError
+from posttrain.runs.record.rollout_reading import plainly
 from posttrain.system.http_server import not_answered
 
 STATIC = Path(__file__).parent / "static"
@@ -149,7 +149,7 @@ def _json(content: Any, status: int = 200) -> web.Response:
     try:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:  # numbers that JSON does not have
-        text = json.dumps(_finite(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(plainly(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _response(text.encode("utf-8", "backslashreplace"), "application/json", status=status)
 
 
@@ -157,13 +157,3 @@ def _response(content: bytes, kind: str, file: str | None = None, status: int = 
     """`file`: the name under which a browser is to keep it."""
     kept = {} if file is None else {"content-disposition": f'attachment; filename="{file}"'}
     return web.Response(body=content, status=status, headers={"content-type": kind, **kept})
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

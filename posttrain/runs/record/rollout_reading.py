@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,14 +225,10 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
     return found
 
 
-def plainly(row: Mapping[str, Any]) -> Row:
-    """A row as JSON can hold it: neither infinity nor NaN has a form there."""
-    return {name: _plain(value) for name, value in row.items()}
-
-
-def _plain(value: Any) -> Any:
+def plainly(value: Any) -> Any:
+    """The same as JSON can hold it: neither infinity nor NaN has a form there."""
     if isinstance(value, float):
         return value if np.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        return {name: plainly(item) for name, item in value.items()}
+    return [plainly(item) for item in value] if isinstance(value, list | tuple) else value

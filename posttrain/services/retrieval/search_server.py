@@ -28,7 +28,6 @@ from posttrain.system import http_server
 from posttrain.system.http_front import HOST, bound
 from posttrain.system.http_server import not_answered
 
-PORT = 8000
 ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
 TAKE_SECONDS = 30.0  # for an answer to be taken
 LINGER_SECONDS = 2.0  # for the rest of a request that was refused before all of it had come

@@ -1,9 +1,9 @@
-"""How fast `posttrain view` answers: python benchmarks/view.py runs/demo/rl [--lines OLD_RUN] [--rounds 6]
+"""How fast `posttrain view` answers: python benchmarks/view.py runs/demo/rl [--rounds 6]
 
 A server is started as a person would start it, its modules compiled, and Debian's Chromium opens it. Measured are: the time
 from the command to the page with its figures; the first contentful paint; filters, sorts, searches and openings of
 rollouts, each from the change of the address until the answer is drawn; a reply of 32,000 tokens; the most memory that the
-server held. `--lines` names a run in the older form. Needs Chromium and Playwright.
+server held. Needs Chromium and Playwright.
 """
 
 from __future__ import annotations
@@ -193,7 +193,6 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path)
-    parser.add_argument("--lines", type=Path, help="a run whose rollouts are lines of JSON")
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     compileall.compile_dir(Path(posttrain.__file__).parent, quiet=2)
@@ -228,12 +227,6 @@ def main() -> None:
             found["memory, MB"] = round(memory(process))
             page.close()
         found |= long_reply(browser, Path(temporary) / "long")
-        if options.lines:
-            with started(options.lines) as (process, address, begin):
-                page = browser.new_page()
-                page.goto(address)
-                found["older form: all figures after, s"] = round(until_read(page, begin), 2)
-                found["older form: memory, MB"] = round(memory(process))
         browser.close()
     print(json.dumps(found, indent=1))
 

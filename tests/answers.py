@@ -30,7 +30,6 @@ from posttrain.envs.builtin import arithmetic as arithmetic_environment
 from posttrain.envs.builtin import gsm8k, word_problems
 from posttrain.verify.answer import last_boxed
 from posttrain.verify.math import verify
-from posttrain.verify.numeric import last_number
 
 TEXTS: dict[str, list[str]] = json.loads((Path(__file__).parent / "vectors" / "answers.json").read_text())
 
@@ -362,7 +361,6 @@ def judge_hostile(length: int) -> list[str]:
         "gsm8k": lambda reply: gsm8k.reward({"answer": "5"}, reply),
         "word problems": lambda reply: word_problems.reward({"answer": "5"}, reply),
         "arithmetic": lambda reply: arithmetic_environment.reward({"answer": "5"}, reply),
-        "last number": last_number,
     }
     found = []
     for reply in hostile_replies(length):

@@ -9,11 +9,12 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from posttrain.core.pictures import FOLDER as PICTURES
 from posttrain.core.pictures import png
@@ -21,7 +22,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_index import open_index
 from posttrain.runs.record.rollout_reading import read_file
 from posttrain.runs.record.schema import NUMBERS, ROLLOUTS, SECONDS
-from posttrain.runs.record.table_writer import table_of, write_table
+from posttrain.runs.record.table_writer import array, numbers, write_table
 
 WORDS = (
     "the a one little big old red blue bird cat dog bunny mouse girl boy tree house river road day night sun rain song ball "
@@ -38,6 +39,17 @@ OBJECTIVE = [
     "  maximise  sum_i sum_t w_i [ min(r A, clip(r, 0.8, 1.2) A) ]",
     "  advantage A: (R_i - mean(group)) / (std(group) + 1e-06)   [DeepSeekMath, arXiv 2402.03300, section 4.1.2]",
 ]
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], schema: pa.Schema = ROLLOUTS) -> pa.Table:
+    """The rows as a table; what a row does not name is null. Numbers of tokens are rounded."""
+    columns = []
+    for field in schema:
+        values = [row.get(field.name) for row in rows]
+        if field.name == "kept":
+            values = [None if value is None else np.array(value, dtype=bool) for value in values]
+        columns.append(numbers(values) if field.name in NUMBERS else array(values, field.type))
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def tokenizer() -> Tokenizer:

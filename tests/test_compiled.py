@@ -215,7 +215,7 @@ def test_nothing_is_held_when_nothing_runs(tokenizer: Tokenizer) -> None:
     engine = LocalEngine(decoder(PLAIN), tokenizer)
     complete(engine, *ragged(6))
     step = engine._compiled
-    assert step is not None and step.holds_nothing
+    assert step is not None and step._packed is None and not step._buffers and step._rotary is None
 
 
 @needs_compiler

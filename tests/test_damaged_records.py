@@ -17,14 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from starlette.testclient import TestClient
+from viewed import viewing
 
 from posttrain.apps.view.api import Answers
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_page import _seconds
 from posttrain.apps.view.rollout_store import Store
-from posttrain.apps.view.web_server import application
 from posttrain.cli.main import main
 from posttrain.core.messages import safe_json
 from posttrain.core.types import UserError
@@ -268,14 +267,13 @@ def test_a_link_among_the_pictures_leads_nowhere(folder: Path) -> None:
     (folder / "pictures").mkdir()
     (folder / "pictures" / ("a" * 64)).symlink_to(folder / "run.json")
     (folder / "pictures" / ("b" * 64)).write_bytes(b"GIF8")
-    client = TestClient(application([OpenRun(folder, "run")], "token"), base_url="http://127.0.0.1")
-    seen = {name: client.get(f"/token/picture/0/{name}").status_code for name in ("a" * 64, "b" * 64, "run.json")}
-    assert list(seen.values()) == [404, 200, 404]
-    assert client.get("/token/text/0/2/" + "9" * 30).status_code == 404
+    with viewing([OpenRun(folder, "run")]) as client:
+        seen = [client.get(f"/token/picture/0/{name}").status for name in ("a" * 64, "b" * 64, "run.json")]
+        assert seen == [404, 200, 404]
+        assert client.get("/token/text/0/2/" + "9" * 30).status == 404
 
 
 def test_view_ends_though_a_question_does_not(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("uvicorn")
     pytest.importorskip("duckdb")
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "posttrain", "view", str(folder)]

@@ -14,11 +14,18 @@ from torch import Tensor
 
 from posttrain.models.head import Head
 from posttrain.models.losses import divergence as module
-from posttrain.models.losses.divergence import token_logp_divergence
+from posttrain.models.losses.divergence import measured_divergence
 from posttrain.models.losses.likelihood import Hidden, token_logp
 from posttrain.models.native.linear import accumulating
 
 BETAS = (1.0, 0.0, 0.5, 0.1, 0.97)
+
+
+def token_logp_divergence(
+    policy: Hidden, teacher: Hidden, target: torch.Tensor, beta: float, *temperatures: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logp, found, *_ = measured_divergence(policy, teacher, target, beta, temperatures or (1.0, 1.0), False)  # type: ignore[arg-type]
+    return logp, found
 
 
 def models(

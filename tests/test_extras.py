@@ -36,7 +36,7 @@ def texts(tree: ast.AST) -> Iterator[str]:
         yield from texts(node)
 
 
-@pytest.mark.parametrize("absent", [None, "duckdb", "starlette"])
+@pytest.mark.parametrize("absent", [None, "duckdb"])
 def test_a_run_ends_with_a_hint_that_runs(absent: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if not all(map(installed, NEEDED["view"])):
         pytest.skip("the extra view is not installed")

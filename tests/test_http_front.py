@@ -37,6 +37,7 @@ JSON = {"host": "127.0.0.1:8000", "content-type": "application/json"}
         ({"host": "evil.com"}, 421),
         ({"host": "127.0.0.1.evil.com"}, 421),
         ({"host": ""}, 421),
+        ({"host": "[::1"}, 421),
         ({"origin": "http://evil.com"}, 403),
         ({"origin": "null"}, 403),
         ({"origin": "http://127.0.0.1:9000"}, 403),

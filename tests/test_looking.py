@@ -48,7 +48,7 @@ def test_a_folder_without_a_run_is_told_where_runs_are(
     def said(folder: str | Path) -> str:
         return told(capsys, verb, str(folder), *(["select 1"] if verb == "query" else []))
 
-    pytest.importorskip("uvicorn")
+    pytest.importorskip("duckdb")
     assert "holds no run: there are" in said(".") and {"a", "b"} <= set(said(".").replace(",", "").split())
     assert "there is no such folder; there are" in said("nope")
     assert said("no/such") == "posttrain: no/such holds no run: there is no such folder"
@@ -207,7 +207,7 @@ def test_a_row_that_a_terminal_has_no_room_for_is_printed_line_by_line(
 
 
 def test_a_port_in_use_ends_view_with_one_line(runs: Path) -> None:
-    pytest.importorskip("uvicorn")
+    pytest.importorskip("duckdb")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -219,7 +219,7 @@ def test_a_port_in_use_ends_view_with_one_line(runs: Path) -> None:
     assert ran.stderr.count("\n") == 1 and not ran.stdout
 
 
-@pytest.mark.parametrize("absent", ["duckdb", "uvicorn", "starlette"])
+@pytest.mark.parametrize("absent", ["duckdb"])
 def test_view_without_its_extra_says_what_to_install(
     absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +228,7 @@ def test_view_without_its_extra_says_what_to_install(
 
 
 def test_options_of_view_that_would_do_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("uvicorn")
+    pytest.importorskip("duckdb")
     file = str(tmp_path / "run.html")
     for words, said in (
         (["--rollouts", "5"], "--rollouts chooses what goes into a file"),

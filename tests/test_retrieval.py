@@ -235,7 +235,7 @@ if at == "passages":
         yield ROWS[0]
         die()
     index.build(rows(), place, overwrite=True)
-module, name = {"files": (index, "finish"), "manifest": (folder, "_move"), "aside": (folder, "_sync")}[at]
+module, name = {"files": (index, "finish"), "manifest": (folder, "_move"), "aside": (folder, "sync")}[at]
 before = getattr(module, name)
 if at == "aside":  # the old one has been moved away, and the new one is not there yet
     Path.rename = lambda self, to, move=Path.rename: die() if ".draft" in str(self) else move(self, to)

@@ -17,6 +17,7 @@ from posttrain.data.tasks import ENDLESS, Stream, order, to_tasks
 from posttrain.data.tasks_from_rows import Conversion
 from posttrain.envs.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.example_stream import steps_per_epoch
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.sft_source import Demonstrations, Transcripts
 
@@ -109,7 +110,7 @@ def shown(source: Demonstrations, number: int) -> list[tuple[int, ...]]:
 def test_every_row_comes_once_per_epoch_in_a_new_order(tokenizer: Tokenizer) -> None:
     source = Demonstrations(transcripts(tokenizer, rows(10)), 4, 10_000, 0, CPU)
     first, second = ([row for n in range(k, k + 3) for row in shown(source, n)] for k in (1, 4))
-    assert source.steps_per_epoch == 3 and len(first) == 10
+    assert steps_per_epoch(source.transcripts, source.rows) == 3 and len(first) == 10
     assert sorted(first) == sorted(second) and first != second
 
 

@@ -8,11 +8,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from generated_runs import table_of
 from test_processes import PAIRS, QUICK, SMALL, SUMS, nearness
 from tiny_models import make
 
 import posttrain
-from posttrain.apps.view.rollout_files import File, RolloutPart, rows
+from posttrain.apps.view.rollout_files import File, rows
 from posttrain.core.batch import Layout, Stats, TrainingStep
 from posttrain.core.protocols import Learner, Model
 from posttrain.core.token_probe import SHARE, TokenSink
@@ -21,7 +22,7 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.tokenizer.tokenizer_training import EOS
 from posttrain.runs.record.rollout_reading import EVERY, read_rollouts
-from posttrain.runs.record.table_writer import half, table_of, write_table
+from posttrain.runs.record.table_writer import half, write_table
 from posttrain.runs.run_reading import rollout_steps
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.token_recording import GROUPS, TokenRecording
@@ -192,6 +193,6 @@ def test_before_the_first_update_is_at_that_update(tmp_path: Path) -> None:
     ]
     write_table(tmp_path / "step-000001.parquet", table_of([{**told, **kind} for kind in kinds]))
     file = File(tmp_path / "step-000001.parquet", (0, 0))
-    found = rows(RolloutPart(1, False), file, names=("index", "before"))
+    found = rows(file, names=("index", "before"))
     assert found.column_names == ["index", "before"]
     assert found["before"].to_pylist() == [[-1.0, -2.0], None, [-4.0, -3.0], None, [-1.0, -2.0], None]

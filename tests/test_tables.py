@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from old_runs import line_of, write_lines
 from pyarrow import parquet
 
 from posttrain.cli.main import main
@@ -32,7 +31,7 @@ from posttrain.core.types import (
     UserError,
 )
 from posttrain.runs.record import rollout_index
-from posttrain.runs.record.rollout_reading import EVERY, read_file, read_rollouts, read_table, rows_of, timed_rollouts
+from posttrain.runs.record.rollout_reading import EVERY, read_file, read_rollouts, read_table, rows_of
 from posttrain.runs.record.rollout_rows import transcripts_of
 from posttrain.runs.record.rollout_tables import rollouts_table, seconds_table
 from posttrain.runs.record.schema import COMPARED, KEY, NUMBERS, PIECE, ROLLOUTS, VERSION
@@ -198,11 +197,9 @@ def test_the_bytes_of_a_file_follow_from_its_rows_alone(tmp_path: Path) -> None:
 def test_some_rollouts_of_a_large_step_are_read_without_the_others(tmp_path: Path) -> None:
     many = [Outcome(Rollout({"id": f"{n}"}, f"{n}#0", [said(n, 2000)], float(n))) for n in range(150)]
     write_table(tmp_path / "a.parquet", table := rollouts_table(7, many, "rl"))
-    write_lines(tmp_path / "a.jsonl", 7, many)
     assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups == 3
     for places in ([149, 3, 64, 63, 3], [0], []):
         assert read_file(tmp_path / "a.parquet", None, places).equals(table.take(pa.array(places, pa.int64())))
-        assert read_file(tmp_path / "a.jsonl", ["reward"], places)["reward"].to_pylist() == list(map(float, places))
     with pytest.raises(UserError, match="there is no rollout 150: there are 150"):
         read_file(tmp_path / "a.parquet", None, [150])
 
@@ -214,6 +211,9 @@ def test_a_table_of_another_version_or_of_something_else_is_refused(tmp_path: Pa
     for name in ("other", "strange"):
         with pytest.raises(UserError, match="holds no rollouts of this version of posttrain"):
             read_file(tmp_path / f"{name}.parquet")
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"a.jsonl is no file of rollouts: the name of one ends in .parquet"):
+        read_file(tmp_path / "a.jsonl")
 
 
 # -- other libraries ---------------------------------------------------------------------------------------------------
@@ -256,86 +256,6 @@ def test_datasets_opens_the_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     assert len(found) == 6
     checked([found[place] for place in range(3)])
-
-
-# -- files of before ---------------------------------------------------------------------------------------------------
-
-
-def test_a_run_in_lines_of_json_reads_as_the_same_rows(tmp_path: Path) -> None:
-    recorded(tmp_path / "new", 1)
-    RunRecord.create(tmp_path / "old", {"seed": 0}, "rl", {}).close({})
-    write_lines(tmp_path / "old" / "rollouts" / "step-000001.jsonl", 1, outcomes())
-    times = [{"turns": [0.25, 1.5, 0, 0], "reward": 0.125}, {"turns": []}, {"turns": []}]
-    (tmp_path / "old" / "seconds").mkdir()
-    (tmp_path / "old" / "seconds" / "step-000001.jsonl").write_text("".join(json.dumps(t) + "\n" for t in times))
-    unknown = {
-        "columns",
-        "fate",
-        "why",
-        "flags",
-        "shaping",
-        "penalty",
-        "used",
-        "answers",
-        "invalid_kind",
-        "branch_taken",
-    }
-    pairs = zip(timed_rollouts(tmp_path / "old", 1), timed_rollouts(tmp_path / "new", 1), strict=True)
-    for old, new in pairs:
-        assert {n: v for n, v in old.items() if n not in unknown} == {n: v for n, v in new.items() if n not in unknown}
-    old, new = (read_table(tmp_path / name, 1) for name in ("old", "new"))
-    assert old.schema == new.schema
-
-
-def test_posttrain_prints_what_older_runs_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    RunRecord.create(tmp_path, {"seed": 0}, "rl", {}).close({})
-    write_lines(tmp_path / "rollouts" / "step-000001.jsonl", 1, outcomes())
-    assert main(["rollouts", str(tmp_path)]) == 0
-    assert "it is 42" in capsys.readouterr().out
-    assert main(["query", str(tmp_path), "select max(reward) as most from rollouts", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"most": 1.5}
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "told"),
-    [
-        (("turns",), [5], r"turns\[0\] is 5"),
-        (("turns", 0), {}, r"turns\[0\] has no 'kind'"),
-        (("turns", 0, "kind"), [5], r"turns\[0\].kind is \[5\]"),
-        (("turns", 0, "length"), True, r"turns\[0\].length is True"),
-        (("turns", 0, "calls"), [{"tool": "f", "arguments": [1]}], r"turns\[0\].calls\[0\].arguments is \[1\]"),
-        (("transcripts", 0), 5, r"transcripts\[0\] is 5"),
-        (("transcripts", 0, "spans"), [[1]], r"transcripts\[0\].spans\[0\] is \[1\]"),
-        (("transcripts", 0, "tokens"), [1, "a"], r"transcripts\[0\].tokens is \[1, 'a'\]"),
-        (("rewards",), {"right": [1]}, r"rewards.right is \[1\]"),
-        (("stop",), "tired", "stop is 'tired'"),
-    ],
-)
-def test_a_line_with_a_field_of_another_kind_is_told(
-    tmp_path: Path, place: tuple[Any, ...], value: Any, told: str
-) -> None:
-    first, second = (json.loads(json.dumps(line_of(f"1/{n}", outcomes()[0]))) for n in (0, 1))
-    inside = second
-    for part in place[:-1]:
-        inside = inside[part]
-    inside[place[-1]] = value
-    file = tmp_path / "step-000001.jsonl"
-    file.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
-    with pytest.raises(UserError, match=rf"step-000001.jsonl:2 is damaged \({told}"):
-        read_file(file)
-
-
-def test_lines_that_are_torn_off_or_damaged_seconds_are_told(tmp_path: Path) -> None:
-    folder = recorded(tmp_path, 1)
-    (folder / "seconds" / "step-000001.parquet").unlink()
-    for line in ('{"turns": 5}', '{"turns": ["a"]}', "{}"):
-        (folder / "seconds" / "step-000001.jsonl").write_text(line + "\n")
-        with pytest.raises(UserError, match=r"seconds.step-000001.jsonl:1 is damaged"):
-            timed_rollouts(folder, 1)
-    write_lines(tmp_path / "a.jsonl", 1, outcomes())
-    (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes()[:-20])
-    with pytest.raises(UserError, match=r"a.jsonl:3 is damaged \(its last line is torn off\)"):
-        read_file(tmp_path / "a.jsonl")
 
 
 # -- the index ---------------------------------------------------------------------------------------------------------

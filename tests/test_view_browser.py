@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +20,11 @@ playwright = pytest.importorskip(
     "playwright.sync_api", reason="the pages are tested with Playwright, which is not installed"
 )
 
+from viewed import viewing  # noqa: E402
+
 from posttrain.apps.view.api import Answers, Query  # noqa: E402
 from posttrain.apps.view.html_export import Selection, exported  # noqa: E402
 from posttrain.apps.view.view_command import opened  # noqa: E402
-from posttrain.system.http_front import HOST  # noqa: E402
-from posttrain.system.http_front import bound as bind  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the pages are tested in Chromium: apt-get install chromium")
@@ -37,23 +36,13 @@ SMALL = {"width": 1280, "height": 720}
 @contextmanager
 def served(folders: list[Path]) -> Iterator[str]:
     """The address of a server in a thread."""
-    import uvicorn
-
-    from posttrain.apps.view.web_server import application
-
     runs = opened([str(folder) for folder in folders])
     for run in runs:
         run.begin()
-    with bind(HOST, 0) as bound:
-        config = uvicorn.Config(application(runs, "token"), log_level="error", lifespan="off", ws="none")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-        thread.start()
-        yield f"http://{HOST}:{bound.getsockname()[1]}/token/"
-        server.should_exit = True
-        thread.join(10)
-        for run in runs:
-            run.close()
+    with viewing(runs) as pages:
+        yield pages.address
+    for run in runs:
+        run.close()
 
 
 @pytest.fixture(scope="module")

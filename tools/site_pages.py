@@ -250,8 +250,8 @@ def metrics_page() -> str:
     return page
 
 
-METRICS_ARE = """`metrics.jsonl` has one line a step, with these names; what depends on the clock stands in `timing.jsonl`. A name
-in braces stands for what a run decides, such as a part of the reward. They are in the groups of the overview of
+METRICS_ARE = """`metrics.jsonl` has one line a step, with these names; what depends on the clock is in `timing.jsonl`.
+A name in braces stands for what a run decides, such as a part of the reward. They are in the groups of the overview of
 [view](../guides/view.md), which draws the others below these, and each with its meaning as a tooltip.
 
 What your own reward returns as parts is logged as `reward/{part}`. What your own source, objective or component adds to its

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-NEEDED = {"view": ("duckdb", "starlette", "uvicorn"), "query": ("duckdb",)}
+NEEDED = {"view": ("duckdb",), "query": ("duckdb",)}
 """Verb -> libraries that it needs and not every installation has; the extra `view` brings them all."""
 
 

@@ -74,9 +74,9 @@ def table_file(folder: Path, kind: str, step: int) -> Path:
 
 
 def kept_file(folder: Path, kind: str, step: int) -> Path | None:
-    """The file that there is of a step: a table, or lines of JSON as runs used to leave."""
+    """The table of a step, if there is one."""
     table = table_file(folder, kind, step)
-    return next((path for path in (table, table.with_suffix(".jsonl")) if path.is_file()), None)
+    return table if table.is_file() else None
 
 
 def holds_run(folder: Path) -> bool:

@@ -158,7 +158,7 @@ def _in_words(steps: list[int]) -> str:
     return f"steps {first} to {last}" if last - first == len(steps) - 1 else f"{len(steps)} steps from {first} on"
 
 
-_FINDING: dict[str, Any] = {"step": int, "name": str, "message": str}
+_FINDING: dict[str, type] = {"step": int, "name": str, "message": str}
 
 
 def _finite(value: Any) -> bool:

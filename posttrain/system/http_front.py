@@ -105,7 +105,7 @@ class _Listening(socket.socket):
 def _name(host: str) -> str:
     """The name in a Host header, without the port."""
     host = host.strip().lower()
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return host[1:].partition("]")[0] if host.startswith("[") and "]" in host else host.partition(":")[0]
 
 
 def _is_address(name: str) -> bool:

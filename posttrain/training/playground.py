@@ -21,7 +21,7 @@ from posttrain.core.doing import doing
 from posttrain.core.protocols import Alone, Engine, World
 from posttrain.core.types import Env, Sampling, UserError
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.envs.builtin.service_reward import unscored
+from posttrain.envs.builtin import unscored
 from posttrain.envs.play.answer_journal import AnswerJournal
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import about
@@ -92,7 +92,7 @@ def open_playground(
             services.journal = AnswerJournal(folder, resumed, world.rank if world else 0)
         limits = config.env_workers, config.env_timeout, config.env_memory
         if isinstance(config, Sample) and not (env or config.env):
-            env, limits = unscored, (0, *limits[1:])
+            env, limits = unscored.reward, (0, *limits[1:])
         doing("trying the environment")
         told = tuple(about(env or config.env))
         pool = opened.enter_context(EnvPool(env or config.env, *limits))

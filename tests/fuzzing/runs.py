@@ -100,7 +100,7 @@ def _stray(folder: Path, random: Random) -> str:
                 "rollouts/step-abc.jsonl",
                 "rollouts/notes.txt",
                 "rollouts/step-000001.parquet.tmp",
-                "rollouts/step-000009.jsonl",
+                "rollouts/step-000009.parquet",
             ),
             *(
                 "checkpoints/step-000099",

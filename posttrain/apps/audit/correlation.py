@@ -39,11 +39,6 @@ class Estimate:
         return {**shown, "why": self.why} if self.why else shown
 
 
-def pearson(x: Floats, y: Floats) -> float:
-    """Pearson's correlation of [n] and [n]; nan where one of them does not vary."""
-    return float(_correlated(_sums(x, y, np.zeros(len(x), dtype=np.int64)))[0])
-
-
 def ranks(x: Floats) -> Floats:
     """[n] ranks from 1 on; equal values share the mean of theirs."""
     _, place, count = np.unique(x, return_inverse=True, return_counts=True)

@@ -68,7 +68,7 @@ def _parted(a: OpenRun, b: OpenRun) -> dict[str, Any]:
 
 def _read(run: OpenRun, part: RolloutPart) -> pa.Table | None:
     try:
-        table = rows(part, run.store.files[part], names=_NAMES)
+        table = rows(run.store.files[part], names=_NAMES)
     except (UserError, KeyError):
         return None
     return table if table["tokens"].null_count == 0 else None
@@ -114,7 +114,7 @@ def _first(x: Any, y: Any) -> int | None:
 
 def _numbers(a: OpenRun, b: OpenRun, part: RolloutPart) -> dict[str, Any] | None:
     """The first log-probability of a step that differs, where its tokens are the same."""
-    tables = [rows(part, run.store.files[part], names=("index", "tokens", *_NUMBERS)) for run in (a, b)]
+    tables = [rows(run.store.files[part], names=("index", "tokens", *_NUMBERS)) for run in (a, b)]
     for name in _NUMBERS:
         one, other = (table[name] for table in tables)
         if one.null_count == len(one) or other.null_count == len(other):
@@ -175,7 +175,7 @@ def _told(
 def _token(run: OpenRun, part: RolloutPart, index: int, at: int) -> Row:
     """A token of a rollout with what stands before it; `piece` None: the rollout has ended."""
     names = ("task", "tokens", "spans", "engine")
-    [row] = rows(part, run.store.files[part], [index], names).to_pylist()
+    [row] = rows(run.store.files[part], [index], names).to_pylist()
     tokens, spans = row["tokens"], row["spans"] or []
     inside = at < len(tokens)
     pieces = run.pieces.of(tokens[max(0, at - AROUND) : at + inside])

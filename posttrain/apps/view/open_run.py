@@ -95,7 +95,7 @@ class OpenRun:
 
     def _index(self) -> None:
         """Make what is missing of the index of a run that has ended: the next one to open it need not wait."""
-        if not self.on and not any(file.lines for file in self.store.files.values()):
+        if not self.on:
             with contextlib.suppress(OSError):
                 open_index(self.folder)
 
@@ -125,7 +125,7 @@ class OpenRun:
         files = parts_of(self.folder)
         for part in {*list(files)[:1], *list(files)[-1:]}:
             with contextlib.suppress(UserError):
-                table = rows(part, files[part], names=["parts"])
+                table = rows(files[part], names=["parts"])
                 names |= {one["name"] for parts in table["parts"].to_pylist() for one in parts or ()}
         none = expecting(sorted(names))
         store = Store(self.folder)

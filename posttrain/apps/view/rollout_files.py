@@ -1,4 +1,4 @@
-"""Which rollouts a run has, and their tables: the files of a run's record as `view` reads them, old form or new.
+"""Which rollouts a run has, and their tables: the files of a run's record as `view` reads them.
 
 A *part* is what one file holds: the rollouts of a step, or of a held-out evaluation after it. It decides what is read when:
 scalars at once, from the index where that is fresh; texts and tokens when somebody asks for them.
@@ -22,8 +22,8 @@ from pyarrow import parquet
 from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_index import short
-from posttrain.runs.record.rollout_reading import few_enough, read_file
-from posttrain.runs.record.schema import INDEX, KEY, ROLLOUTS, VERSION
+from posttrain.runs.record.rollout_reading import checked_schema, read_file
+from posttrain.runs.record.schema import INDEX, ROLLOUTS
 from posttrain.runs.run_files import step_of
 
 FOLDERS = {"rollouts": False, "evals": True}
@@ -56,11 +56,6 @@ class File:
     path: Path
     stamp: tuple[int, int]  # nanoseconds of its last change, bytes
 
-    @property
-    def lines(self) -> bool:
-        """Whether it is of the older form, lines of JSON."""
-        return self.path.suffix == ".jsonl"
-
 
 def parts_of(folder: Path) -> dict[RolloutPart, File]:
     """All parts of a run with their files, in order. What is gone while it looks is left out."""
@@ -72,16 +67,14 @@ def parts_of(folder: Path) -> dict[RolloutPart, File]:
         with os.scandir(inside) as entries:
             for entry in entries:
                 stem, _, form = entry.name.partition(".")
-                step = step_of(stem) if form in ("parquet", "jsonl") else None
+                step = step_of(stem) if form == "parquet" else None
                 try:
                     if step is None or not entry.is_file():
                         continue
                     seen = entry.stat()
                 except OSError:  # it is gone, or a link that leads nowhere
                     continue
-                part, file = RolloutPart(step, held_out), File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
-                if part not in found or found[part].lines:
-                    found[part] = file
+                found[RolloutPart(step, held_out)] = File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
     return dict(sorted(found.items()))
 
 
@@ -92,15 +85,14 @@ def scalars(folder: Path, files: dict[RolloutPart, File]) -> Iterator[tuple[list
     """
     left = dict(files)
     for path, begin, end in _pieces(folder):
-        own = {part: file for part, file in left.items() if begin <= part.step <= end and not file.lines}
+        own = {part: file for part, file in left.items() if begin <= part.step <= end}
         if not own or (table := _fresh(path, own)) is None:
             continue
         yield list(own), table
         for part in own:
             del left[part]
     for part, file in left.items():
-        if not file.lines:
-            yield [part], _scalars_of(part, file)
+        yield [part], _scalars_of(part, file)
 
 
 def _scalars_of(part: RolloutPart, file: File) -> pa.Table | UserError:
@@ -165,22 +157,13 @@ def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.
         file = parquet.ParquetFile(
             user_files.readable(path), read_dictionary=list(texts), page_checksum_verification=True
         )
-        few_enough(path, file.metadata.num_rows)
-        schema = file.schema_arrow  # which is made anew each time
-        version = (schema.metadata or {}).get(KEY, b"").decode("ascii", "replace")
-        if version != VERSION:
-            raise UserError(
-                f"{path} is of the record's version {version or 'none'}, this posttrain reads {VERSION}: "
-                "open it with the posttrain that wrote it"
-            )
-        return file.read([name for name in names if name in schema.names], use_threads=False)
+        known = checked_schema(path, file).names
+        return file.read([name for name in names if name in known], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): put a copy of it back") from error
 
 
-def rows(
-    part: RolloutPart, file: File, indices: Sequence[int] | None = None, names: Sequence[str] = ROLLOUTS.names
-) -> pa.Table:
+def rows(file: File, indices: Sequence[int] | None = None, names: Sequence[str] = ROLLOUTS.names) -> pa.Table:
     """Rows of a part with these columns: all, or those with these indices."""
     wanted = [*names, *(name for name in ("learner", "why") if "before" in names and name not in names)]
     table = read_file(file.path, wanted, None if indices is None else sorted(set(indices)))

@@ -24,11 +24,8 @@ from posttrain.apps.view.token_texts import TokenPieces
 from posttrain.apps.view.training_reasons import equation, why
 from posttrain.core import user_files
 from posttrain.core.types import SpanKind, UserError
-from posttrain.runs.record.older_rollouts import seconds_of_lines
 from posttrain.runs.record.rollout_rows import said_by
 from posttrain.runs.record.schema import NUMBERS
-from posttrain.runs.record.schema import SECONDS as SECONDS_TABLE
-from posttrain.runs.record.table_writer import table_of
 from posttrain.runs.run_files import SECONDS, kept_file
 
 WINDOW = 40_000  # tokens that are handed out at once
@@ -125,7 +122,7 @@ def text_of(store: Store, part: RolloutPart, index: int) -> str:
     """The whole reply, however long."""
     if part not in store.files:
         raise _missing(part, index)
-    found = rows(part, store.files[part], [index], ["index", "text"]).to_pylist()
+    found = rows(store.files[part], [index], ["index", "text"]).to_pylist()
     if not found:
         raise _missing(part, index)
     return str(found[0]["text"])
@@ -136,7 +133,7 @@ def _read(store: Store, part: RolloutPart, indices: Iterable[int]) -> list[dict[
     if part not in store.files:
         raise _missing(part, indices[0] if indices else 0)
     try:
-        table = rows(part, store.files[part], indices)
+        table = rows(store.files[part], indices)
     except IndexError:
         raise _missing(part, indices[0]) from None
     if table.num_rows != len(set(indices)):
@@ -254,8 +251,6 @@ def _seconds(folder: Path, part: RolloutPart, index: int) -> dict[str, Any] | No
 @lru_cache(maxsize=8)
 def _seconds_of(file: Path, stamp: tuple[int, int]) -> pa.Table:
     """`stamp`: of the file, which a resumed run writes anew."""
-    if file.suffix == ".jsonl":
-        return table_of(seconds_of_lines(file), SECONDS_TABLE)
     return parquet.ParquetFile(user_files.readable(file)).read(use_threads=False)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,7 +146,7 @@ class Store:
 
     def _read(self, new: dict[RolloutPart, File], among: int) -> None:
         tables, read, shown = [self.rows.table], 0, time.monotonic()
-        for parts, table in self._tables(new):
+        for parts, table in scalars(self.folder, new):
             if self.closed:
                 break
             why = str(table) if isinstance(table, UserError) else None
@@ -169,14 +169,6 @@ class Store:
         self.rows = RolloutColumns(merged(tables), self.success, self._texts)
         del tables
         pa.default_memory_pool().release_unused()  # what has been read piece by piece is 100 MB
-
-    def _tables(self, new: Mapping[RolloutPart, File]) -> Iterator[tuple[list[RolloutPart], pa.Table | UserError]]:
-        yield from scalars(self.folder, {part: file for part, file in new.items() if not file.lines})
-        lines = {part: file for part, file in new.items() if file.lines}
-        if lines:
-            from posttrain.apps.view import older_columns  # a database of its own, which few runs need
-
-            yield from older_columns.scalars(lines)
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
@@ -230,13 +222,7 @@ class Store:
 
     def _texts_of(self, part: RolloutPart, long: bool) -> pa.Table:
         """A part's texts; of one without long ones what else is searched."""
-        file = self.files[part]
-        if file.lines:
-            from posttrain.apps.view import older_columns
-
-            table = older_columns.texts({part: file}).drop_columns(["step", "held_out"])
-        else:
-            table = rows(part, file, names=["index", *(TEXTS if long else ("columns", "notes"))])
+        table = rows(self.files[part], names=["index", *(TEXTS if long else ("columns", "notes"))])
         count = table.num_rows
         columns = {name: _encoded(table[name]) for name in TEXTS if name in table.column_names}
         places = {"step": pa.array([part.step] * count, pa.int32()), "held_out": pa.array([part.held_out] * count)}

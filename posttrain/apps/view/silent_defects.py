@@ -56,9 +56,9 @@ def origins(store: Store) -> dict[str, int]:
     return found
 
 
-def looked_at(store: Store, lines: bool = False) -> list[File]:
-    """Evenly chosen files of steps that were trained on; `lines`: of the older form too."""
-    files = [f for part, f in sorted(store.files.items()) if not part.held_out and (lines or not f.lines)]
+def looked_at(store: Store) -> list[File]:
+    """Evenly chosen files of steps that were trained on."""
+    files = [file for part, file in sorted(store.files.items()) if not part.held_out]
     if len(files) <= LOOKED:
         return files
     return [files[round(i * (len(files) - 1) / (LOOKED - 1))] for i in range(LOOKED)]
@@ -126,7 +126,7 @@ def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64
 
 def pushed_in(file: File, objective: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """(index of the rollout, place of the token) of those of a part that were."""
-    if file.lines or passes(tuple(objective)) is None:
+    if passes(tuple(objective)) is None:
         return ()
     try:
         return _pushed(str(file.path), file.stamp, tuple(objective))
@@ -176,7 +176,7 @@ def leaks(store: Store) -> float | None:
     Of the tasks of some steps from first to last.
     """
     tasks: set[tuple[str, str | None]] = set()
-    for file in looked_at(store, lines=True):
+    for file in looked_at(store):
         with suppress(UserError):
             tasks |= _tasks(str(file.path), file.stamp)
     if not tasks:

@@ -45,7 +45,7 @@ def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
     """Of a step: a histogram, the tokens that changed most either way, and the same by vocabulary entry."""
     if part not in run.store.files:
         raise UserError(f"there are no rollouts of step {part.name} in this run")
-    table = rows(part, run.store.files[part], names=_READ).to_pydict()
+    table = rows(run.store.files[part], names=_READ).to_pydict()
     steps = sorted(p.step for p in run.store.files if p.held_out == part.held_out)
     found = {name: known for name in MEASURES if (known := _values(table, name)) is not None}
     measures = [

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from secrets import token_urlsafe
-from typing import TYPE_CHECKING
 
 from posttrain.apps.view.open_run import OpenRun, names_of
 from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.system.http_front import HOST, bound
 
-if TYPE_CHECKING:
-    import uvicorn
-
+QUESTIONS = 40  # that are answered at once, each in a thread
 PATIENCE = 4.0  # seconds in which what is being answered may be answered, once the server is to end
 
 
@@ -48,25 +48,23 @@ def _serve(runs: Sequence[OpenRun], port: int, browser: bool) -> None:
             import webbrowser
 
             webbrowser.open(address)
-        import uvicorn
-
-        from posttrain.apps.view.web_server import application
-
-        config = uvicorn.Config(
-            application(runs, token),
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-        )
         try:
-            server = uvicorn.Server(config)
-            threading.Thread(target=_leave, args=(server, runs), daemon=True).start()
-            server.run(sockets=[listening])
+            asyncio.run(_answer(runs, token, listening))
         finally:
             for run in runs:
                 run.close()
+
+
+async def _answer(runs: Sequence[OpenRun], token: str, listening: socket.socket) -> None:
+    from posttrain.apps.view.web_server import application
+    from posttrain.system.http_server import serving
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(QUESTIONS))
+    async with serving(application(runs, token), listening, shutdown_timeout=PATIENCE):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            threading.Thread(target=_leave, args=(runs,), daemon=True).start()
 
 
 def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tuple[int, list[str]]:
@@ -95,10 +93,8 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tup
     return len(page), missing
 
 
-def _leave(server: uvicorn.Server, runs: Sequence[OpenRun]) -> None:
-    """End the process some seconds after it was asked to: it may be at a question that no interrupt reaches."""
-    while not server.should_exit:
-        time.sleep(0.5)
+def _leave(runs: Sequence[OpenRun]) -> None:
+    """End the process in some seconds: it may be at a question that no interrupt reaches."""
     time.sleep(PATIENCE)
     for run in runs:
         run.store.close()

@@ -6,19 +6,15 @@ this one may run, nothing may be loaded from elsewhere, and no other site may fr
 
 from __future__ import annotations
 
+import asyncio
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from secrets import compare_digest
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from posttrain.apps.view.api import Answers
 from posttrain.apps.view.html_export import Selection, exported
@@ -27,7 +23,8 @@ from posttrain.apps.view.picture_files import picture as kept_picture
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_page import text_of
 from posttrain.core.types import UserError
-from posttrain.system.http_front import refused
+from posttrain.runs.record.rollout_reading import plainly
+from posttrain.system.http_server import not_answered
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {
@@ -46,72 +43,66 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
+    "server": "posttrain",  # and no versions
 }
 LONGEST = 300  # characters of a path: no page has a longer one
 
 
-def application(runs: Sequence[OpenRun], token: str) -> ASGIApp:
+def application(runs: Sequence[OpenRun], token: str) -> web.Application:
     """The pages about these runs, for requests that name the token and this machine."""
     answers = Answers(runs)
     texts = _static()
 
-    async def api(request: Request) -> Response:
-        path, query = request.path_params["path"], dict(request.query_params)
+    async def api(request: web.Request) -> web.Response:
         try:
-            return _json(await run_in_threadpool(answers.of, path, query))
+            return _json(await asyncio.to_thread(answers.of, request.match_info["path"], dict(request.query)))
         except UserError as error:
             return _json({"problem": str(error)}, 400)
         except KeyError:
-            return _json({"problem": "there is no such page"}, 404)
+            raise web.HTTPNotFound from None
 
-    async def static(request: Request) -> Response:
-        name = request.path_params.get("path") or "index.html"
+    async def static(request: web.Request) -> web.Response:
+        name = request.match_info["path"] or "index.html"
         found = texts.get(name)
         if found is None:
-            return _json({"problem": "there is no such page"}, 404)
-        return Response(found, media_type=_TYPES[Path(name).suffix])
+            raise web.HTTPNotFound
+        return _response(found, _TYPES[Path(name).suffix])
 
-    async def whole_text(request: Request) -> Response:
-        run, part, index = (
-            _run(runs, request),
-            RolloutPart.of(request.path_params["part"]),
-            request.path_params["index"],
-        )
-        if run is None or part is None or index >= 1 << 31:
-            return _json({"problem": "there is no such rollout"}, 404)
+    async def whole_text(request: web.Request) -> web.Response:
+        run, part, index = _run(runs, request), RolloutPart.of(request.match_info["part"]), request.match_info["index"]
+        if part is None:
+            raise web.HTTPNotFound
         try:
-            text = await run_in_threadpool(text_of, run.store, part, index)
+            text = await asyncio.to_thread(text_of, run.store, part, int(index))
         except UserError as error:
             return _json({"problem": str(error)}, 404)
-        disposition = {"content-disposition": f'attachment; filename="rollout-{part.name}.txt"'}
-        return Response(text.encode("utf-8", "backslashreplace"), 200, disposition, "text/plain; charset=utf-8")
+        content = text.encode("utf-8", "backslashreplace")
+        return _response(content, "text/plain; charset=utf-8", f"rollout-{part.name}.txt")
 
-    async def picture(request: Request) -> Response:
-        run, digest = _run(runs, request), request.path_params["digest"]
-        found = await run_in_threadpool(kept_picture, run.folder, digest) if run else None
+    async def picture(request: web.Request) -> web.Response:
+        found = await asyncio.to_thread(kept_picture, _run(runs, request).folder, request.match_info["digest"])
         if found is None:
-            return _json({"problem": "there is no such picture"}, 404)
-        return Response(found[0], media_type=found[1])
+            raise web.HTTPNotFound
+        return _response(*found)
 
-    async def export(request: Request) -> Response:
+    async def export(request: web.Request) -> web.Response:
         run = _run(runs, request)
-        if run is None:
-            return _json({"problem": "there is no such run"}, 404)
         try:
-            page = await run_in_threadpool(exported, run, Selection.of(dict(request.query_params)))
+            page = await asyncio.to_thread(exported, run, Selection.of(dict(request.query)))
         except UserError as error:
             return _json({"problem": str(error)}, 400)
-        disposition = {"content-disposition": 'attachment; filename="posttrain-view.html"'}
-        return Response(page, 200, disposition, "text/html; charset=utf-8")
+        return _response(page, _TYPES[".html"], "posttrain-view.html")
 
-    routes = [
-        Route("/api/{path:path}", api),
-        Route("/text/{run:int}/{part}/{index:int}", whole_text),
-        Route("/picture/{run:int}/{digest}", picture),
-        Route("/export/{run:int}", export),
-        Route("/{path:path}", static),
-    ]
-    return _Guard(Starlette(routes=routes), token)
+    app = web.Application(middlewares=[_guard(token)])
+    for path, handler in (
+        ("api/{path:.*}", api),
+        (r"text/{run:\d{1,9}}/{part}/{index:\d{1,9}}", whole_text),
+        (r"picture/{run:\d{1,9}}/{digest}", picture),
+        (r"export/{run:\d{1,9}}", export),
+        ("{path:.*}", static),
+    ):
+        app.router.add_get("/{token}/" + path, handler)
+    return app
 
 
 def _static() -> dict[str, bytes]:
@@ -120,63 +111,49 @@ def _static() -> dict[str, bytes]:
     return {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in files}
 
 
-def _run(runs: Sequence[OpenRun], request: Request) -> OpenRun | None:
-    number = request.path_params["run"]
-    return runs[number] if number < len(runs) else None
+def _run(runs: Sequence[OpenRun], request: web.Request) -> OpenRun:
+    number = int(request.match_info["run"])
+    if number >= len(runs):
+        raise web.HTTPNotFound
+    return runs[number]
 
 
-class _Guard:
+def _guard(token: str) -> Middleware:
     """Lets in who names this machine and the token, and puts the headers on every answer."""
 
-    def __init__(self, inner: ASGIApp, token: str) -> None:
-        self._inner, self._token = inner, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._inner(scope, receive, send)
-            return
-
-        async def dressed(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *own]}
-            await send(message)
-
-        if len(scope["path"]) > LONGEST:
-            await _json({"problem": "there is no such page"}, 404)(scope, receive, dressed)
-            return
-        token, _, rest = str(scope["path"]).removeprefix("/").partition("/")
+    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if len(request.path) > LONGEST:
+            raise web.HTTPNotFound
+        given = request.path.removeprefix("/").partition("/")[0]
         if (
-            scope["method"] not in ("GET", "HEAD")
-            or refused(scope["method"], _headers(scope)) is not None
-            or not compare_digest(token.encode(), self._token.encode())
+            request.method not in ("GET", "HEAD")
+            or not_answered(request) is not None
+            or not compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
         ):
-            await _json({"problem": "open the address that posttrain view printed"}, 403)(scope, receive, dressed)
-            return
-        path = "/" + rest
-        await self._inner({**scope, "path": path, "raw_path": path.encode()}, receive, dressed)
+            return _json({"problem": "open the address that posttrain view printed"}, 403)
+        return await handler(request)
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await answered(request, handler)
+        except web.HTTPNotFound:
+            response = _json({"problem": "there is no such page"}, 404)
+        response.headers.update(HEADERS)
+        return response
+
+    return guard
 
 
-def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
-    """By name; of a name that comes twice nothing but the last, and a host that comes twice is none."""
-    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    twice = sum(name == b"host" for name, _ in scope["headers"]) > 1
-    return {**found, "host": "several"} if twice else found
-
-
-def _json(content: Any, status: int = 200) -> Response:
+def _json(content: Any, status: int = 200) -> web.Response:
     try:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:  # numbers that JSON does not have
-        text = json.dumps(_finite(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Response(text.encode("utf-8", "backslashreplace"), status, media_type="application/json")
+        text = json.dumps(plainly(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _response(text.encode("utf-8", "backslashreplace"), "application/json", status=status)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+def _response(content: bytes, kind: str, file: str | None = None, status: int = 200) -> web.Response:
+    """`file`: the name under which a browser is to keep it."""
+    kept = {} if file is None else {"content-disposition": f'attachment; filename="{file}"'}
+    return web.Response(body=content, status=status, headers={"content-type": kind, **kept})

@@ -178,10 +178,6 @@ class CompiledStep:
         """Give back copies and buffers: the weights may have changed, or nothing runs."""
         self._packed, self._buffers, self._rotary = None, {}, None
 
-    @property
-    def holds_nothing(self) -> bool:
-        return self._packed is None and not self._buffers and self._rotary is None
-
     def __call__(self, cache: PackedCache, rows: RunningBatch, count: int) -> tuple[Tensor, slice | Tensor] | None:
         """One token for the first `count` requests. Returns what it leaves to draw: logits float32 [n, V] and whose."""
         packed = self._pack()

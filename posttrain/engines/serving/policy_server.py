@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,16 +36,12 @@ from posttrain.engines.serving.requests import (
     read_generate,
 )
 from posttrain.engines.serving.task_group import together
-from posttrain.system.http_front import HOST, bound, refused
+from posttrain.system import http_server
+from posttrain.system.http_front import HOST, bound
+from posttrain.system.http_server import not_answered
 
 BODY_SECONDS = 60.0  # for a body to arrive
 GOODBYE_SECONDS = 1.0  # for connections to end when the server does
-
-
-QUIET = logging.getLogger("posttrain.engines.serving")
-"""What aiohttp says of requests that are none, page by page. Nobody hears it: their senders are told."""
-QUIET.addHandler(logging.NullHandler())
-QUIET.propagate = False
 
 
 @dataclass(frozen=True)
@@ -141,8 +136,7 @@ class PolicyHandlers:
     ) -> web.StreamResponse:
         """What goes wrong, in OpenAI's form."""
         try:
-            headers = {name.lower(): value for name, value in request.headers.items()}
-            if (wrong := refused(request.method, headers, token=self._token)) is not None:
+            if (wrong := not_answered(request, token=self._token)) is not None:
                 raise RequestRefused(wrong[1], wrong[0])
             return await handler(request)
         except RequestRefused as error:
@@ -191,22 +185,6 @@ def _compact(content: object) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-@asynccontextmanager
-async def serving(application: web.Application, port: int = 0) -> AsyncIterator[int]:
+def serving(application: web.Application, port: int = 0) -> AbstractAsyncContextManager[int]:
     """Serve it on a port of this machine (0: any free one), which is given. Raises UserError if it is taken."""
-    listening = bound(HOST, port)
-    runner = web.AppRunner(
-        application,
-        access_log=None,
-        logger=QUIET,
-        handler_cancellation=True,  # a client that goes away does not wait for its reply
-        shutdown_timeout=GOODBYE_SECONDS,
-        auto_decompress=False,  # a few kilobytes may become gigabytes, which would be read even after a refusal
-    )
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listening, backlog=1024).start()
-        yield listening.getsockname()[1]
-    finally:
-        await runner.cleanup()
-        listening.close()
+    return http_server.serving(application, bound(HOST, port), shutdown_timeout=GOODBYE_SECONDS)

@@ -1,7 +1,6 @@
 """Environments whose reward is what a service says: the prompt is shown, the reply sent there, the answer returned.
 
-They are what `--reward-model FOLDER` and `--judge RECIPE` play by themselves, without `--env`. What plays where nothing
-scores stands here too.
+They are what `--reward-model FOLDER` and `--judge RECIPE` play by themselves, without `--env`.
 """
 
 from __future__ import annotations
@@ -42,8 +41,3 @@ def question(kind: str, turn: Turn, reply: Reply) -> dict[str, Any]:
     if turn.messages is None:
         return {"prompt": turn.text, "response": reply, **cut}
     return {"messages": [*turn.messages, {"role": "assistant", "content": reply}], **cut}
-
-
-def unscored(task: Task, reply: str) -> float:
-    """Nobody scores: what `posttrain sample` plays without an environment."""
-    return 0.0

@@ -1,4 +1,4 @@
-"""What plays where nothing scores: a teacher alone says what replies are worth."""
+"""What plays where nothing scores: a teacher alone says what replies are worth, or `posttrain sample` keeps them."""
 
 from __future__ import annotations
 

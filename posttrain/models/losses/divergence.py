@@ -23,33 +23,22 @@ from posttrain.models.losses.likelihood import KEPT_LOGITS, Gradients, Hidden, b
 FORWARD, REVERSE = 0.0, 1.0
 
 
-def token_logp_divergence(
-    policy: Hidden,
-    teacher: Hidden,
-    target: Tensor,
-    beta: float = REVERSE,
-    temperature: float = 1.0,
-    teacher_temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """(log p at `target`, the divergence), both [N] in nats; the logits are made once for both.
+def measured_divergence(
+    policy: Hidden, teacher: Hidden, target: Tensor, beta: float, temperatures: tuple[float, float], measured: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log p at `target`, the divergence) and, where it is to be `measured`, (log q at `target`, the entropy of p).
+
+    All are [N] in nats, and the last two without a gradient; the logits are made once for all of them, and the bits of the
+    first two do not depend on whether the others are measured.
 
     beta 1   KL(p || q), the reverse one: where the teacher sees no probability, the policy loses its own
     beta 0   KL(q || p), the forward one: the policy covers all that the teacher does
     between  (1 - beta) KL(p || m) + beta KL(q || m), m = (1 - beta) p + beta q: generalised Jensen-Shannon (GKD, arXiv
              2306.13649, eq. 1). Divided by beta or by 1 - beta it tends to the forward or to the reverse one at the ends.
 
-    target int64 [N]. The widths of the models may differ. Where one head has more rows than the other, these are padding
-    that no text has: both are compared over the ids that both have. log p is always over all of the policy's.
-    """
-    return measured_divergence(policy, teacher, target, beta, (temperature, teacher_temperature), False)[:2]
-
-
-def measured_divergence(
-    policy: Hidden, teacher: Hidden, target: Tensor, beta: float, temperatures: tuple[float, float], measured: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same and, where it is to be `measured`, log q at `target` and the entropy of p, both [N] and without a gradient.
-
-    The bits of the others do not depend on that. The last two are over the ids that both models have.
+    target int64 [N]. `temperatures`: of the policy and of the teacher. The widths of the models may differ. Where one head
+    has more rows than the other, these are padding that no text has: both are compared over the ids that both have. log p is
+    always over all of the policy's.
     """
     assert 0.0 <= beta <= 1.0, beta
     common = min(policy.head.vocab, teacher.head.vocab)

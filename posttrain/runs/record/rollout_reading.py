@@ -1,13 +1,10 @@
-"""Reads rollouts, in tables or as rows, from the files of a run or of an evaluation. Needs no lock.
-
-Runs that were recorded as lines of JSON are read as if they had left tables.
-"""
+"""Reads rollouts, in tables or as rows, from the files of a run or of an evaluation. Needs no lock."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +17,9 @@ from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.runs import run_files
-from posttrain.runs.record.older_rollouts import rows_of_lines, seconds_of_lines
 from posttrain.runs.record.rollout_rows import Row, said_by
 from posttrain.runs.record.schema import KEY, ROLLOUTS, SCALARS, SECONDS, TOKENS, VERSION, columns
-from posttrain.runs.record.table_writer import table_of
-from posttrain.runs.run_files import Folder, kept_file, step_of
+from posttrain.runs.run_files import Folder, kept_file
 from posttrain.runs.run_reading import rollout_steps
 
 READ = (*SCALARS.names, *TOKENS.names)
@@ -32,7 +27,7 @@ READ = (*SCALARS.names, *TOKENS.names)
 EVERY = tuple(ROLLOUTS.names)
 
 _JSON = ("columns", "notes", "answers", "label")
-SUFFIXES = (".parquet", ".jsonl")
+SUFFIX = ".parquet"
 MOST = 1 << 22
 """Rows of a file: a few bytes may claim billions."""
 
@@ -78,13 +73,9 @@ def read_file(
     path = Path(file)
     if not path.is_file():
         raise UserError(f"{file}: no such file; a run is given by its folder")
-    wanted = columns(ROLLOUTS.names if names is None else names)
-    if path.suffix == ".jsonl":
-        step = step_of(path.stem)
-        kind = "rl" if step is not None and path.parent.name == run_files.ROLLOUTS else "eval"
-        table = table_of(rows_of_lines(path, step or 0, kind), wanted)
-        return table if places is None else table.take(pa.array(places, pa.int64()))
-    return _read(path, wanted, places)
+    if path.suffix != SUFFIX:
+        raise UserError(f"{file} is no file of rollouts: the name of one ends in {SUFFIX}")
+    return _read(path, columns(ROLLOUTS.names if names is None else names), places)
 
 
 def rows_of(table: pa.Table) -> list[Row]:
@@ -149,8 +140,6 @@ def read_seconds(folder: Folder, step: int) -> list[Row]:
     path = kept_file(Path(folder), run_files.SECONDS, step)
     if path is None:
         return []
-    if path.suffix == ".jsonl":
-        return seconds_of_lines(path)
     found: list[Row] = _read(path, SECONDS).to_pylist()
     return found
 
@@ -163,10 +152,18 @@ def open_file(path: Path) -> None:
         raise _damaged(path, error) from error
 
 
-def few_enough(path: Path, rows: int) -> None:
-    """Raises UserError for a file of more rows than a step can have."""
-    if rows > MOST:
-        raise UserError(f"{path} claims to have {rows:,} rollouts: no step has as many")
+def checked_schema(path: Path, file: parquet.ParquetFile) -> pa.Schema:
+    """Of a table. Raises UserError for one of another version, and of more rows than a step can have."""
+    if file.metadata.num_rows > MOST:
+        raise UserError(f"{path} claims to have {file.metadata.num_rows:,} rollouts: no step has as many")
+    schema = file.schema_arrow  # which is made anew each time
+    if (schema.metadata or {}).get(KEY) != VERSION.encode():
+        raise another_version(path)
+    return schema
+
+
+def another_version(path: Path) -> UserError:
+    return UserError(f"{path} holds no rollouts of this version of posttrain: read it with the one that wrote it")
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
@@ -180,13 +177,8 @@ def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) ->
     try:
         with user_files.opened(path) as source:
             file = parquet.ParquetFile(source, page_checksum_verification=True)
-            few_enough(path, file.metadata.num_rows)
-            schema = file.schema_arrow  # which is made anew each time
-            version = (schema.metadata or {}).get(KEY, b"").decode()
-            if version != VERSION or not set(wanted.names) <= set(schema.names):
-                raise UserError(
-                    f"{path} holds no rollouts of this version of posttrain: read it with the one that wrote it"
-                )
+            if not set(wanted.names) <= set(checked_schema(path, file).names):
+                raise another_version(path)
             if places is None:
                 table: pa.Table = file.read(columns=wanted.names, use_threads=False)
             else:
@@ -233,14 +225,10 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
     return found
 
 
-def plainly(row: Mapping[str, Any]) -> Row:
-    """A row as JSON can hold it: neither infinity nor NaN has a form there."""
-    return {name: _plain(value) for name, value in row.items()}
-
-
-def _plain(value: Any) -> Any:
+def plainly(value: Any) -> Any:
+    """The same as JSON can hold it: neither infinity nor NaN has a form there."""
     if isinstance(value, float):
         return value if np.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        return {name: plainly(item) for name, item in value.items()}
+    return [plainly(item) for item in value] if isinstance(value, list | tuple) else value

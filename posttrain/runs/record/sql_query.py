@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -21,10 +21,9 @@ from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_index import left_out, open_index
-from posttrain.runs.record.rollout_reading import SUFFIXES, open_file, read_file, read_seconds
+from posttrain.runs.record.rollout_reading import SUFFIX, open_file
 from posttrain.runs.record.schema import ROLLOUTS as TABLE
 from posttrain.runs.record.schema import SECONDS as SECONDS_TABLE
-from posttrain.runs.record.table_writer import table_of, write_table
 from posttrain.runs.record.token_view import tokens_of
 from posttrain.runs.run_files import EVALS, ROLLOUTS, SECONDS, Folder, kept_file
 from posttrain.runs.run_reading import (
@@ -36,7 +35,6 @@ from posttrain.runs.run_reading import (
     read_timing,
     rollout_steps,
 )
-from posttrain.system.temp_folders import TempFolder
 
 THREADS = 2
 LONGEST, DEEPEST = 100_000, 300
@@ -67,9 +65,8 @@ class Questions:
         """Raises UserError if there is neither."""
         self.left_out: list[str] = []  # of what has been asked about: what the answer lacks, and why
         self._folder, self._seconds, self._vocabulary, self._only = Path(folder), seconds, vocabulary, only
-        self._alone = self._folder.suffix in SUFFIXES and self._folder.is_file()
+        self._alone = self._folder.suffix == SUFFIX and self._folder.is_file()
         self._sampler = False if self._alone else divides_by_sampler(read_run(folder))
-        self._made = TempFolder("query")  # of lines of JSON
         self._base = _library().connect(
             ":memory:",
             config={
@@ -112,11 +109,6 @@ class Questions:
 
     def close(self) -> None:
         self._base.close()
-        self.clean()
-
-    def clean(self) -> None:
-        """Delete what was made on disk."""
-        self._made.cleanup()
 
     def __enter__(self) -> Questions:
         return self
@@ -142,7 +134,7 @@ class Questions:
         wanted &= set(self._tables)
         tables: dict[str, list[Path]] = {}
         if self._alone:
-            tables["rollouts"] = [self._as_table(ROLLOUTS, 0, self._folder)]
+            tables["rollouts"] = [self._folder]
         elif wanted & {"rollouts", "evals", "tokens"}:
             tables |= {"rollouts": self._files(ROLLOUTS), "evals": self._files(EVALS)}
         if "seconds" in wanted:
@@ -206,23 +198,10 @@ class Questions:
         self._base.execute(f"set {name} = {value}")
 
     def _files(self, kind: str) -> list[Path]:
-        """The tables of a kind, those of lines of JSON made now."""
-        return [self._as_table(kind, step, path) for step, path in self._kept(kind)]
-
-    def _kept(self, kind: str) -> Iterator[tuple[int, Path]]:
-        for step in rollout_steps(self._folder, kind == EVALS):
-            path = kept_file(self._folder, kind, step)
-            if path is not None and (self._only is None or (step, kind == EVALS) in self._only):
-                yield step, path
-
-    def _as_table(self, kind: str, step: int, path: Path) -> Path:
-        if path.suffix == ".parquet":
-            return path
-        made = Path(self._made.name) / f"{kind}-{path.stem}.parquet"
-        times = kind == SECONDS
-        with suppress(FileExistsError):
-            write_table(made, table_of(read_seconds(self._folder, step), SECONDS_TABLE) if times else read_file(path))
-        return made
+        """The tables of a kind."""
+        steps = rollout_steps(self._folder, kind == EVALS)
+        wanted = [step for step in steps if self._only is None or (step, kind == EVALS) in self._only]
+        return [path for step in wanted if (path := kept_file(self._folder, kind, step)) is not None]
 
 
 def names_text(sql: str) -> bool:

@@ -7,7 +7,7 @@ where zstd finds them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from posttrain.core import user_files
-from posttrain.runs.record.schema import NUMBERS, ROLLOUTS
+from posttrain.runs.record.schema import NUMBERS
 from posttrain.runs.run_files import naming
 
 KEPT_BITS = 11  # of a number's mantissa, the one that is not written included: those of half precision
@@ -39,20 +39,6 @@ def half(values: Any) -> np.ndarray:
     up = (1 << (_DROPPED - 1)) - 1 + ((bits >> np.uint32(_DROPPED)) & 1)
     rounded = (bits + up.astype(np.uint32)) & np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
     return np.where(special, bits, rounded).astype(np.uint32).view(np.float32)
-
-
-def table_of(rows: Sequence[Mapping[str, Any]], schema: pa.Schema = ROLLOUTS) -> pa.Table:
-    """The rows as a table; what a row does not name is null. Numbers of tokens are rounded."""
-    columns = []
-    for field in schema:
-        values = [row.get(field.name) for row in rows]
-        if field.name in NUMBERS:
-            columns.append(numbers(values))
-            continue
-        if field.name == "kept":
-            values = [None if value is None else np.array(value, dtype=bool) for value in values]
-        columns.append(array(values, field.type))
-    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:

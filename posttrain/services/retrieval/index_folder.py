@@ -24,6 +24,7 @@ from typing import Any, Self
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
+from posttrain.runs.run_files import sync
 
 FORM = 1  # of the files: another one is built again
 MANIFEST, LOCK = "index.json", "lock"
@@ -187,7 +188,7 @@ def _sized(path: Path) -> tuple[int, int]:
 
 def _move(draft: Path, place: Path, overwrite: bool) -> None:
     """What is at the place goes aside before it is deleted, so that no half of it is ever there."""
-    _sync(draft)
+    sync(draft)
     old = draft.with_suffix(".old")
     with _alone(place.parent):
         may_be_at(place, overwrite)  # another build may have been faster
@@ -195,7 +196,7 @@ def _move(draft: Path, place: Path, overwrite: bool) -> None:
             place.rename(old)
         draft.rename(place)
         (place / LOCK).unlink()
-        _sync(place.parent)
+        sync(place.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -229,14 +230,6 @@ def _clear(place: Path) -> None:
             finally:
                 os.close(held)
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------

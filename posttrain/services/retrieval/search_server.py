@@ -14,7 +14,7 @@ import json
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -24,9 +24,10 @@ from posttrain.core.types import UserError
 from posttrain.services.retrieval.batcher import Batcher, Busy
 from posttrain.services.retrieval.passage_index import PassageIndex
 from posttrain.services.retrieval.search_protocol import MOST_BYTES, PATH, SearchRefused, read_request, written_answer
-from posttrain.system.http_front import HOST, bound, refused
+from posttrain.system import http_server
+from posttrain.system.http_front import HOST, bound
+from posttrain.system.http_server import not_answered
 
-PORT = 8000
 ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
 TAKE_SECONDS = 30.0  # for an answer to be taken
 LINGER_SECONDS = 2.0  # for the rest of a request that was refused before all of it had come
@@ -61,8 +62,7 @@ class SearchHandlers:
     async def _front(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        if (wrong := refused(request.method, headers, self._host, self._token)) is not None:
+        if (wrong := not_answered(request, self._host, self._token)) is not None:
             raise SearchRefused(*wrong)
         return await handler(request)
 
@@ -140,26 +140,15 @@ async def _answered(request: web.Request, status: int, body: bytes) -> web.Strea
     return response
 
 
-@asynccontextmanager
-async def serving(application: web.Application, host: str = HOST, port: int = 0) -> AsyncIterator[int]:
+def serving(application: web.Application, host: str = HOST, port: int = 0) -> AbstractAsyncContextManager[int]:
     """Serve it on a port (0: any free one), which is given. Raises UserError if it cannot be used."""
-    listening = bound(host, port)
-    runner = web.AppRunner(
+    return http_server.serving(
         application,
-        access_log=None,
-        handler_cancellation=True,  # a client that goes away waits for nothing
+        bound(host, port),
         keepalive_timeout=ARRIVE_SECONDS,  # from the opening of a connection, or from its last answer, to a whole head
         lingering_time=LINGER_SECONDS,
         shutdown_timeout=GOODBYE_SECONDS,
-        auto_decompress=False,  # a few kilobytes may become gigabytes, which would be read even after a refusal
     )
-    try:
-        await runner.setup()
-        await web.SockSite(runner, listening, backlog=1024).start()
-        yield listening.getsockname()[1]
-    finally:
-        await runner.cleanup()
-        listening.close()
 
 
 def serve(

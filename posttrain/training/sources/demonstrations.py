@@ -12,7 +12,6 @@ from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
 from posttrain.envs.play.service_client import Services
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.record.older_rollouts import of_line
 from posttrain.runs.record.rollout_rows import said_by, transcripts_of
 
 MOST_FAILED = 3  # episodes in a row: so many look like all of them
@@ -98,13 +97,12 @@ def stored(task: Task, tokenizer: Tokenizer) -> tuple[list[Transcript], float | 
     Raises UserError if it is damaged, or was made with another tokenizer.
     """
     try:
-        row = task if "spans" in task else of_line(task)
-        transcripts = transcripts_of(row)
-        for turn in row["turns"]:
+        transcripts = transcripts_of(task)
+        for turn in task["turns"]:
             if turn["role"] == "sampled" and turn["length"]:
                 transcript, start = transcripts[turn["transcript"]], turn["first"]
                 text = tokenizer.decode(transcript.tokens[start : start + turn["length"]])
-                if not text.startswith(said_by(turn, row["prompt"], row["text"])):
+                if not text.startswith(said_by(turn, task["prompt"], task["text"])):
                     raise UserError("the rollout was made with another tokenizer: its tokens are other words here")
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, UserError):

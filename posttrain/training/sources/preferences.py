@@ -24,7 +24,7 @@ from posttrain.core.types import Comparison, Item, Task, Transcript, UserError
 from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import ExampleStream, progress, steps_per_epoch, visited
+from posttrain.training.sources.example_stream import ExampleStream, progress, visited
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import Read, collate, readings, split_microbatches
 from posttrain.training.sources.reference_cache import Reference, mismatched
@@ -192,10 +192,6 @@ class Comparisons:
 
     def __post_init__(self) -> None:
         self.device = self.learner.device
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.items, self.rows)
 
     def produce(self, number: int) -> TrainingStep:
         self.items.too_long.take()

@@ -13,7 +13,7 @@ from posttrain.core.batch import Batch, Stats, TrainingStep
 from posttrain.core.protocols import Source
 from posttrain.core.types import Item
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import Memoryless, progress, steps_per_epoch, visited
+from posttrain.training.sources.example_stream import Memoryless, progress, visited
 from posttrain.training.sources.packing import Read, collate, split_microbatches
 from posttrain.training.sources.preferences import ComparisonTargets, PreferenceExamples
 
@@ -30,10 +30,6 @@ class RewardExamples(Memoryless):
     device: torch.device
     read: Read = "last"
     showing: ExampleRecording | None = None  # None: none of the rows is recorded
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.items, self.rows)
 
     def produce(self, number: int) -> TrainingStep:
         self.items.too_long.take()

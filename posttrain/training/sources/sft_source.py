@@ -20,7 +20,7 @@ from posttrain.envs.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.demonstrations import Enact, cut, stored
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import ExampleStream, Memoryless, progress, steps_per_epoch, visited
+from posttrain.training.sources.example_stream import ExampleStream, Memoryless, progress, visited
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import collate, split_microbatches
 
@@ -107,10 +107,6 @@ class Demonstrations(Memoryless):
     seed: int
     device: torch.device
     showing: ExampleRecording | None = None  # None: none of the rows is recorded
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.transcripts, self.rows)
 
     def produce(self, number: int) -> TrainingStep:
         self.transcripts.too_long.take()

@@ -1,0 +1,46 @@
+"""What the HTTP servers here share: an application of aiohttp on a bound socket, and who may ask it (`http_front`)."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from posttrain.system.http_front import HOST, refused
+
+QUIET = logging.getLogger("posttrain.system.http_server")
+"""What aiohttp says of requests that are none, page by page. Nobody hears it: their senders are told."""
+QUIET.addHandler(logging.NullHandler())
+QUIET.propagate = False
+
+
+def not_answered(request: web.Request, served: str = HOST, token: str | None = None) -> tuple[int, str] | None:
+    """The HTTP status and the reason for which a request is refused, as `http_front.refused` has them; None: it may ask."""
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    if len(request.headers.getall("host", ())) > 1:
+        headers["host"] = "several"
+    return refused(request.method, headers, served, token)
+
+
+@asynccontextmanager
+async def serving(application: web.Application, listening: socket.socket, **how: Any) -> AsyncIterator[int]:
+    """Serve it on a bound socket, whose port is given and which is closed at the end. `how`: of `web.AppRunner`."""
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        logger=QUIET,
+        handler_cancellation=True,  # a client that goes away waits for nothing
+        auto_decompress=False,  # a few kilobytes may become gigabytes, which would be read even after a refusal
+        **how,
+    )
+    try:
+        await runner.setup()
+        await web.SockSite(runner, listening, backlog=1024).start()
+        yield listening.getsockname()[1]
+    finally:
+        await runner.cleanup()
+        listening.close()

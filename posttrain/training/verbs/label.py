@@ -17,6 +17,7 @@ from typing import Any
 
 from posttrain.config.inference import Label
 from posttrain.config.resolve import validate
+from posttrain.core import run_date
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError
 from posttrain.data.labels import best_rows, flip, pair_row, to_labelled, to_responses
@@ -65,6 +66,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
         lines = opened.enter_context(
             Lines(Path(config.out), _follows_from(config, tasks, labeller, env), config.resume, config.overwrite)
         )
+        opened.enter_context(run_date.begun(lines.day))
         check_continued(lines, tasks)
         for first in range(lines.count, len(tasks), BLOCK):
             block = [tasks[place] for place in range(first, min(len(tasks), first + BLOCK))]

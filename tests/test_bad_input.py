@@ -165,6 +165,8 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "seed beyond all": (words("rl", seed=2**64), ("--seed must be at least",)),
     "more threads than a system has": ([*words("eval"), "--threads", "100000"], ("--threads 100000 is too many",)),
     "folder that cannot be": (words("sft", out="x" * 300), ("--out 'xxx", "File name too long")),
+    "model with a name too long in eval": (words("eval", model="x" * 5000), ("xxx", "File name too long")),
+    "model with a name too long in rl": (words("rl", model="x" * 5000), ("xxx", "File name too long")),
     "stop that is no text": (words("rl", stop="\udc80"), ("--stop '\\udc80' is not valid text",)),
     "device without numbers": (words("eval", device="meta"), ("--device meta cannot be used",)),
     "reward file that raises no Exception": (words("rl", env="base.py:reward"), ("base.py does not import", "Odd")),

@@ -6,6 +6,7 @@ written or deleted before `RunFolder.open`, so that whatever is wrong with optio
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -262,7 +263,7 @@ def day_of(checkpoint: Path | None) -> str | None:
     """The day that a checkpoint was trained with, where a run has left it there."""
     from posttrain.models.tokenizer.tokenizer_files import read_special
 
-    if checkpoint is None or not checkpoint.is_dir():
+    if checkpoint is None or not os.path.isdir(checkpoint):  # of a name too long for the system the loader tells
         return None
     return read_special(checkpoint / "tokenizer_config.json").get(run_date.CONFIG_KEY)
 

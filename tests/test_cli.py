@@ -332,6 +332,13 @@ def test_pages_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest
         assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["rl", "--lr"], ["rollouts"], ["algorithms"]])
+def test_no_refusal_acts_on_the_terminal(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "\x1b]0;mine\x07\u202e"]) == 2
+    said = capsys.readouterr().err
+    assert "mine" in said and "\\u202e" in said and said.replace("\n", "").isprintable()
+
+
 STOPPED_AT_TORCH = """
 import sys
 class Finder:

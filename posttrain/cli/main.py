@@ -28,7 +28,7 @@ from cyclopts.exceptions import (
 from posttrain import __version__
 from posttrain.core import user_files
 from posttrain.core.doing import doing, watch
-from posttrain.core.messages import inline
+from posttrain.core.messages import inline, safe
 from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _stopped() -> int:
 
 def _presentable(said: str) -> str:
     """What is written in any encoding, and read: whatever a user wrote may be in it."""
-    said = said.encode("utf-8", "backslashreplace").decode()
+    said = safe(said.encode("utf-8", "backslashreplace").decode())
     return said if len(said) <= LONGEST else f"{said[: LONGEST * 2 // 3]} ... {said[-LONGEST // 3 :]}"
 
 

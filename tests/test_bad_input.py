@@ -267,6 +267,9 @@ def test_run_in_the_way_is_kept_until_overwriting_is_asked_for(place: Path, capf
     refused(capfd, words("rl", out="there", overwrite="", model="nowhere"), "no such folder")
     refused(capfd, words("rl", out="there", overwrite="", model="there"), "--overwrite would delete there")
     assert (place / "there" / "metrics.jsonl").read_bytes() == before
+    metrics = place / "there" / "metrics.jsonl"
+    metrics.unlink()
+    metrics.symlink_to(metrics)
     assert main(words("sft", out="there", epochs=2, overwrite="")) == 0
     assert (place / "there" / "metrics.jsonl").read_bytes() != before
     assert (place / "there" / "notes.txt").read_text() == "mine", "only what a run makes is deleted"

@@ -132,6 +132,11 @@ def test_a_pairwise_judge_compares_every_pair_in_both_orders(place: Path) -> Non
     )
 
 
+def test_an_output_that_is_a_link_to_itself_is_refused(place: Path) -> None:
+    (place / "circle").symlink_to("circle")
+    refused(lambda: label("my.py:reward", out="circle"), "circle", "Too many levels of symbolic links")
+
+
 def test_a_file_that_was_cut_off_within_a_block_is_continued_without_repetitions(place: Path) -> None:
     rows = label("my.py:reward")
     whole = (place / "out.jsonl").read_bytes()

@@ -17,7 +17,7 @@ from typing import Any, Generic, Self
 from posttrain.config.resolve import AnyTraining, as_dict, continued, own_judge
 from posttrain.config.service_options import SERVICES, named_services
 from posttrain.config.training import RL, Training
-from posttrain.core import run_date
+from posttrain.core import run_date, user_files
 from posttrain.core.pictures import PICTURES
 from posttrain.core.protocols import Alone, Lasting, World
 from posttrain.core.types import UserError
@@ -272,10 +272,10 @@ def _keep_inputs(config: Training, folder: Path) -> None:
     """Raise UserError if something that the run reads would be overwritten, by whatever name it goes."""
     if not folder.is_dir():
         return
-    deleted = [path.resolve() for path in made_by_run(folder)]
+    deleted = [user_files.real(path) for path in made_by_run(folder)]
     for _, value in (labelled for name in READ for labelled in _paths(config, name)):
-        needed = checkpoints.listed(Path(value)) if (Path(value) / RUN).exists() else [Path(value)]
-        if any(path.resolve().is_relative_to(gone) for path in needed for gone in deleted):
+        needed = checkpoints.listed(Path(value)) if os.path.exists(Path(value) / RUN) else [Path(value)]
+        if any(user_files.real(path).is_relative_to(gone) for path in needed for gone in deleted):
             raise UserError(f"--overwrite would delete {value}, which this run needs: choose another --out")
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core import user_files
 from posttrain.core.messages import clip, short
 from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, UserError
@@ -143,7 +144,7 @@ class LocalRetriever:
 
     def __init__(self, folder: str, name: str) -> None:
         """Raises UserError if there is no index, or if it cannot be opened."""
-        self.name, self.folder = name, str(Path(folder).expanduser().resolve())
+        self.name, self.folder = name, str(user_files.real(Path(folder).expanduser()))
         self._manifest = Manifest.read(Path(self.folder))
         self._socket, theirs = pair()
         with theirs:

@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.config.inference import Label
 from posttrain.config.resolve import validate
-from posttrain.core import run_date
+from posttrain.core import run_date, user_files
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError
 from posttrain.data.labels import best_rows, flip, pair_row, to_labelled, to_responses
@@ -91,7 +91,7 @@ def check_outputs(config: Label) -> None:
     out = config.out if config.with_ or config.flip or config.human else None
     named = [(name, Path(file)) for name, file in [*derived, ("--out", out), ("--items", config.tasks)] if file]
     for place, (name, file) in enumerate(named):
-        if other := next((n for n, f in named[:place] if f.resolve() == file.resolve()), None):
+        if other := next((n for n, f in named[:place] if user_files.real(f) == user_files.real(file)), None):
             raise UserError(f"{other} and {name} are both {file}: give each a file of its own")
     for name, maybe in derived:
         if maybe and Path(maybe).exists() and not (config.overwrite or config.resume):

@@ -167,6 +167,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "folder that cannot be": (words("sft", out="x" * 300), ("--out 'xxx", "File name too long")),
     "model with a name too long in eval": (words("eval", model="x" * 5000), ("xxx", "File name too long")),
     "model with a name too long in rl": (words("rl", model="x" * 5000), ("xxx", "File name too long")),
+    "reward file with a name too long": (words("rl", env="x" * 300 + ".py:reward"), ("there is no file xxx",)),
     "stop that is no text": (words("rl", stop="\udc80"), ("--stop '\\udc80' is not valid text",)),
     "device without numbers": (words("eval", device="meta"), ("--device meta cannot be used",)),
     "reward file that raises no Exception": (words("rl", env="base.py:reward"), ("base.py does not import", "Odd")),

@@ -50,7 +50,7 @@ def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Se
     """The retriever at an address (http://host:8000, or host:8000), or that of an index in a folder. Raises UserError."""
     if re.match(r"https?://", place):
         return RemoteRetriever(place, name, retries)
-    if re.fullmatch(r"[\w.-]+:\d+(/\w*)?|localhost", place) and not Path(place).exists():
+    if re.fullmatch(r"[\w.-]+:\d+(/\w*)?|localhost", place) and not os.path.exists(place):
         return RemoteRetriever(f"http://{place}", name, retries)
     return LocalRetriever(place, name)
 

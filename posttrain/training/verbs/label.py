@@ -7,6 +7,7 @@ made of the labelled rows at the end, whole.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -94,7 +95,7 @@ def check_outputs(config: Label) -> None:
         if other := next((n for n, f in named[:place] if user_files.real(f) == user_files.real(file)), None):
             raise UserError(f"{other} and {name} are both {file}: give each a file of its own")
     for name, maybe in derived:
-        if maybe and Path(maybe).exists() and not (config.overwrite or config.resume):
+        if maybe and os.path.exists(maybe) and not (config.overwrite or config.resume):
             raise UserError(f"{name} {maybe} is there already: choose another name, or replace it with --overwrite")
 
 

@@ -157,11 +157,8 @@ class _Guard:
         await self._inner({**scope, "path": path, "raw_path": path.encode()}, receive, dressed)
 
 
-def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
-    """By name; of a name that comes twice nothing but the last, and a host that comes twice is none."""
-    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    twice = sum(name == b"host" for name, _ in scope["headers"]) > 1
-    return {**found, "host": "several"} if twice else found
+def _headers(scope: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
 
 
 def _json(content: Any, status: int = 200) -> Response:

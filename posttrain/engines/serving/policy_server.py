@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -37,16 +36,10 @@ from posttrain.engines.serving.requests import (
     read_generate,
 )
 from posttrain.engines.serving.task_group import together
-from posttrain.system.http_front import HOST, bound, refused
+from posttrain.system.http_front import HOST, QUIET, bound, refused
 
 BODY_SECONDS = 60.0  # for a body to arrive
 GOODBYE_SECONDS = 1.0  # for connections to end when the server does
-
-
-QUIET = logging.getLogger("posttrain.engines.serving")
-"""What aiohttp says of requests that are none, page by page. Nobody hears it: their senders are told."""
-QUIET.addHandler(logging.NullHandler())
-QUIET.propagate = False
 
 
 @dataclass(frozen=True)
@@ -141,8 +134,7 @@ class PolicyHandlers:
     ) -> web.StreamResponse:
         """What goes wrong, in OpenAI's form."""
         try:
-            headers = {name.lower(): value for name, value in request.headers.items()}
-            if (wrong := refused(request.method, headers, token=self._token)) is not None:
+            if (wrong := refused(request.method, request.headers.items(), token=self._token)) is not None:
                 raise RequestRefused(wrong[1], wrong[0])
             return await handler(request)
         except RequestRefused as error:

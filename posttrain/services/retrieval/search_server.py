@@ -24,7 +24,7 @@ from posttrain.core.types import UserError
 from posttrain.services.retrieval.batcher import Batcher, Busy
 from posttrain.services.retrieval.passage_index import PassageIndex
 from posttrain.services.retrieval.search_protocol import MOST_BYTES, PATH, SearchRefused, read_request, written_answer
-from posttrain.system.http_front import HOST, bound, refused
+from posttrain.system.http_front import HOST, QUIET, bound, refused
 
 PORT = 8000
 ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
@@ -60,8 +60,7 @@ class SearchHandlers:
     async def _front(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        headers = {name.lower(): value for name, value in request.headers.items()}
-        if (wrong := refused(request.method, headers, self._host, self._token)) is not None:
+        if (wrong := refused(request.method, request.headers.items(), self._host, self._token)) is not None:
             raise SearchRefused(*wrong)
         return await handler(request)
 
@@ -146,6 +145,7 @@ async def serving(application: web.Application, host: str = HOST, port: int = 0)
     runner = web.AppRunner(
         application,
         access_log=None,
+        logger=QUIET,
         handler_cancellation=True,  # a client that goes away waits for nothing
         keepalive_timeout=ARRIVE_SECONDS,  # from the opening of a connection, or from its last answer, to a whole head
         lingering_time=LINGER_SECONDS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -122,6 +124,32 @@ def meeting() -> Iterator[tuple[int, SimpleQueue[tuple[socket.socket, str]]]]:
             target=listener._meet, args=(server, b"t" * 32, proven, lambda text: None), daemon=True
         ).start()
         yield server.getsockname()[1], proven
+
+
+class FailsOnce(socket.socket):
+    failed = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if not self.failed:
+            self.failed = True
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_an_engine_without_descriptors_for_a_while_is_there_again_afterwards() -> None:
+    proven = SimpleQueue[tuple[socket.socket, str]]()
+    with FailsOnce() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        meeting = threading.Thread(target=listener._meet, args=(server, b"t" * 32, proven, print), daemon=True)
+        meeting.start()
+        with closing(socket.create_connection(server.getsockname())) as right:
+            right.settimeout(20)
+            prove(right, b"t" * 32, listening=False)
+            proven.get(timeout=20)[0].close()
+        server.shutdown(socket.SHUT_RDWR)
+    meeting.join(20)
+    assert not meeting.is_alive()
 
 
 def test_300_silent_connections_keep_no_right_peer_out_of_an_engine(

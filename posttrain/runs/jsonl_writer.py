@@ -32,14 +32,14 @@ class Lines:
         """
         self.path, self.origin = path, path.with_name(f".{path.name}.made")
         self.day = run_date.today()  # on which it was begun
-        there = path.exists() and path.stat().st_size > 0
+        there = os.path.exists(path) and os.path.getsize(path) > 0
         if there and not (resume or overwrite):
             raise UserError(f"--out {path} is there already: continue it with --resume, or replace it with --overwrite")
         if there and resume and not overwrite:
             self.day = self._continued(plain(follows_from))
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = user_files.opened(path, "r+b" if path.exists() else "w+b")
+            self._file = user_files.opened(path, "r+b" if os.path.exists(path) else "w+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -47,7 +47,8 @@ class Lines:
             raise UserError(f"--out {path} is being written by another process: wait for its end") from error
         self._told = {**plain(follows_from), "day": self.day}
         self._kept = there and overwrite  # what is to be replaced stays until there is a first row
-        self.ends: list[int] = [] if overwrite else self._whole_lines()
+        with writing(path):
+            self.ends: list[int] = [] if overwrite else self._whole_lines()
         if not self._kept:
             self._begin()
 
@@ -64,7 +65,7 @@ class Lines:
         try:
             row = json.loads(self._file.readline())
             assert isinstance(row, dict)
-        except (ValueError, AssertionError) as error:
+        except (ValueError, RecursionError, AssertionError) as error:
             raise UserError(f"{self.path}:{place + 1} is damaged: put a copy back, or use --overwrite") from error
         return row
 
@@ -114,7 +115,7 @@ class Lines:
             before = json.loads(user_files.content(self.origin))
             day: str = before.pop("day")
             assert run_date.is_day(day)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
                 f"cannot resume {self.path}: {self.origin.name} beside it, which says what it was made from, is missing or "
                 "damaged; use --overwrite"
@@ -142,7 +143,7 @@ class Lines:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool) -> int:
     """Write a file of rows whole or not at all; returns how many they are. Raises UserError if it is there already."""
-    if path.exists() and not overwrite:
+    if os.path.exists(path) and not overwrite:
         raise UserError(f"{path} is there already: choose another name, or replace it with --overwrite")
     lines = [json_line(row) for row in rows]
     with writing(path.parent):

@@ -76,7 +76,7 @@ def read_file(
 ) -> pa.Table:
     """The rollouts in a file, such as an evaluation leaves; UserError if there are none."""
     path = Path(file)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"{file}: no such file; a run is given by its folder")
     wanted = columns(ROLLOUTS.names if names is None else names)
     if path.suffix == ".jsonl":

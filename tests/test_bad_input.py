@@ -165,6 +165,9 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "seed beyond all": (words("rl", seed=2**64), ("--seed must be at least",)),
     "more threads than a system has": ([*words("eval"), "--threads", "100000"], ("--threads 100000 is too many",)),
     "folder that cannot be": (words("sft", out="x" * 300), ("--out 'xxx", "File name too long")),
+    "model with a name too long in eval": (words("eval", model="x" * 5000), ("xxx", "File name too long")),
+    "model with a name too long in rl": (words("rl", model="x" * 5000), ("xxx", "File name too long")),
+    "reward file with a name too long": (words("rl", env="x" * 300 + ".py:reward"), ("there is no file xxx",)),
     "stop that is no text": (words("rl", stop="\udc80"), ("--stop '\\udc80' is not valid text",)),
     "device without numbers": (words("eval", device="meta"), ("--device meta cannot be used",)),
     "reward file that raises no Exception": (words("rl", env="base.py:reward"), ("base.py does not import", "Odd")),
@@ -265,6 +268,9 @@ def test_run_in_the_way_is_kept_until_overwriting_is_asked_for(place: Path, capf
     refused(capfd, words("rl", out="there", overwrite="", model="nowhere"), "no such folder")
     refused(capfd, words("rl", out="there", overwrite="", model="there"), "--overwrite would delete there")
     assert (place / "there" / "metrics.jsonl").read_bytes() == before
+    metrics = place / "there" / "metrics.jsonl"
+    metrics.unlink()
+    metrics.symlink_to(metrics)
     assert main(words("sft", out="there", epochs=2, overwrite="")) == 0
     assert (place / "there" / "metrics.jsonl").read_bytes() != before
     assert (place / "there" / "notes.txt").read_text() == "mine", "only what a run makes is deleted"

@@ -336,6 +336,24 @@ def test_pages_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest
         assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["view", "rollouts", "query", "audit", "plan"])
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "circle"])
+def test_a_run_whose_name_can_be_none_is_refused_in_one_line(
+    verb: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("circle").symlink_to("circle")
+    assert main([verb, name, *(["select 1"] if verb == "query" else [])]) == 2
+    assert name[:9] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["rl", "--lr"], ["rollouts"], ["algorithms"]])
+def test_no_refusal_acts_on_the_terminal(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "\x1b]0;mine\x07\u202e"]) == 2
+    said = capsys.readouterr().err
+    assert "mine" in said and "\\u202e" in said and said.replace("\n", "").isprintable()
+
+
 STOPPED_AT_TORCH = """
 import sys
 class Finder:

@@ -4,6 +4,7 @@ the token."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -48,22 +50,32 @@ JSON = {"host": "127.0.0.1:8000", "content-type": "application/json"}
 def test_a_web_page_of_another_site_is_refused_and_a_program_is_heard(
     headers: dict[str, str], status: int | None
 ) -> None:
-    found = refused("POST", {**JSON, **headers})
+    found = refused("POST", {**JSON, **headers}.items())
     assert (found and found[0]) == status
 
 
+@pytest.mark.parametrize(
+    ("name", "others", "status"),
+    [("Host", "evil.com", 421), ("Origin", "http://evil.com", 403), ("Content-Type", "text/plain", 415)],
+)
+def test_what_is_said_twice_is_not_heard_once(name: str, others: str, status: int) -> None:
+    own = {**JSON, "origin": "http://127.0.0.1:8000"}
+    for twice in ([(name, others), *own.items()], [*own.items(), (name, others)]):
+        assert (found := refused("POST", twice)) is not None and found[0] == status
+
+
 def test_a_name_that_the_server_was_told_is_its_own() -> None:
-    assert refused("GET", {"host": "search.lab:80"}, served="search.lab") is None
-    assert refused("GET", {"host": "search.lab:80"}) is not None
+    assert refused("GET", [("host", "search.lab:80")], served="search.lab") is None
+    assert refused("GET", [("host", "search.lab:80")]) is not None
 
 
 def test_without_the_token_nobody_is_answered(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef\n")
     token = read_token(str(tmp_path / "token"))
     assert token == "0123456789abcdef"
-    for given in ({}, {"authorization": "Bearer 0123456789abcdeF"}, {"authorization": "Bearer é"}):
-        assert (found := refused("GET", {**JSON, **given}, token=token)) is not None and found[0] == 401
-    assert refused("GET", {**JSON, "authorization": f"Bearer {token}"}, token=token) is None
+    for given in ("", "Bearer 0123456789abcdeF", "Bearer é", "Bearer \udcff"):
+        assert (found := refused("GET", {**JSON, "authorization": given}.items(), token=token)) and found[0] == 401
+    assert refused("GET", {**JSON, "authorization": f"Bearer {token}"}.items(), token=token) is None
     for content in ("short", "with a\nnew line in it"):
         (tmp_path / "token").write_text(content)
         with pytest.raises(UserError, match="printable characters"):
@@ -114,6 +126,32 @@ def meeting() -> Iterator[tuple[int, SimpleQueue[tuple[socket.socket, str]]]]:
             target=listener._meet, args=(server, b"t" * 32, proven, lambda text: None), daemon=True
         ).start()
         yield server.getsockname()[1], proven
+
+
+class FailsOnce(socket.socket):
+    failed = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if not self.failed:
+            self.failed = True
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_an_engine_without_descriptors_for_a_while_is_there_again_afterwards() -> None:
+    proven = SimpleQueue[tuple[socket.socket, str]]()
+    with FailsOnce() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        meeting = threading.Thread(target=listener._meet, args=(server, b"t" * 32, proven, print), daemon=True)
+        meeting.start()
+        with closing(socket.create_connection(server.getsockname())) as right:
+            right.settimeout(20)
+            prove(right, b"t" * 32, listening=False)
+            proven.get(timeout=20)[0].close()
+        server.shutdown(socket.SHUT_RDWR)
+    meeting.join(20)
+    assert not meeting.is_alive()
 
 
 def test_300_silent_connections_keep_no_right_peer_out_of_an_engine(

@@ -132,6 +132,28 @@ def test_a_pairwise_judge_compares_every_pair_in_both_orders(place: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("circle", "Too many levels of symbolic links"),
+        ("x" * 300, "File name too long"),
+        pytest.param("/proc/self/mem", "cannot", marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux's")),
+    ],
+)
+def test_an_output_that_cannot_be_one_is_refused(place: Path, out: str, why: str) -> None:
+    (place / "circle").symlink_to("circle")
+    refused(lambda: label("my.py:reward", out=out), out[:200], why)
+    if out.startswith("x"):
+        refused(lambda: label("my.py:reward", best=out), out[:200], why)
+
+
+@pytest.mark.parametrize("damage", ["[" * 100_000, "[]", "{}", "null", '{"day": 5}', '{"day": "soon"}'])
+def test_what_says_from_what_rows_were_made_is_whole_or_refused(place: Path, damage: str) -> None:
+    label("my.py:reward")
+    (place / ".out.jsonl.made").write_text(damage)
+    refused(lambda: label("my.py:reward", resume=True), ".out.jsonl.made", "missing or damaged")
+
+
 def test_a_file_that_was_cut_off_within_a_block_is_continued_without_repetitions(place: Path) -> None:
     rows = label("my.py:reward")
     whole = (place / "out.jsonl").read_bytes()

@@ -108,6 +108,17 @@ def test_saved_dataset_gives_its_rows_by_split(tmp_path: Path) -> None:
     refused(lambda: load_rows(tmp_path / "one"), "cannot be read as a saved dataset")
 
 
+@pytest.mark.parametrize("inside", ["", "train"])
+def test_no_pipe_in_a_saved_dataset_is_waited_for(tmp_path: Path, inside: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list(ROWS)
+    (datasets.DatasetDict({inside: saved}) if inside else saved).save_to_disk(tmp_path / "saved")
+    data = tmp_path / "saved" / inside / "data-00000-of-00001.arrow"
+    data.unlink()
+    os.mkfifo(data)
+    refused(lambda: load_rows(tmp_path / "saved"), "saved", "it is a pipe, not a file")
+
+
 def test_folder_of_files_is_read_by_split_with_shards_in_order(tmp_path: Path, size: str) -> None:
     write_parquet(tmp_path / "train-00001-of-00002.parquet", ROWS[1:])
     write_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:1])

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from reward_models import write_reward_model
 
-from posttrain import evaluate, rl
+from posttrain import evaluate, label, rl, sample
 from posttrain.core import run_date
 from posttrain.core.types import UserError
 from posttrain.models.native.decoder import new_decoder
@@ -86,6 +87,38 @@ def test_the_run_s_day_is_told_before_a_checkpoint_s_own_and_within_a_part_that_
     with run_date.fixed("2026-02-03"), run_date.fixed(None):
         assert run_date.told("2026-02-04").isoformat() == run_date.told(None).isoformat() == "2026-02-03T00:00:00"
     assert run_date.fixed_day() is None and run_date.told("2026-02-04").isoformat() == "2026-02-04T00:00:00"
+
+
+@pytest.mark.parametrize("verb", ["sample", "label"])
+def test_a_file_of_rows_that_is_continued_on_another_day_asks_as_before(
+    start: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    def written(out: str, **how: bool) -> bytes:
+        if verb == "sample":
+            sample(str(start / "rows.jsonl"), str(start / "start"), out=out, max_tokens=3, slots=1, quiet=True, **how)
+        else:
+            label(str(start / "items.jsonl"), f"reward-model={start}/scores", out=out, **how)
+        return Path(out).read_bytes()
+
+    tokenizer = Tokenizer.load(start / "start")
+    write_reward_model(
+        start / "scores", new_decoder(DecoderConfig(tokenizer.vocab_size, 16, 1, 2, 2, 8, 32, 128), seed=1), tokenizer
+    )
+    rows = [json.loads(line) | {"responses": ["up", "in"]} for line in (start / "rows.jsonl").read_text().splitlines()]
+    (start / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr("posttrain.training.verbs.label.BLOCK", 1)
+    at(monkeypatch, "2026-02-03")
+    whole = written(str(start / "out.jsonl"))
+    at(monkeypatch, "2026-02-04")
+    assert written(str(start / "later.jsonl")) != whole, "what the day says reaches the model"
+    (start / "out.jsonl").write_bytes(whole[: whole.index(b"\n") + 1])
+    assert written(str(start / "out.jsonl"), resume=True) == whole
+    (start / "out.jsonl").write_bytes(b"")
+    assert written(str(start / "out.jsonl"), resume=True) == (start / "later.jsonl").read_bytes(), "begun anew"
+    origin = start / ".out.jsonl.made"
+    origin.write_text(origin.read_text().replace("2026-02-04", "yesterday"))
+    with pytest.raises(UserError, match=r"\.out\.jsonl\.made .* is missing or damaged; use --overwrite"):
+        written(str(start / "out.jsonl"), resume=True)
 
 
 def test_a_day_that_is_none_is_refused(start: Path) -> None:

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+from posttrain.core import user_files
 from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
 
@@ -60,7 +61,7 @@ def files_of(kind: Kind) -> dict[str, tuple[str, str]]:
 
 def _template(kind: Kind, name: str) -> str:
     own = TEMPLATES / kind / (f"{name}.txt" if name.endswith(".py") else name)  # code of a user's is no module of ours
-    return own.read_text(encoding="utf-8")
+    return user_files.text(own)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

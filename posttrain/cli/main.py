@@ -30,7 +30,7 @@ from posttrain.cli.command_table import COMMANDS, is_heading
 from posttrain.config.verbs import VERBS, load, training
 from posttrain.core import user_files
 from posttrain.core.doing import doing, watch
-from posttrain.core.messages import inline
+from posttrain.core.messages import inline, safe
 from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _stopped() -> int:
 
 def _presentable(said: str) -> str:
     """What is written in any encoding, and read: whatever a user wrote may be in it."""
-    said = said.encode("utf-8", "backslashreplace").decode()
+    said = safe(said.encode("utf-8", "backslashreplace").decode())
     return said if len(said) <= LONGEST else f"{said[: LONGEST * 2 // 3]} ... {said[-LONGEST // 3 :]}"
 
 

@@ -3,6 +3,8 @@
 A run fixes the day on which it begins, or the day that its starting checkpoint was trained with. It stands in run.json,
 is used again when the run is resumed, and goes with the tokenizer into its checkpoints, so that these are asked as they were
 trained.
+A file of rows that `sample` or `label` writes keeps the day on which it was begun too, for models without a
+day of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from datetime import date, datetime, time
 CONFIG_KEY = "posttrain_date"
 """The entry of a checkpoint's tokenizer_config.json that holds it, as 2026-11-24."""
 _fixed: str | None = None
+_begun: str | None = None
 
 
 def today() -> str:
@@ -40,6 +43,17 @@ def fixed(day: str | None) -> Iterator[None]:
         _fixed = before
 
 
+@contextmanager
+def begun(day: str) -> Iterator[None]:
+    """Within it this day is told instead of today: where no run fixes one, and no checkpoint has its own."""
+    global _begun
+    before, _begun = _begun, day
+    try:
+        yield
+    finally:
+        _begun = before
+
+
 def fixed_day() -> str | None:
     """The day that is fixed now."""
     return _fixed
@@ -47,4 +61,4 @@ def fixed_day() -> str | None:
 
 def told(own: str | None) -> datetime:
     """What a template is told, at midnight. `own`: the day that a checkpoint was trained with."""
-    return datetime.combine(date.fromisoformat(_fixed or own or today()), time())
+    return datetime.combine(date.fromisoformat(_fixed or own or _begun or today()), time())

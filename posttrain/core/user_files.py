@@ -77,6 +77,11 @@ def readable_folder(folder: Name) -> Path:
     return Path(folder)
 
 
+def real(path: Name) -> Path:
+    """Where a name leads, whatever is there: of links in a circle, to one of them. `Path.resolve` raises for these."""
+    return Path(os.path.realpath(named(path)))
+
+
 def named(path: Name) -> Name:
     """The name, which the system takes as it stands."""
     if "\0" in os.fspath(path):

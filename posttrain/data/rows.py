@@ -18,6 +18,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from posttrain.core import user_files
 from posttrain.core.extras import install
 from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
@@ -238,6 +239,8 @@ def _in_folder(folder: Path, split: str | None, limit: int | None) -> Rows:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         datasets = _library("datasets")
         try:
+            for place in (folder, *(path for path in folder.iterdir() if path.is_dir())):  # a folder for each split
+                user_files.readable_folder(place)
             saved = datasets.load_from_disk(str(folder))
         except Exception as error:  # a damaged folder fails in many ways
             raise UserError(f"{folder} cannot be read as a saved dataset: {one_line(error)}") from error

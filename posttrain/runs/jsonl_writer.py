@@ -1,7 +1,8 @@
 """A file of rows that is written as they are made, a line of JSON each, and continued after its process was killed.
 
 What the rows follow from (options, tasks, models) stands in a hidden file beside it: a file that was begun with anything
-else is not continued. Decided here: whole lines count, a half line at the end is dropped, one process writes at a time.
+else is not continued. So does the day, which is kept. Decided here: whole lines count, a half line at the end is dropped,
+one process writes at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.core import user_files
+from posttrain.core import run_date, user_files
 from posttrain.core.json_text import json_document, json_line, plain
 from posttrain.core.messages import clip
 from posttrain.core.types import UserError
@@ -30,22 +31,24 @@ class Lines:
         Raises UserError for a file that is there already, or was begun otherwise, or is being written.
         """
         self.path, self.origin = path, path.with_name(f".{path.name}.made")
-        told: dict[str, Any] = plain(follows_from)
-        there = path.exists() and path.stat().st_size > 0
+        self.day = run_date.today()  # on which it was begun
+        there = os.path.exists(path) and os.path.getsize(path) > 0
         if there and not (resume or overwrite):
             raise UserError(f"--out {path} is there already: continue it with --resume, or replace it with --overwrite")
         if there and resume and not overwrite:
-            self._check_origin(told)
+            self.day = self._continued(plain(follows_from))
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = user_files.opened(path, "r+b" if path.exists() else "w+b")
+            self._file = user_files.opened(path, "r+b" if os.path.exists(path) else "w+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
             raise UserError(f"--out {path} is being written by another process: wait for its end") from error
-        self._told, self._kept = told, there and overwrite  # what is to be replaced stays until there is a first row
-        self.ends: list[int] = [] if overwrite else self._whole_lines()
+        self._told = {**plain(follows_from), "day": self.day}
+        self._kept = there and overwrite  # what is to be replaced stays until there is a first row
+        with writing(path):
+            self.ends: list[int] = [] if overwrite else self._whole_lines()
         if not self._kept:
             self._begin()
 
@@ -62,7 +65,7 @@ class Lines:
         try:
             row = json.loads(self._file.readline())
             assert isinstance(row, dict)
-        except (ValueError, AssertionError) as error:
+        except (ValueError, RecursionError, AssertionError) as error:
             raise UserError(f"{self.path}:{place + 1} is damaged: put a copy back, or use --overwrite") from error
         return row
 
@@ -106,10 +109,13 @@ class Lines:
             self._file.truncate(self.ends[-1] if self.ends else 0)
             replace(self.origin, json_document(self._told))
 
-    def _check_origin(self, told: Mapping[str, Any]) -> None:
+    def _continued(self, told: Mapping[str, Any]) -> str:
+        """The day on which the file was begun. Raises UserError if it follows from anything else than this."""
         try:
             before = json.loads(user_files.content(self.origin))
-        except (OSError, ValueError) as error:
+            day: str = before.pop("day")
+            assert run_date.is_day(day)
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
                 f"cannot resume {self.path}: {self.origin.name} beside it, which says what it was made from, is missing or "
                 "damaged; use --overwrite"
@@ -122,6 +128,7 @@ class Lines:
                 raise UserError(
                     f"cannot resume {self.path}: {name} {was}; restore it, write another --out, or use --overwrite"
                 )
+        return day
 
     def _whole_lines(self) -> list[int]:
         """The places where lines end."""
@@ -136,7 +143,7 @@ class Lines:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool) -> int:
     """Write a file of rows whole or not at all; returns how many they are. Raises UserError if it is there already."""
-    if path.exists() and not overwrite:
+    if os.path.exists(path) and not overwrite:
         raise UserError(f"{path} is there already: choose another name, or replace it with --overwrite")
     lines = [json_line(row) for row in rows]
     with writing(path.parent):

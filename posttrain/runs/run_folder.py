@@ -6,6 +6,7 @@ written or deleted before `RunFolder.open`, so that whatever is wrong with optio
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import Any, Generic, Self
 from posttrain.config.resolve import AnyTraining, as_dict, continued, own_judge
 from posttrain.config.service_options import SERVICES, named_services
 from posttrain.config.training import RL, Training
-from posttrain.core import run_date
+from posttrain.core import run_date, user_files
 from posttrain.core.pictures import PICTURES
 from posttrain.core.protocols import Alone, Lasting, World
 from posttrain.core.types import UserError
@@ -262,7 +263,7 @@ def day_of(checkpoint: Path | None) -> str | None:
     """The day that a checkpoint was trained with, where a run has left it there."""
     from posttrain.models.tokenizer.tokenizer_files import read_special
 
-    if checkpoint is None or not checkpoint.is_dir():
+    if checkpoint is None or not os.path.isdir(checkpoint):  # of a name too long for the system the loader tells
         return None
     return read_special(checkpoint / "tokenizer_config.json").get(run_date.CONFIG_KEY)
 
@@ -271,10 +272,10 @@ def _keep_inputs(config: Training, folder: Path) -> None:
     """Raise UserError if something that the run reads would be overwritten, by whatever name it goes."""
     if not folder.is_dir():
         return
-    deleted = [path.resolve() for path in made_by_run(folder)]
+    deleted = [user_files.real(path) for path in made_by_run(folder)]
     for _, value in (labelled for name in READ for labelled in _paths(config, name)):
-        needed = checkpoints.listed(Path(value)) if (Path(value) / RUN).exists() else [Path(value)]
-        if any(path.resolve().is_relative_to(gone) for path in needed for gone in deleted):
+        needed = checkpoints.listed(Path(value)) if os.path.exists(Path(value) / RUN) else [Path(value)]
+        if any(user_files.real(path).is_relative_to(gone) for path in needed for gone in deleted):
             raise UserError(f"--overwrite would delete {value}, which this run needs: choose another --out")
 
 

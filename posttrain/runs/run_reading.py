@@ -46,24 +46,24 @@ def split_of(config: Row) -> tuple[float, int]:
 
 def _where_runs_are(folder: Path) -> str:
     """What helps somebody who has named a folder without a run."""
-    above = next((path for path in [*folder.absolute().parents][:3] if (path / RUN).is_file()), None)
+    above = next((path for path in [*folder.absolute().parents][:3] if os.path.isfile(path / RUN)), None)
     if above is not None:
         return f"it is part of the run {os.path.relpath(above) if not folder.is_absolute() else above}: pass that"
-    if folder.is_file():
+    if os.path.isfile(folder):
         both = f"posttrain rollouts and {runnable('posttrain query')}"
         also = f"; {both} take files of rollouts" if folder.suffix == ".parquet" else ""
         return f"it is a file, not a folder with a {RUN}{also}"
-    if not folder.exists() and not folder.parent.is_dir():
+    if not os.path.exists(folder) and not os.path.isdir(folder.parent):
         return "there is no such folder"
-    beside = folder if folder.is_dir() else folder.parent
+    beside = folder if os.path.isdir(folder) else folder.parent
     with suppress(OSError):
         found = sorted((path for path in beside.iterdir() if (path / RUN).is_file()), key=_age)
         if found:
             names = ", ".join(str(path) for path in found[:4]) + (", ..." if len(found) > 4 else "")
             return f"{'there is no such folder; ' if beside != folder else ''}there are {names}"
-    if (folder / "lock").exists():
+    if os.path.exists(folder / "lock"):
         return "it has only just begun: try again in a few seconds"
-    return f"pass a folder with a {RUN} in it" if folder.is_dir() else "there is no such folder"
+    return f"pass a folder with a {RUN} in it" if os.path.isdir(folder) else "there is no such folder"
 
 
 def _age(folder: Path) -> float:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core import user_files
 from posttrain.core.messages import clip, short
 from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, UserError
@@ -50,7 +51,7 @@ def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Se
     """The retriever at an address (http://host:8000, or host:8000), or that of an index in a folder. Raises UserError."""
     if re.match(r"https?://", place):
         return RemoteRetriever(place, name, retries)
-    if re.fullmatch(r"[\w.-]+:\d+(/\w*)?|localhost", place) and not Path(place).exists():
+    if re.fullmatch(r"[\w.-]+:\d+(/\w*)?|localhost", place) and not os.path.exists(place):
         return RemoteRetriever(f"http://{place}", name, retries)
     return LocalRetriever(place, name)
 
@@ -144,7 +145,7 @@ class LocalRetriever:
 
     def __init__(self, folder: str, name: str) -> None:
         """Raises UserError if there is no index, or if it cannot be opened."""
-        self.name, self.folder = name, str(Path(folder).expanduser().resolve())
+        self.name, self.folder = name, str(user_files.real(Path(folder).expanduser()))
         self._manifest = Manifest.read(Path(self.folder))
         self._socket, theirs = pair()
         with theirs:

@@ -9,9 +9,10 @@ asked of everyone.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable
 from hmac import compare_digest
 from typing import Any
 from weakref import WeakSet
@@ -27,25 +28,29 @@ LEAST_TOKEN = 16  # characters
 
 
 def refused(
-    method: str, headers: Mapping[str, str], served: str = HOST, token: str | None = None
+    method: str, headers: Iterable[tuple[str, str]], served: str = HOST, token: str | None = None
 ) -> tuple[int, str] | None:
     """The HTTP status and the reason for which a request is refused; None: it may ask.
 
-    `headers`: by their names in lower case. `served`: the host that the server was told to be bound to. `token`: what
-    every request has to carry as "Authorization: Bearer ...".
+    `headers`: as they came; one that comes twice has both values. `served`: the host that the server was told to be
+    bound to. `token`: what every request has to carry as "Authorization: Bearer ...".
     """
-    host = headers.get("host", "")
+    said: dict[str, str] = {}
+    for header, value in headers:
+        said[header.lower()] = f"{said[header.lower()]}, {value}" if header.lower() in said else value
+    host = said.get("host", "")
     name = _name(host)
     if not _is_address(name) and name not in ("localhost", served.lower(), socket.gethostname().lower()):
         return 421, f"this is {served}, and not {host:.100}"
-    origin = headers.get("origin")
+    origin = said.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != host.lower():
         return 403, f"requests of other sites are not answered ({origin:.100})"
-    said = headers.get("content-type", UNSAID).partition(";")[0].strip().lower()
-    if method == "POST" and said != "application/json" and (said != UNSAID or origin is not None):
+    kind = said.get("content-type", UNSAID).strip().lower()
+    kind = kind.partition(";")[0].strip() if "," not in kind else kind
+    if method == "POST" and kind != "application/json" and (kind != UNSAID or origin is not None):
         return 415, "the body must be JSON: send Content-Type: application/json"
-    given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-    if token is not None and not compare_digest(given.encode(), token.encode()):
+    given = said.get("authorization", "").removeprefix("Bearer ").strip().encode("utf-8", "surrogateescape")
+    if token is not None and not compare_digest(given, token.encode()):
         return 401, "this server wants its token: send Authorization: Bearer TOKEN"
     return None
 
@@ -103,9 +108,9 @@ class _Listening(socket.socket):
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without the port."""
-    host = host.strip().lower()
-    return host[1:].partition("]")[0] if host.startswith("[") and "]" in host else host.partition(":")[0]
+    """The name in a Host header, without the port; "" where it is more than a name and a port."""
+    found = re.fullmatch(r"(?:\[([^]]*)\]|([^][:,\s]*))(?::\d*)?", host.strip().lower())
+    return (found[1] or found[2]) if found else ""
 
 
 def _is_address(name: str) -> bool:

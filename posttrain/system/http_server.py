@@ -1,4 +1,4 @@
-"""What the HTTP servers here share: an application of aiohttp on a bound socket, and who may ask it (`http_front`)."""
+"""Serve an application of aiohttp on a bound socket, as all HTTP servers here do. `http_front` decides who may ask."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ from typing import Any
 
 from aiohttp import web
 
-from posttrain.system.http_front import HOST, refused
-
 QUIET = logging.getLogger("posttrain.system.http_server")
 """What aiohttp says of requests that are none, page by page. Nobody hears it: their senders are told."""
 QUIET.addHandler(logging.NullHandler())
 QUIET.propagate = False
-
-
-def not_answered(request: web.Request, served: str = HOST, token: str | None = None) -> tuple[int, str] | None:
-    """The HTTP status and the reason for which a request is refused, as `http_front.refused` has them; None: it may ask."""
-    headers = {name.lower(): value for name, value in request.headers.items()}
-    if len(request.headers.getall("host", ())) > 1:
-        headers["host"] = "several"
-    return refused(request.method, headers, served, token)
 
 
 @asynccontextmanager

@@ -100,8 +100,8 @@ def _import_module(target: str) -> ModuleType:
 
 def _import_file(path: Path) -> ModuleType:
     """The module of a file, imported once for each content (its name is made of place and time of change)."""
-    if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    if not os.path.isfile(path):  # nor is there one whose name is too long for the system
+        near = sorted(p.name for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
         raise UserError(f"there is no file {path}{near_or_all(path.name, near)}")
     path = path.resolve()
     stamp = hashlib.sha256(os.fsencode(path) + str(path.stat().st_mtime_ns).encode()).hexdigest()[:12]

@@ -15,6 +15,7 @@ from posttrain.apps.view.rollout_files import RolloutPart, parts_of, rows
 from posttrain.apps.view.rollout_store import Store, expecting
 from posttrain.apps.view.sql_text import by_name, named_part
 from posttrain.apps.view.token_texts import TokenPieces
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError, succeeds
 from posttrain.runs.lock import in_use
@@ -177,7 +178,7 @@ def threshold(rewards: Sequence[float], accuracy: float) -> float | None:
 
 def names_of(folders: Sequence[Path]) -> list[str]:
     """The shortest ends of their paths that tell them apart, of at most two parts where one would do."""
-    resolved = [folder.resolve() for folder in folders]
+    resolved = [user_files.real(folder) for folder in folders]
     for count in range(2, max(len(path.parts) for path in resolved) + 1):
         names = ["/".join(path.parts[-count:]) for path in resolved]
         if len(set(names)) == len(names):

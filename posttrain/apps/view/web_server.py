@@ -24,7 +24,7 @@ from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_page import text_of
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_reading import plainly
-from posttrain.system.http_server import not_answered
+from posttrain.system.http_front import refused
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {
@@ -127,7 +127,7 @@ def _guard(token: str) -> Middleware:
         given = request.path.removeprefix("/").partition("/")[0]
         if (
             request.method not in ("GET", "HEAD")
-            or not_answered(request) is not None
+            or refused(request.method, request.headers.items()) is not None
             or not compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
         ):
             return _json({"problem": "open the address that posttrain view printed"}, 403)

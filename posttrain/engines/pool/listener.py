@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,16 +78,21 @@ def _meet(
             with changing:
                 unproven.pop(end, None)
 
-    with suppress(OSError):  # the server is closed
-        while True:
+    while True:
+        try:
             end, address = server.accept()
-            peer = address[0]
-            with changing:
-                if len(unproven) >= MOST_UNPROVEN:
-                    [(most, _)] = Counter(unproven.values()).most_common(1)
-                    oldest = next(other for other, own in unproven.items() if own == most)
-                    unproven.pop(oldest)
-                    with suppress(OSError):
-                        oldest.shutdown(socket.SHUT_RDWR)  # which its thread notices
-                unproven[end] = peer
-            threading.Thread(target=meet, args=(end, peer), daemon=True).start()
+        except OSError:  # it is closed, or a peer has gone, or there are no more descriptors for now
+            if server.fileno() < 0:
+                return
+            time.sleep(LOOK_SECONDS)
+            continue
+        peer = address[0]
+        with changing:
+            if len(unproven) >= MOST_UNPROVEN:
+                [(most, _)] = Counter(unproven.values()).most_common(1)
+                oldest = next(other for other, own in unproven.items() if own == most)
+                unproven.pop(oldest)
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # which its thread notices
+            unproven[end] = peer
+        threading.Thread(target=meet, args=(end, peer), daemon=True).start()

@@ -37,8 +37,7 @@ from posttrain.engines.serving.requests import (
 )
 from posttrain.engines.serving.task_group import together
 from posttrain.system import http_server
-from posttrain.system.http_front import HOST, bound
-from posttrain.system.http_server import not_answered
+from posttrain.system.http_front import HOST, bound, refused
 
 BODY_SECONDS = 60.0  # for a body to arrive
 GOODBYE_SECONDS = 1.0  # for connections to end when the server does
@@ -136,7 +135,7 @@ class PolicyHandlers:
     ) -> web.StreamResponse:
         """What goes wrong, in OpenAI's form."""
         try:
-            if (wrong := not_answered(request, token=self._token)) is not None:
+            if (wrong := refused(request.method, request.headers.items(), token=self._token)) is not None:
                 raise RequestRefused(wrong[1], wrong[0])
             return await handler(request)
         except RequestRefused as error:

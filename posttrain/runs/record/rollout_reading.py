@@ -71,7 +71,7 @@ def read_file(
 ) -> pa.Table:
     """The rollouts in a file, such as an evaluation leaves; UserError if there are none."""
     path = Path(file)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"{file}: no such file; a run is given by its folder")
     if path.suffix != SUFFIX:
         raise UserError(f"{file} is no file of rollouts: the name of one ends in {SUFFIX}")

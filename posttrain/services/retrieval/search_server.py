@@ -25,8 +25,7 @@ from posttrain.services.retrieval.batcher import Batcher, Busy
 from posttrain.services.retrieval.passage_index import PassageIndex
 from posttrain.services.retrieval.search_protocol import MOST_BYTES, PATH, SearchRefused, read_request, written_answer
 from posttrain.system import http_server
-from posttrain.system.http_front import HOST, bound
-from posttrain.system.http_server import not_answered
+from posttrain.system.http_front import HOST, bound, refused
 
 ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
 TAKE_SECONDS = 30.0  # for an answer to be taken
@@ -62,7 +61,7 @@ class SearchHandlers:
     async def _front(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if (wrong := not_answered(request, self._host, self._token)) is not None:
+        if (wrong := refused(request.method, request.headers.items(), self._host, self._token)) is not None:
             raise SearchRefused(*wrong)
         return await handler(request)
 

@@ -7,6 +7,7 @@ made of the labelled rows at the end, whole.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from typing import Any
 
 from posttrain.config.inference import Label
 from posttrain.config.resolve import validate
+from posttrain.core import run_date, user_files
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError
 from posttrain.data.labels import best_rows, flip, pair_row, to_labelled, to_responses
@@ -65,6 +67,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
         lines = opened.enter_context(
             Lines(Path(config.out), _follows_from(config, tasks, labeller, env), config.resume, config.overwrite)
         )
+        opened.enter_context(run_date.begun(lines.day))
         check_continued(lines, tasks)
         for first in range(lines.count, len(tasks), BLOCK):
             block = [tasks[place] for place in range(first, min(len(tasks), first + BLOCK))]
@@ -89,10 +92,10 @@ def check_outputs(config: Label) -> None:
     out = config.out if config.with_ or config.flip or config.human else None
     named = [(name, Path(file)) for name, file in [*derived, ("--out", out), ("--items", config.tasks)] if file]
     for place, (name, file) in enumerate(named):
-        if other := next((n for n, f in named[:place] if f.resolve() == file.resolve()), None):
+        if other := next((n for n, f in named[:place] if user_files.real(f) == user_files.real(file)), None):
             raise UserError(f"{other} and {name} are both {file}: give each a file of its own")
     for name, maybe in derived:
-        if maybe and Path(maybe).exists() and not (config.overwrite or config.resume):
+        if maybe and os.path.exists(maybe) and not (config.overwrite or config.resume):
             raise UserError(f"{name} {maybe} is there already: choose another name, or replace it with --overwrite")
 
 

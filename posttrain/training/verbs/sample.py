@@ -19,7 +19,7 @@ from typing import Any
 from posttrain.config.inference import Sample
 from posttrain.config.resolve import own_judge, validate
 from posttrain.config.service_options import named_services
-from posttrain.core import user_files
+from posttrain.core import run_date, user_files
 from posttrain.core.coerce import convert
 from posttrain.core.component import knob_of
 from posttrain.core.json_text import json_text, number
@@ -111,6 +111,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     say: Callable[[str], None] = (lambda text: None) if config.quiet else print
     with (
         Lines(Path(config.out), _follows_from(config, tasks, paths, env), config.resume, config.overwrite) as lines,
+        run_date.begun(lines.day),
         open_playground(config, env, tasks, device, models=paths) as ground,
         ExitStack() as opened,
     ):

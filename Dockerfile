@@ -30,10 +30,10 @@ ENV OMP_WAIT_POLICY=passive
 
 
 FROM base AS test
-COPY tests/documents.py tests/first_run.py tests/
+COPY tests/helpers/documents.py tests/helpers/first_run.py tests/helpers/
 COPY docs/start/first-run.md docs/start/
 WORKDIR /try
-RUN python /src/tests/first_run.py
+RUN python /src/tests/helpers/first_run.py
 
 
 FROM base AS run

@@ -20,31 +20,31 @@ test-long: .venv/ready
 	$(BIN)/python -m pytest tests -m long
 
 test-vllm: .venv-vllm/ready
-	.venv-vllm/bin/python -m pytest tests/test_vllm.py tests/test_vllm_adapters.py
+	.venv-vllm/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_adapters.py
 
 test-verifiers: .venv/ready .venv-verifiers/ready
-	$(BIN)/python -m pytest tests/test_verifiers_library.py
+	$(BIN)/python -m pytest tests/envs/test_verifiers_library.py
 
 test-openenv: .venv/ready .venv-openenv/ready
-	$(BIN)/python -m pytest tests/test_bridge_servers.py
+	$(BIN)/python -m pytest tests/envs/test_bridge_servers.py
 
 # An hour or two on one core: some 800 small mistakes, one at a time, each against the tests that run its line.
 mutants: .venv/ready
 	mkdir -p runs
-	-$(BIN)/python tests/mutants.py --log runs/mutants.jsonl --resume
-	$(BIN)/python tests/mutants.py --log runs/mutants.jsonl --report docs/results/mutation.md
+	-$(BIN)/python tools/mutants.py --log runs/mutants.jsonl --resume
+	$(BIN)/python tools/mutants.py --log runs/mutants.jsonl --report docs/results/mutation.md
 
 # 10,000 malformed inputs, some 15 minutes on two idle cores.
 fuzz: .venv/ready
-	$(BIN)/python tests/fuzz.py
+	$(BIN)/python tools/fuzz.py
 
 # The tests of the compiled code under the address and undefined-behaviour sanitizers.
 sanitize: .venv/ready
-	$(BIN)/python tests/sanitize.py
+	$(BIN)/python tools/sanitize.py
 
 # A wheel of the tracked files, installed into a new environment and used from there.
 wheel: .venv/ready
-	$(BIN)/python tests/wheel.py
+	$(BIN)/python tools/wheel.py
 
 # The fast tests with the oldest and the newest torch that pyproject.toml allows. PyTorch's own index has the builds for
 # processors; those of PyPI bring CUDA.

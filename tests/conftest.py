@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from places import DATA
 
 from posttrain.core.types import Completion, Rollout, StopReason, Transcript
 from posttrain.models.native.decoder import Decoder, new_decoder
@@ -23,8 +24,6 @@ CHATML = (
 )
 
 torch.set_num_threads(1)  # the models are tiny, and several tests run at once
-
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def bare(patch: pytest.MonkeyPatch) -> None:

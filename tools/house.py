@@ -1,6 +1,6 @@
 """Draws the rooms of the package on their floors: python tools/house.py writes docs/assets/house.svg.
 
-The floors are those that tests/test_imports.py enforces: a room imports from its own floor or a lower one.
+The floors are those that tests/tools/test_imports.py enforces: a room imports from its own floor or a lower one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STYLE = (
 
 def floors() -> list[list[str]]:
     """Names of the rooms, the lowest floor first."""
-    tree = ast.parse((ROOT / "tests" / "test_imports.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "tests" / "tools" / "test_imports.py").read_text(encoding="utf-8"))
     [value] = [
         node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
     ]

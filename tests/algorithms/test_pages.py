@@ -1,0 +1,170 @@
+"""The pages of the documentation are what the tables say, and so is their form as data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from posttrain.algorithms.all_algorithms import EVERY, beside
+from posttrain.algorithms.describe import (
+    as_data,
+    axes,
+    cited,
+    describe,
+    differences,
+    index,
+    objective,
+    page,
+    parts,
+    requirements,
+    settings,
+)
+from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.policy_table import TABLE
+from posttrain.algorithms.preference import Preference
+from posttrain.algorithms.preference_table import PREFERENCES
+from posttrain.algorithms.reward_model_table import SCORINGS
+from posttrain.algorithms.row import Row
+from posttrain.algorithms.settings import change
+from posttrain.cli.main import main
+
+PAGES = ROOT / "docs" / "algorithms"
+ALL = pytest.mark.parametrize("row", EVERY.values(), ids=lambda r: r.name)
+
+
+@ALL
+def test_page_of_every_row_is_what_the_table_says(row: Row) -> None:
+    written = (PAGES / f"{row.name}.md").read_text(encoding="utf-8")
+    assert written == page(row, beside(row)), "write it again: posttrain algorithms --pages docs/algorithms"
+
+
+def test_page_that_leads_to_all_others_is_what_the_tables_say() -> None:
+    written = (PAGES / "index.md").read_text(encoding="utf-8")
+    assert written == index(list(EVERY.values())), "write it again: posttrain algorithms --pages docs/algorithms"
+    assert all(f"[`{row.name}`]({row.name}.md) | {row.idea} |" in written for row in EVERY.values())
+    assert all(0 < len(row.idea.split()) <= 8 for row in EVERY.values())
+
+
+@ALL
+def test_page_fits_one_screen_and_its_curve_exists(row: Row) -> None:
+    text = page(row, beside(row))
+    assert text.count("\n") <= 50
+    curve = f"curves/{row.name}.png"
+    practised = isinstance(row, Algorithm) and row.teacher is None and row.branching is None
+    assert (PAGES / curve).exists() == (curve in text) == practised, "the common task is of rewards, without tools"
+
+
+def test_no_page_is_left_of_a_row_that_is_gone() -> None:
+    assert {p.stem for p in PAGES.glob("*.md")} == {"index", "expected-gradients", *EVERY}
+
+
+@ALL
+def test_every_part_names_its_formula_and_where_it_comes_from(row: Row) -> None:
+    for what, formula, source in parts(row):
+        assert formula and (source or what == "updates per step"), (row.name, what)
+    text = "\n".join(describe(row))
+    assert row.name in text and objective(row) in text
+    assert ("advantage A: " if isinstance(row, Algorithm) else "loss: ") in text
+
+
+def test_difference_from_itself_is_nothing_and_from_grpo_what_the_papers_changed() -> None:
+    grpo = TABLE["grpo"]
+    assert differences(grpo, grpo) == []
+    told = "\n".join(differences(TABLE["dapo"], grpo))
+    for word in ("1.28", "sum_j n_j", "unequal rewards", "cut off", "KL to the reference, in the loss: none"):
+        assert word in told
+
+
+@ALL
+def test_data_of_a_row_is_json_with_every_default(row: Row) -> None:
+    data = as_data(row)
+    assert json.loads(json.dumps(data)) == data
+    assert data["name"] == row.name and data["paper"] == row.paper and len(data["parts"]) == len(parts(row))
+    known = {"epochs", "surrogate"} if isinstance(row, Algorithm) else {"link", "denominator"}
+    known |= {"link.beta", "score"} if isinstance(row, Preference) else set()
+    assert known <= data["settings"].keys()
+
+
+@ALL
+def test_settings_as_they_are_listed_change_nothing_when_they_are_given(row: Row) -> None:
+    given = dict(line.split()[0].split("=", 1) for line in settings(row))
+    assert change(row, given) == row
+    assert given.keys() == as_data(row)["settings"].keys()
+
+
+def test_algorithms_verb_prints_the_table_a_row_and_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithms", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(EVERY)
+    assert main(["algorithms", "dapo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == as_data(TABLE["dapo"])
+    assert main(["algorithms", "dapo"]) == 0
+    assert "differences from grpo:" in capsys.readouterr().out
+    assert main(["algorithms", "dpo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == as_data(PREFERENCES["dpo"])
+    assert main(["algorithms", "ipo"]) == 0
+    shown = capsys.readouterr().out
+    assert "differences from dpo:" in shown and "link.beta=0.1   --beta" in shown and "s_w, s_l" in shown
+
+
+def test_algorithms_verb_finds_rows_of_both_kinds_and_names_both_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from posttrain.algorithms.links import Hinge\n"
+        "from posttrain.algorithms.preference import Preference\n"
+        "mine = Preference('mine', 'Mine', link=Hinge(0.5))\n"
+        "nothing = 3\n"
+    )
+    assert main(["algorithms", "own.py:mine"]) == 0
+    assert "max(0, 1 - x), x = 0.5 (s_w - s_l)" in capsys.readouterr().out
+    assert main(["algorithms", "own.py:nothing"]) == 2
+    told = capsys.readouterr().err
+    assert "an Algorithm(...) of posttrain.algorithms.policy or a Preference(...)" in told and told.count("\n") == 1
+    assert main(["algorithms", "simp"]) == 2
+    told = capsys.readouterr().err
+    assert "did you mean 'simpo'" in told and "grpo, " in told and "bco" in told
+
+
+def test_names_of_the_tables_are_different() -> None:
+    assert len(EVERY) == len(TABLE) + len(PREFERENCES) + len(SCORINGS)
+
+
+@pytest.mark.parametrize("row", PREFERENCES.values(), ids=lambda r: r.name)
+def test_options_on_a_page_give_the_formula_that_stands_beside_them(row: Preference) -> None:
+    for option, said, source in axes(row):
+        name, _, value = option.removeprefix("--").partition(" ")
+        changed = change(row, {name: value or "true"})
+        assert source and any(formula in said for _, formula, _ in parts(changed)), option
+    offered = {option.split()[0] for option, _, _ in axes(row)}
+    assert ("--divergence" in offered) == ("ref" in row.score.formula)
+    assert ("--tail" in offered) == (row.name not in ("orpo", "kto"))
+
+
+def test_requirements_tell_each_row_once_and_what_it_needs() -> None:
+    found = {}
+    for line in requirements(EVERY.values())[2:]:
+        names, *needed = (cell.strip() for cell in line.strip("|").split("|"))
+        found |= dict.fromkeys(names.replace("`", "").split(", "), needed)
+    assert found.keys() == EVERY.keys()
+    assert found["ppo"] == ["yes", "yes", "yes", "yes", "prompts"]
+    assert found["dr-grpo"] == ["yes", "yes", "no", "no", "prompts"]
+    assert found["dpo"] == ["no", "no", "no", "yes", "comparisons of responses"]
+    assert found["simpo"] == ["no", "no", "no", "no", "comparisons of responses"]
+    assert found["kto"][3:] == ["yes", "labels of single responses, or comparisons"]
+
+
+@pytest.mark.parametrize(("columns", "papers"), [(80, False), (200, True)])
+def test_table_of_algorithms_is_as_wide_as_the_screen(
+    columns: int, papers: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["algorithms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(EVERY) + 6 and max(map(len, lines)) <= columns
+    for row in EVERY.values():
+        [line] = [line for line in lines if line.split()[0] == row.name]
+        assert row.idea in line and (cited(row) in line) == papers

@@ -1,1 +1,0 @@
-"""Small mistakes put into the package one at a time, and whether a test notices. See `tests/mutants.py`."""

@@ -1,0 +1,75 @@
+"""recipes/algorithms.py: its task is fair, its settings exist, and its report says what was found."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from places import ROOT
+
+from posttrain.config.resolve import filled, validate
+from posttrain.config.training import RL, SFT
+from posttrain.core.types import UserError
+from posttrain.envs.builtin import arithmetic
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))  # as when it is run as a script
+    spec = importlib.util.spec_from_file_location("algorithms_recipe", ROOT / "recipes" / "algorithms.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+
+
+def result(row: str, seed: int, after: float) -> dict[str, Any]:
+    return {
+        **{"row": row, "seed": seed, "before": 0.6, "after": after, "interval": [after - 0.01, after + 0.01]},
+        **{"seconds": 10.0, "steps": 20, "curve": [[0, 0.6], [10, 0.8], [20, after]], "settings": {}},
+        **{"end": "2026-01-01T00:00:00+00:00", "git": {"revision": "0123456789", "dirty": False}},
+        **{"versions": {"python": "3.11", "torch": "2.13"}, "machine": {"platform": "Linux", "cores": 2}},
+    }
+
+
+def test_demonstrators_forget_a_third_of_the_time_and_show_no_held_out_sum(recipe: ModuleType) -> None:
+    practice = recipe.practice(0)
+    right = {t["prompt"]: t["answer"] for t in practice}
+    rows = recipe.demonstrations(practice, 0)
+    assert not {r["prompt"] for r in rows} & {t["prompt"] for t in recipe.unseen(0)}
+    told = [r for r in rows if not r["prompt"].endswith("+0=")]  # forgetting a 0 changes nothing
+    wrong = [r for r in told if r["response"] != right[r["prompt"]]]
+    assert len(wrong) / len(told) == pytest.approx(recipe.FORGETS, abs=0.01)
+    for row in wrong[:100]:
+        short = row["prompt"].rstrip("=").rpartition("+")[0]
+        assert arithmetic.reward({"answer": str(sum(map(int, short.split("+"))))}, row["response"]) == 1.0
+
+
+def test_every_row_has_settings_that_exist(recipe: ModuleType) -> None:
+    assert set(recipe.OWN) <= set(recipe.TABLE)
+    validate(SFT(tasks="x", **recipe.IMITATION))
+    for row in recipe.TABLE:
+        validate(
+            filled(RL, {"tasks": "x", "env": "arithmetic", "model": "x", "algorithm": row, **recipe.settings(row)})
+        )
+
+
+def test_the_report_tells_every_seed_the_interval_and_who_learned(recipe: ModuleType, tmp_path: Path) -> None:
+    found = {
+        "grpo": {seed: result("grpo", seed, after) for seed, after in enumerate((0.95, 0.96, 0.97))},
+        "rloo": {0: result("rloo", 0, 0.85)},
+    }
+    text = recipe.report(found, tmp_path).read_text()
+    assert "| 0.950, 0.960, 0.970 | 0.960 [0.935, 0.985] |" in text  # 4.303 * 0.01 / sqrt(3) = 0.0248
+    assert "1 of 2 rows are above 0.9 with every seed" in text
+    for picture in ("results/algorithms.png", "algorithms/curves/grpo.png", "algorithms/curves/rloo.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_of_nothing_is_refused(recipe: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run is finished"):
+        recipe.report({}, tmp_path)

@@ -1,0 +1,259 @@
+"""Who imports whom: a room imports its own floor or a lower one, no circles, a name is used once, heavy libraries have
+one home."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from places import ROOT
+
+PACKAGE = ROOT / "posttrain"
+FLOORS = (
+    {"core"},
+    {"system"},
+    {"sandbox"},
+    {"data", "verify"},
+    {"models"},
+    {"engines", "learners"},
+    {"envs"},
+    {"algorithms"},
+    {"config"},
+    {"runs"},
+    {"training", "services"},
+    {"apps"},
+    {"cli"},
+    {"__main__"},
+)
+"""The rooms of the package, the lowest first. The front door, `__init__`, reaches up to the verbs when called."""
+
+HOMES = {
+    "transformers": ("models/",),
+    "bitsandbytes": ("models/native/quantized.py",),
+    "huggingface_hub": ("models/", "system/hub.py"),
+    "tokenizers": ("models/",),
+    "jinja2": ("models/tokenizer/",),
+    "PIL": ("core/pictures.py",),
+    "safetensors": ("models/",),
+    "datasets": ("data/",),
+    "pyarrow": ("data/", "runs/record/", "apps/view/"),
+    "duckdb": ("runs/record/", "apps/view/"),
+    "math_verify": ("verify/",),
+    "sympy": ("verify/",),
+    "matplotlib": ("runs/curves.py",),
+    "tensorboardX": ("runs/events.py",),
+    "rich": ("runs/terminal/", "cli/rank_command.py"),
+    "cyclopts": ("cli/",),
+    "vllm": ("engines/vllm/vllm_worker.py", "engines/pool/nccl_transfer.py"),
+    "ray": ("engines/pool/ray_engines.py",),
+    "rapidfuzz": ("training/sources/diversity.py", "verify/", "apps/audit/shared_phrases.py"),
+    "httpcore2": ("system/http_connection.py", "system/endpoint.py"),
+    "aiohttp": (
+        "engines/serving/",
+        "services/retrieval/search_server.py",
+        "system/http_server.py",
+        "apps/view/web_server.py",
+    ),
+    "verifiers": ("envs/bridges/verifiers_side.py",),
+    "bm25s": ("services/retrieval/bm25.py",),
+    "faiss": ("services/retrieval/dense.py",),
+    "jsonschema": ("verify/", "services/", "envs/tools.py"),
+    "docstring_parser": ("envs/tool_schemas.py",),
+    "referencing": ("verify/",),
+    "reasoning_gym": ("envs/bridges/reasoning.py",),
+    "gymnasium": ("envs/bridges/gym.py",),
+    "textarena": ("envs/bridges/arena.py",),
+    "websockets": ("envs/bridges/openenv.py",),
+    "mcp": ("envs/bridges/mcp_tools.py",),
+    "mcp_types": ("envs/bridges/mcp_tools.py",),
+    "py3langid": ("verify/",),
+    "torch.distributed": ("learners/process_group.py", "learners/fsdp.py"),
+}
+"""Where each heavy library may be imported."""
+
+LIGHT = ("core/", "system/", "data/", "verify/", "sandbox/", "envs/", "algorithms/", "config/", "runs/", "apps/audit/",
+         "apps/planning/", "services/retrieval/", "services/retriever.py", "engines/serving/requests.py",
+         "training/figures.py", "training/sources/diversity.py", "training/sources/packing.py",          
+         "cli/main.py", "cli/commands.py", "cli/training_commands.py", "cli/inspect_commands.py", "cli/write_types.py",
+         "cli/command_table.py", "cli/help_pages.py", "cli/init_command.py")  # fmt: skip
+"""What imports no torch when it is imported itself, so that --help and check start at once."""
+
+SEAMS = {"Engine", "Learner", "Model", "Objective", "Service", "Source", "World"}
+"""The protocols of `core/protocols.py` that the loop and the sources know: nothing else bears these names."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(PACKAGE))
+
+
+@cache
+def imports(file: Path) -> tuple[tuple[str, bool], ...]:
+    """(full name, whether it is imported with the module): not those for type checking, and False within functions."""
+    found: list[tuple[str, bool]] = []
+
+    def walk(node: ast.AST, at_once: bool) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, at_once) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{file}: imports are absolute"
+            found.extend((f"{node.module}.{alias.name}", at_once) for alias in node.names)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            walk(child, at_once and not inside)
+
+    walk(ast.parse(file.read_text(encoding="utf-8")), True)
+    return tuple(found)
+
+
+def file_of(name: str) -> Path | None:
+    """The file of the package that a full name belongs to: a module, or something in one."""
+    parts = name.split(".")
+    if parts[0] != "posttrain":
+        return None
+    for length in (len(parts), len(parts) - 1):
+        place = PACKAGE.joinpath(*parts[1:length])
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if length > 1 and file.exists():
+                return file
+    assert parts[1:] == ["__version__"], f"{name}: inside the package, import it from where it is defined"
+    return None
+
+
+def room_of(file: Path) -> str:
+    return Path(name_of(file)).parts[0].removesuffix(".py")
+
+
+def inner_room_of(file: Path) -> str:
+    """The folder within a room, or the file itself where it stands beside such folders."""
+    return "/".join(Path(name_of(file)).parts[:2])
+
+
+def floor_of(room: str) -> int:
+    floors = [number for number, rooms in enumerate(FLOORS) if room in rooms]
+    assert len(floors) == 1, f"posttrain/{room} has no floor: give it one here and in docs/architecture.md"
+    return floors[0]
+
+
+def arrows() -> list[tuple[Path, Path]]:
+    """(file, file that it imports), for all of the package, the front door excepted."""
+    found = []
+    for file in FILES:
+        if file != PACKAGE / "__init__.py":
+            targets = {target for name, _ in imports(file) if (target := file_of(name)) not in (None, file)}
+            found.extend((file, target) for target in targets if target)
+    return found
+
+
+def circles(arrows: Iterable[tuple[str, str]]) -> list[set[str]]:
+    """Sets of nodes each of which leads to all others of its set."""
+    ahead: Mapping[str, set[str]] = defaultdict(set)
+    for source, target in arrows:
+        ahead[source].add(target)
+
+    def reached(node: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [node]
+        while waiting:
+            new = ahead.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    found: list[set[str]] = []
+    all_reached = {node: reached(node) for node in list(ahead)}
+    for node, seen in all_reached.items():
+        circle = {other for other in seen if node in all_reached.get(other, set())}
+        if len(circle) > 1 and circle not in found:
+            found.append(circle)
+    return found
+
+
+def test_room_imports_its_own_floor_or_a_lower_one() -> None:
+    at_once = {name.split(".")[1] for name, now in imports(PACKAGE / "__init__.py") if now and "posttrain." in name}
+    assert at_once == {"core", "config"}, "the front door loads what it needs when it is called"
+    verbs = {name.split(".")[0] for name, _ in imports(PACKAGE / "config" / "verbs.py")}
+    assert not imports(PACKAGE / "config" / "__init__.py") and verbs == {"__future__", "importlib", "typing"}
+    for file, target in arrows():
+        own, other = room_of(file), room_of(target)
+        if target != PACKAGE / "__init__.py":
+            assert floor_of(other) <= floor_of(own), (
+                f"{name_of(file)} may not import {name_of(target)}: it stands higher"
+            )
+
+
+def test_no_circle_between_rooms_folders_or_files() -> None:
+    found = arrows()
+    rooms = {(room_of(a), room_of(b)) for a, b in found if room_of(a) != room_of(b) and b != PACKAGE / "__init__.py"}
+    inner = {(inner_room_of(a), inner_room_of(b)) for a, b in found if inner_room_of(a) != inner_room_of(b)}
+    assert circles(rooms) == []
+    assert circles(inner) == []
+    assert circles((name_of(a), name_of(b)) for a, b in found) == []
+
+
+def test_circle_is_found() -> None:
+    assert circles([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")]) == [{"a", "b", "c"}]
+
+
+def test_module_and_public_class_names_are_used_once() -> None:
+    modules = Counter(file.stem for file in FILES if file.stem not in ("__init__", "__main__"))
+    classes = Counter(
+        node.name
+        for file in FILES
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in modules.items() if count > 1] == []
+    assert [name for name, count in classes.items() if count > 1] == []
+    assert set(classes) >= SEAMS
+
+
+def test_heavy_libraries_have_one_home_each() -> None:
+    for file in FILES:
+        for name, _ in imports(file):
+            for library, homes in HOMES.items():
+                if f"{name}.".startswith(f"{library}."):
+                    assert name_of(file).startswith(homes), (
+                        f"{name_of(file)}: {library} belongs into {', '.join(homes)}"
+                    )
+
+
+def test_light_modules_name_no_torch_at_their_top() -> None:
+    light = [file for file in FILES if name_of(file).startswith(LIGHT)]
+    assert len(light) > len(LIGHT)
+    for file in light:
+        heavy = [name for name, at_once in imports(file) if at_once and name.split(".")[0] == "torch"]
+        assert not heavy, f"{file}: {heavy}"
+
+
+def test_light_modules_load_no_torch_by_any_way() -> None:
+    light = [name_of(file) for file in FILES if name_of(file).startswith(LIGHT)]
+    modules = ["posttrain." + name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in light]
+    code = f"import sys, {', '.join(modules)}; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'tokenizers')])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_nobody_outside_of_models_asks_which_kind_a_model_is() -> None:
+    """What differs between them is asked of the model: see `Model.decoder`, and `Backbone`."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+    classes = [node for file, tree in trees.items() if room_of(file) == "models" for node in tree.body
+               if isinstance(node, ast.ClassDef)]  # fmt: skip
+    kinds, before = {"nn.Module", "Model"}, 0
+    while len(kinds) > before:
+        before = len(kinds)
+        kinds |= {node.name for node in classes if any(ast.unparse(base) in kinds for base in node.bases)}
+    assert kinds >= {"Backbone", "Decoder", "Backed", "RewardModel", "ValueModel", "Linear", "QuantizedLinear"}
+    for file, tree in trees.items():
+        for node in ast.walk(tree) if room_of(file) != "models" else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                asked = {ast.unparse(name) for name in ast.walk(node.args[1])} & (kinds - {"nn.Module"})
+                assert not asked, f"{name_of(file)}:{node.lineno} asks whether something is a {', '.join(asked)}"

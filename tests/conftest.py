@@ -29,7 +29,8 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 def bare(patch: pytest.MonkeyPatch) -> None:
     """Trainings without what takes longer than most of them do here and changes none: curves, and full collections."""
-    patch.setattr(loop, "gc", SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze))
+    kept = {name: getattr(gc, name) for name in ("freeze", "unfreeze", "get_threshold", "set_threshold")}
+    patch.setattr(loop, "gc", SimpleNamespace(collect=lambda: 0, **kept))
     patch.setattr(trainer, "curves", lambda folder: None)
 
 

@@ -28,7 +28,8 @@ torch.set_num_threads(1)  # the models are tiny, and several tests run at once
 
 def bare(patch: pytest.MonkeyPatch) -> None:
     """Trainings without what takes longer than most of them do here and changes none: curves, and full collections."""
-    patch.setattr(loop, "gc", SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze))
+    kept = {name: getattr(gc, name) for name in ("freeze", "unfreeze", "get_threshold", "set_threshold")}
+    patch.setattr(loop, "gc", SimpleNamespace(collect=lambda: 0, **kept))
     patch.setattr(trainer, "curves", lambda folder: None)
 
 

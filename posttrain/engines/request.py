@@ -7,13 +7,12 @@ its text is are decided here, with the run's own tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from posttrain.core.types import Completion, Media, Sampling, StopReason, UserError
+from posttrain.core.types import Completion, Media, Sampling, StopReason, UserError, value_type
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
+@value_type
 class Request:
     """One reply that an engine owes."""
 

@@ -26,6 +26,7 @@ def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcrip
         transcript.spans = [*before, span]
     else:
         transcript.spans = [*before, *transcript.spans[last:]]
+    transcript.n_scored = span.length
     return transcript
 
 

@@ -14,6 +14,8 @@ from queue import SimpleQueue
 from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.protocols import Learner, Objective, Source
 
+YOUNG = 50_000  # objects that are made before Python looks for cycles among them: a step makes as many in passing
+
 Hook = Callable[["FinishedStep"], bool | None]
 """What is called after a step. True: training ends here."""
 
@@ -45,6 +47,8 @@ def train(
     """Run steps `first` to `steps`; returns the number of the last one done. Stops early after an interruption."""
     gc.collect()
     gc.freeze()  # models and libraries stay: without this, full collections walk through all of them every few steps
+    before = gc.get_threshold()
+    gc.set_threshold(YOUNG, *before[1:])
     number, updated = first - 1, time.perf_counter()
     while number < steps:
         number += 1
@@ -64,6 +68,7 @@ def train(
         ended = [hook(FinishedStep(step, stats, seconds, last, between, fed)) for hook in hooks]
         if last or any(ended):
             break
+    gc.set_threshold(*before)
     gc.unfreeze()
     return number
 

@@ -292,16 +292,17 @@ def _timing(trained: FinishedStep) -> dict[str, float]:
     given = not trained.step.played  # rows, of which prompts are read and responses learned
     speeds = {"learned": trained.step.tokens, "read": trained.fed} if given else {"sampled": trained.step.tokens}
     timing |= {f"tokens_per_second/{name}": tokens / taken for name, tokens in speeds.items()}
-    turns = Stats()
+    took: dict[str, list[float]] = {"environment": [], "reply": []}
     for rollout in trained.step.played:
         for turn in rollout.turns:
-            if not turn.seconds:  # it was played before the run was resumed
-                continue
-            who = "reply" if turn.kind is SpanKind.SAMPLED else "environment"
-            turns.add(f"seconds/turn/{who}", turn.seconds)
-            turns.add(f"seconds/turn/{who}/max", turn.seconds)
+            if turn.seconds:  # else it was played before the run was resumed
+                took["reply" if turn.kind is SpanKind.SAMPLED else "environment"].append(turn.seconds)
+    for who, turns in took.items():
+        timing |= (
+            {f"seconds/turn/{who}": sum(turns) / len(turns), f"seconds/turn/{who}/max": max(turns)} if turns else {}
+        )
     timing |= {"seconds/between": trained.between, "update/tokens": trained.fed}
-    return {**timing, **turns.means(), **trained.step.counts, **trained.step.work}
+    return {**timing, **trained.step.counts, **trained.step.work}
 
 
 def _options(config: Training) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -55,6 +56,14 @@ class Fake:
 
     def run(self, first: int, steps: int, *hooks: Any, **how: Any) -> int:
         return train(self, self, "objective", hooks, first=first, steps=steps, **how)  # type: ignore[arg-type]
+
+
+def test_cycles_are_looked_for_seldom_while_a_training_runs_and_as_before_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, within = gc.get_threshold(), []
+    Fake(monkeypatch).run(1, 1, lambda _: within.append(gc.get_threshold()))
+    assert within[0][0] == loop.YOUNG and gc.get_threshold() == before
 
 
 def test_every_step_is_produced_learned_from_and_told_of_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

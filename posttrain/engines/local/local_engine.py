@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -218,8 +218,8 @@ class LocalEngine:
         if fresh < len(self.running):
             logits = torch.stack([self.prefixes[r.prompt].logits for r in self.running[fresh:]])
             self._choose(logits, slice(fresh, len(self.running)))
-        still = Counter(r.prompt for r in self.waiting)
-        self.prefixes = {p: x for p, x in self.prefixes.items() if still[p]}
+        still = {r.prompt for r in self.waiting}
+        self.prefixes = {p: x for p, x in self.prefixes.items() if p in still}
 
     def _go_on(self, slots: range) -> None:
         """Compute what these slots were given behind what was kept of them, but for the last token: that is decoded."""
@@ -356,9 +356,9 @@ class LocalEngine:
 
     def _reached_stop(self, count: int) -> set[int]:
         """Slots whose text has just reached one of their stop strings."""
-        slots = [s for s in range(count) if self.running[s].sampling.stop]
-        if not slots:
+        if not self._rows.any_stop:
             return set()
+        slots = [s for s in range(count) if self.running[s].sampling.stop]
         window = stop_window(s for slot in slots for s in self.running[slot].sampling.stop)
         index = torch.tensor(slots, device=self.device)
         sampled = self._rows.count[index][:, None]

@@ -18,10 +18,12 @@ class _Asked(NamedTuple):
     greedy: bool
     top_p: bool
     top_k: bool
+    stop: bool
 
     @classmethod
     def of(cls, sampling: Sampling) -> _Asked:
-        return cls(sampling.temperature != 1, sampling.temperature == 0, sampling.top_p < 1, sampling.top_k > 0)
+        tempered, greedy = sampling.temperature != 1, sampling.temperature == 0
+        return cls(tempered, greedy, sampling.top_p < 1, sampling.top_k > 0, bool(sampling.stop))
 
     @property
     def filtered(self) -> bool:
@@ -69,6 +71,7 @@ class RunningBatch:
 
     def append(self, requests: list[Request], context: int) -> None:
         sampling = [r.sampling for r in requests]
+        asked = [_Asked.of(s) for s in sampling]
         budget = [r.budget(context) for r in requests]
         new = {
             "token": torch.tensor([r.own[-1] if r.own else 0 for r in requests]),
@@ -80,7 +83,7 @@ class RunningBatch:
             "temperature": torch.tensor([s.temperature for s in sampling], dtype=torch.float32),
             "top_p": torch.tensor([s.top_p for s in sampling], dtype=torch.float32),
             "top_k": torch.tensor([s.top_k for s in sampling]),
-            "filtered": torch.tensor([_Asked.of(s).filtered for s in sampling]),
+            "filtered": torch.tensor([a.filtered for a in asked]),
             "ended": torch.zeros(len(requests), dtype=torch.bool),
         }
         for name, column in new.items():
@@ -95,7 +98,7 @@ class RunningBatch:
         self.slot = torch.arange(total, device=self.device)
         # what is new samples its first token before anything is decoded; what goes on does so by decoding
         self.longest = max(self.longest, *(max(1, len(r.own)) for r in requests))
-        self._asked += map(_Asked.of, sampling)
+        self._asked += asked
         self._note()
 
     def record(self, rows: slice | Tensor, token: Tensor, logp: Tensor, eos: Tensor) -> None:
@@ -134,6 +137,7 @@ class RunningBatch:
         self.any_greedy = any(a.greedy for a in asked)
         self.any_top_p = any(a.top_p for a in asked)
         self.any_top_k = any(a.top_k for a in asked)
+        self.any_stop = any(a.stop for a in asked)
         self.filtered_slots: Tensor | None = None
         """int64 [n], of requests whose logits are filtered by top-p or top-k; None: there are none."""
         if self.any_top_p or self.any_top_k:

@@ -29,7 +29,7 @@ class Context:
         self._earlier: tuple[Any, ...] = ()  # what all of this was before the last turn
         self.messages: list[Mapping[str, Any]] | None = []  # given and said; None: not all of it was messages
         self._stop: tuple[str, ...] = ()  # of the last turn
-        self.text: str | None = ""  # the same of text
+        self._texts: tuple[str | Completion, ...] | None = ()  # the same of text
 
     def branch(self) -> Context:
         """Another one that begins with all of this."""
@@ -39,7 +39,7 @@ class Context:
 
     def read(self, turn: Turn) -> list[int]:
         """The tokens that put a turn before the policy."""
-        self._earlier = vars(self.conversation).copy(), self.messages, self.text, self._stop
+        self._earlier = vars(self.conversation).copy(), self.messages, self._texts, self._stop
         if turn.tokens is not None:
             tokens, self.conversation.seen = list(turn.tokens), ()
             self.tokenizer.check_tokens(tokens)
@@ -51,7 +51,7 @@ class Context:
     def take_back(self) -> None:
         """What was read last was not put before the policy."""
         if self._earlier:
-            conversation, self.messages, self.text, self._stop = self._earlier
+            conversation, self.messages, self._texts, self._stop = self._earlier
             vars(self.conversation).update(conversation)
 
     def reply(self, completion: Completion, said: Reply, learn: bool) -> None:
@@ -60,9 +60,8 @@ class Context:
         if self.messages is not None:
             calls = [call.id for call in said.tool_calls if call.problem is None and self.conversation.tools]
             self.messages = [*self.messages, {"said": said, "calls": calls, "stop": self._stop}]
-        if self.text is not None:
-            whole = self.tokenizer.decode(completion.tokens) == completion.text
-            self.text = self.text + completion.text if whole else None  # a text does not tell of what it lacks
+        if self._texts is not None:
+            self._texts = (*self._texts, completion)
 
     def rest(self, turn: Turn) -> Turn | None:
         """What of the turn, which is the whole of a context, is new here; None where it does not continue this one."""
@@ -75,8 +74,19 @@ class Context:
             begins = 0 < count < len(turn.messages) and (turn.tools or None) == (self.conversation.tools or None)
             begins = begins and all(map(_same, self.messages or (), turn.messages))
             return replace(turn, messages=turn.messages[count:]) if begins else None
-        begins = bool(self.text) and (turn.text or "").startswith(self.text or "")
-        return replace(turn, text=(turn.text or "")[len(self.text or "") :]) if begins else None
+        before, text = self._whole_text(), turn.text or ""
+        return replace(turn, text=text[len(before) :]) if before and text.startswith(before) else None
+
+    def _whole_text(self) -> str:
+        """All of this as text; "" where it is none, or where a text does not tell of all that was sampled."""
+        replies = [part for part in self._texts or () if isinstance(part, Completion)]
+        if any(self.tokenizer.decode(reply.tokens) != reply.text for reply in replies):
+            self._texts = None
+        if self._texts is None:
+            return ""
+        whole = "".join(part.text if isinstance(part, Completion) else part for part in self._texts)
+        self._texts = (whole,)
+        return whole
 
     def shown(self, turn: Turn) -> None:
         """A turn is put before the policy."""
@@ -85,7 +95,7 @@ class Context:
             self.messages = None
         elif self.messages is not None:
             self.messages = [*self.messages, *turn.messages]
-        self.text = None if turn.text is None or self.text is None else self.text + turn.text
+        self._texts = None if turn.text is None or self._texts is None else (*self._texts, turn.text)
 
 
 def placed(turn: Turn, contexts: Sequence[Context]) -> tuple[Turn, Context | None]:

@@ -11,12 +11,23 @@ import math
 import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from posttrain.core.messages import short
 from posttrain.core.pictures import PictureError, has_parts, parts
-from posttrain.core.types import ROLES, Ask, Graded, Invalid, InvalidKind, Sides, SpanReward, Turn, UserError
+from posttrain.core.types import (
+    ROLES,
+    Ask,
+    Graded,
+    Invalid,
+    InvalidKind,
+    Sides,
+    SpanReward,
+    Turn,
+    UserError,
+    value_type,
+)
 
 MOST_REWARD = 1e6
 """Rewards beyond this, in absolute value, are invalid: gradients made of them are noise, or not finite."""
@@ -35,7 +46,7 @@ LONGEST_REASON = 1000  # characters of a reason that are kept
 EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them, Graded, Sides, or Invalid(reason)"
 
 
-@dataclass(frozen=True)
+@value_type
 class Done:
     """The episode is over: what it earned, the named parts of that, and what parts of its replies earned besides."""
 

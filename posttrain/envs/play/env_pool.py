@@ -80,7 +80,7 @@ def _own(said: Any) -> Any:
     return said if isinstance(said, Reply) else deepcopy(said)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Episode:
     id: int  # the caller's
     number: int  # of all that this pool began
@@ -93,7 +93,7 @@ class _Episode:
     killed: int = 0  # times that its process was ended from outside while it was in it
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Order:
     """What a worker is to do: the next step of an episode, or to forget it."""
 
@@ -203,6 +203,7 @@ class EnvPool:
         self._folder = os.getcwd()  # workers started later are to find the same files
         self._episodes: dict[int, _Episode] = {}  # by the caller's id
         self._begun = 0
+        self._waiting = 0  # episodes of which a command is unanswered
         self._events: list[tuple[int, Event]] = []
         self._queue: deque[_Order] = deque()  # for any worker, or until it is known whether it is a plain reward
         self._workers: list[_Worker] = []
@@ -292,7 +293,7 @@ class EnvPool:
     @property
     def pending(self) -> int:
         """Starts and sends whose event `poll` has not returned yet."""
-        return len(self._events) + sum(episode.waiting for episode in self._episodes.values())
+        return len(self._events) + self._waiting
 
     @property
     def single_turn(self) -> bool:
@@ -326,6 +327,7 @@ class EnvPool:
         self.close()
 
     def _ask(self, episode: _Episode) -> None:
+        self._waiting += 1
         first = opening(episode.task) if self._single_turn and not episode.sent else None
         if self._stage is not None:
             began = time.perf_counter()
@@ -369,6 +371,7 @@ class EnvPool:
     def _answer(self, episode: _Episode, event: Event) -> None:
         self._events.append((episode.id, event))
         episode.waiting = False
+        self._waiting -= 1
         if isinstance(event, Done):
             del self._episodes[episode.id]
 
@@ -417,17 +420,21 @@ class EnvPool:
         if not worker.queue:
             return
         commands = []
+        pickled: dict[int, bytes] = {}  # by the identity of a task: a group shares its own
+        now = time.monotonic()
         for order in worker.queue:
             episode = order.episode
             sent, recorded = episode.sent[-1:], dict[int, Any]()
-            task = None if episode.placed or order.drop else self._pickled(episode.task)
-            if task is not None:
+            task: bytes | None = None
+            if not (episode.placed or order.drop):
+                key = id(episode.task)
+                task = pickled[key] = pickled.get(key) or self._pickled(episode.task)
                 sent, recorded = episode.sent, episode.recorded
             commands.append(
                 WorkerCommand(episode.number, task, () if order.drop else tuple(sent), order.drop, recorded)
             )
             episode.placed = not order.drop
-            order.since = time.monotonic()
+            order.since = now
             worker.sent[episode.number] = order
         worker.queue.clear()
         worker.unsent += framed(pickle.dumps(commands))
@@ -505,6 +512,7 @@ class EnvPool:
         if self._single_turn is None:
             self._single_turn = message.single_turn
             orders, self._queue = self._queue, deque()
+            self._waiting -= len(orders)
             for order in orders:  # all of them starts
                 self._ask(order.episode)
 

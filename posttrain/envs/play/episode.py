@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from posttrain.core.conversation import TextEncoder
@@ -25,12 +25,13 @@ from posttrain.core.types import (
     ToolCall,
     Transcript,
     Turn,
+    value_type,
 )
 from posttrain.envs.play.contexts import Context, placed, positions
 from posttrain.envs.play.env_outputs import Done
 
 
-@dataclass(frozen=True)
+@value_type
 class Episode:
     """One rollout to be played."""
 
@@ -59,11 +60,13 @@ def content_text(message: Mapping[str, Any]) -> str:
 
 def last_asked(messages: Sequence[Mapping[str, Any]]) -> str:
     """What the user said last, or whoever spoke last where none did: what tells prompts of messages apart."""
-    said = [message for message in messages if message["role"] == "user"] or list(messages)
-    return content_text(said[-1]) if said else ""
+    if not messages:
+        return ""
+    said = [message for message in messages if message["role"] == "user"] or messages
+    return content_text(said[-1])
 
 
-@dataclass(frozen=True)
+@value_type
 class _Said:
     """A reply as the environment had it."""
 
@@ -107,7 +110,7 @@ class RunningEpisode:
 
     @property
     def n_sampled(self) -> int:
-        return sum(t.n_sampled for t in self.transcripts)
+        return sum([c.transcript.n_sampled for c in self.contexts])
 
     @property
     def stop(self) -> StopReason:
@@ -155,17 +158,18 @@ class RunningEpisode:
             self.contexts.append(self.context)
         tokens = tokens or ()
         transcript = self.context.transcript
-        messages = turn.messages or ()
-        kind = SpanKind.OBSERVATION if len(transcript) else SpanKind.PROMPT
-        if is_tool(turn) and len(transcript):
+        messages, before = turn.messages or (), len(transcript.tokens)
+        kind = SpanKind.OBSERVATION if before else SpanKind.PROMPT
+        if before and is_tool(turn):
             kind = SpanKind.TOOL
             self.tool_answers += bool(tokens)
         text = turn.text if turn.text is not None else "\n".join(map(content_text, messages))
-        self._asked.setdefault(self.side, last_asked(messages))
+        if self.side not in self._asked:
+            self._asked[self.side] = last_asked(messages)
         if turn.tokens is not None:
             text = self.tokenizer.decode(tokens)
         self._note(kind, text, len(tokens), turn.reward, seconds, cut if tokens else 0)
-        before, seen = len(transcript), self.context.conversation.seen if tokens else ()
+        seen = self.context.conversation.seen if tokens else ()
         transcript.observe(tokens, kind, [replace(m, start=m.start + before) for m in seen])
         self._learn = turn.learn
 
@@ -228,9 +232,11 @@ class RunningEpisode:
         places = [place for place, context in enumerate(self.contexts) if context.side == side]
         transcripts = [self.contexts[place].transcript for place in places]
         number = {place: own for own, place in enumerate(places)}  # of a context among those of the side
-        turns = [replace(turn, transcript=number[turn.transcript]) for turn in self.turns if turn.transcript in number]
+        turns = self.turns  # where all contexts are of this side, their numbers are its own
+        if len(places) < len(self.contexts):
+            turns = [replace(turn, transcript=number[turn.transcript]) for turn in turns if turn.transcript in number]
         earned, reward = [step for step in self.steps if step[0] in number], done.reward
-        if not isinstance(reward, Invalid):
+        if done.spans and not isinstance(reward, Invalid):
             spans = self._placed(done.spans, side, shared)
             if isinstance(spans, Invalid):
                 reward, done = spans, Done(spans)
@@ -239,7 +245,7 @@ class RunningEpisode:
         steps = positions([(number[place], scored, value) for place, scored, value in earned], transcripts)
         if not isinstance(reward, Invalid):
             steps.sort(key=lambda step: step[0])
-            reward += sum(value for _, value in steps)
+            reward += sum([value for _, value in steps])
         return Rollout(
             task=self.episode.task,
             group=self.episode.group,
@@ -249,7 +255,7 @@ class RunningEpisode:
             steps=steps,
             stop=self._stops.get(side, StopReason.EOS),
             turns=turns,
-            text="".join(said.text for said in self.replies if said.side == side),
+            text="".join([said.text for said in self.replies if said.side == side]),
             prompt=turns[0].text if turns else "",
             asked=self._asked.get(side, ""),
             answers=self.answers,
@@ -282,7 +288,7 @@ class RunningEpisode:
         cut: int = 0,
         calls: Sequence[ToolCall] = (),
     ) -> None:
-        place, start = self._end[0], len(self.context.transcript)
+        place, start = self.contexts.index(self.context), len(self.context.transcript.tokens)
         self.turns.append(PlayedTurn(kind, text, place, start, tokens, reward, seconds, cut, tuple(calls)))
 
     @property

@@ -306,7 +306,8 @@ class _Play:
             seed = seed_of(seed, "behind", known)
         if self.tokens is not None:
             budget = min(budget - known, self.tokens)
-        sampling = replace(sampling, max_tokens=budget, stop=turn.stop or sampling.stop, seed=seed, begun=known)
+        stop = turn.stop or sampling.stop
+        sampling = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, budget, stop, seed, known)
         self.asked[index] = time.perf_counter()
         request = self._request(index, p.contexts.index(p.context))
         keep = not self.pool.single_turn
@@ -398,7 +399,7 @@ class _Play:
         for rollout in self.finished[index]:
             assert isinstance(rollout, Rollout), "it has ended"
             rollout.seconds = time.perf_counter() - self.asked[index]
-        for place in range(len(self.playing[index].contexts)):
+        for place in range(0 if self.pool.single_turn else len(self.playing[index].contexts)):
             self.engine.forget(self._request(index, place))
         for other in self.shares.end(index):
             self._begin(other)

@@ -19,11 +19,11 @@ import json
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from posttrain.core.pictures import MOST_BYTES, PICTURES, PictureError, digests, has_parts, is_name
-from posttrain.core.types import Ask, Invalid, InvalidKind, SpanReward, Turn
+from posttrain.core.types import Ask, Invalid, InvalidKind, SpanReward, Turn, value_type
 from posttrain.envs.play.call_recording import MOST_RECORDS, noted_data
 from posttrain.envs.play.env_outputs import (
     LONGEST_TEXT,
@@ -42,6 +42,7 @@ LONGEST_PICTURES = 2 * MOST_BYTES  # characters of those of a turn, in base 64
 LONGEST_ANSWER = 8 * LONGEST_TEXT + LONGEST_PICTURES + (1 << 20)
 """Bytes: what a character takes in JSON, pictures, and all that stands beside."""
 _LENGTH = struct.Struct(">Q")
+_WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 class Garbled(ValueError):
@@ -58,18 +59,17 @@ class WorkerSetup:
     seconds: float  # limit of a step of code that waits; of other code the pool sees to it
 
 
-@dataclass(frozen=True)
-class WorkerCommand:
+class WorkerCommand(NamedTuple):
     """What a worker is asked."""
 
     number: int  # of the episode
     task: bytes | None  # pickled: begin the episode; None: it goes on
     sent: tuple[Any, ...]  # to be fed to it one after the other: replies, and answers of services
-    drop: bool = False  # forget the episode
-    recorded: Mapping[int, Any] = field(default_factory=dict)  # where it begins anew: see `recording`
+    drop: bool  # forget the episode
+    recorded: Mapping[int, Any]  # where it begins anew: see `recording`
 
 
-@dataclass(frozen=True)
+@value_type
 class WorkerReply:
     number: int
     event: Event | None  # None: a step is over, of which nothing is to be said
@@ -167,7 +167,7 @@ def write_record(number: int, which: int, result: Any) -> bytes:
 
 
 def _written(message: dict[str, Any]) -> bytes:
-    return framed(json.dumps(message, ensure_ascii=False, allow_nan=False).encode())
+    return framed(_WRITER.encode(message).encode())
 
 
 # -- the pool's side ---------------------------------------------------------------------------------------------------
@@ -187,27 +187,29 @@ def read_answer(content: bytes) -> WorkerReply | CallRecord:
     """Raises Garbled."""
     message = _read(content)
     number, pictures, notes = message.pop("number", None), message.pop("pictures", {}), message.pop("notes", {})
-    kinds = set(message)
-    if type(number) is int and kinds == {"record"}:
-        return _read_record(number, message["record"])
-    if notes and kinds not in ({"done"}, {"sides"}):
-        raise Garbled("notes of no end")
-    if pictures and kinds != {"turn"}:
-        raise Garbled("pictures of no turn")
-    if type(number) is not int or kinds not in ({"turn"}, {"ask"}, {"done"}, {"sides"}, set()):
+    if type(number) is not int or len(message) > 1:
         raise Garbled("an answer that is none")
-    if not kinds:
+    kind = next(iter(message), None)
+    if kind == "record":
+        return _read_record(number, message["record"])
+    if notes and kind not in ("done", "sides"):
+        raise Garbled("notes of no end")
+    if pictures and kind != "turn":
+        raise Garbled("pictures of no turn")
+    if kind is None:
         return WorkerReply(number, None)
-    if kinds == {"done"}:
-        return WorkerReply(number, replace(_read_done(_object(message["done"])), notes=_read_notes(notes)))
-    if kinds == {"sides"}:
-        return WorkerReply(number, replace(_read_sides(_object(message["sides"])), notes=_read_notes(notes)))
-    if kinds == {"ask"}:
+    if kind == "done":
+        return WorkerReply(number, _read_done(_object(message["done"]), _read_notes(notes)))
+    if kind == "sides":
+        return WorkerReply(number, _read_sides(_object(message["sides"]), _read_notes(notes)))
+    if kind == "ask":
         asked = _object(message["ask"])
         if asked.keys() != {"service", "content"}:
             raise Garbled("a question that is none")
         ask = read_ask(Ask(**asked))
         return WorkerReply(number, Done(ask) if isinstance(ask, Invalid) else ask)
+    if kind != "turn":
+        raise Garbled("an answer that is none")
     fields = _object(message["turn"])
     if fields.keys() != Turn.__dataclass_fields__.keys():
         raise Garbled("a turn that is none")
@@ -248,29 +250,31 @@ def _read_record(number: int, record: Any) -> CallRecord:
 
 
 def _read_notes(notes: Any) -> dict[str, Any]:
+    if notes == {}:
+        return {}
     try:
         return noted_data(_object(notes))
     except ValueError:
         raise Garbled("notes that are none") from None
 
 
-def _read_sides(sides: dict[str, Any]) -> Done:
+def _read_sides(sides: dict[str, Any], notes: dict[str, Any]) -> Done:
     if not 0 < len(sides) <= MOST_SIDES or any(map(problem_of_side, sides)):
         raise Garbled("sides that are none")
-    return Done(0.0, sides={side: _read_done(_object(done)) for side, done in sides.items()})
+    return Done(0.0, sides={side: _read_done(_object(done), {}) for side, done in sides.items()}, notes=notes)
 
 
-def _read_done(done: dict[str, Any]) -> Done:
+def _read_done(done: dict[str, Any], notes: dict[str, Any]) -> Done:
     rewards, spans = _object(done.get("rewards")), done.get("spans")
     if not isinstance(spans, list):
         raise Garbled("spans that are none")
     parts = {cleaned(name): _real(value) for name, value in rewards.items()}
-    found = tuple(_span(_object(span)) for span in spans)
+    found = tuple([_span(_object(span)) for span in spans])
     if done.keys() == {"rewards", "spans", "reward"}:
-        return Done(_real(done["reward"]), parts, found)
+        return Done(_real(done["reward"]), parts, found, notes=notes)
     if done.keys() != {"rewards", "spans", "invalid", "kind"} or done["kind"] not in list(InvalidKind):
         raise Garbled("a verdict that is none")
-    return Done(Invalid(cleaned(done["invalid"]), InvalidKind(done["kind"])), parts, found)
+    return Done(Invalid(cleaned(done["invalid"]), InvalidKind(done["kind"])), parts, found, notes=notes)
 
 
 def _span(span: dict[str, Any]) -> SpanReward:
@@ -282,13 +286,16 @@ def _span(span: dict[str, Any]) -> SpanReward:
 
 def _read(content: bytes) -> dict[str, Any]:
     try:
-        return _object(json.loads(content.decode(), parse_constant=_refuse))
+        return _object(_READER.decode(content.decode()))
     except (ValueError, RecursionError) as error:
         raise Garbled(str(error)) from None
 
 
 def _refuse(word: str) -> NoReturn:
     raise Garbled(f"{word} is no number")
+
+
+_READER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -9,19 +9,20 @@ are null, a half of a surrogate pair becomes its escape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from posttrain.core.json_text import json_text, plain
-from posttrain.core.types import Invalid, Outcome, PlayedTurn, Reasoned, Rollout, SpanKind, ToolCall, bare
+from posttrain.core.types import Invalid, Outcome, PlayedTurn, Reasoned, Rollout, SpanKind, ToolCall, Transcript, bare
 from posttrain.runs.record.rollout_rows import visit_of
 from posttrain.runs.record.schema import ASKED, COMPARED, NUMBERS, ROLLOUTS, SECONDS
 from posttrain.runs.record.table_writer import array, numbers
 
+_PROMPT, _SAMPLED = SpanKind.PROMPT, SpanKind.SAMPLED  # to look them up takes longer than what is done with them
 Columns = dict[str, Any]
 """By name: an array, or a list of the rows' values."""
 
@@ -43,11 +44,11 @@ def rollouts_table(step: int, outcomes: Sequence[Outcome], kind: str) -> pa.Tabl
 def seconds_table(outcomes: Iterable[Outcome]) -> pa.Table:
     """The table of `schema.SECONDS`: what turns and rewards took. Replayed ones took another step's time."""
     played = [(index, o.rollout) for index, o in enumerate(outcomes) if not o.replayed]
-    took = [round(turn.seconds, 4) for _, rollout in played for turn in rollout.turns]
+    took = np.array([turn.seconds for _, rollout in played for turn in rollout.turns], dtype=np.float64)
     columns = {
         "index": [index for index, _ in played],
-        "reward": [round(rollout.seconds, 4) for _, rollout in played],
-        "turns": _lists(SECONDS.field("turns").type, [len(r.turns) for _, r in played], pa.array(took, pa.float64())),
+        "reward": pa.array(np.round([rollout.seconds for _, rollout in played], 4), pa.float64()),
+        "turns": _lists(SECONDS.field("turns").type, [len(r.turns) for _, r in played], pa.array(took.round(4))),
     }
     return _table(columns, SECONDS)
 
@@ -170,7 +171,7 @@ def _turns(rollouts: Sequence[Rollout]) -> pa.Array:
 
 def _own_text(turn: PlayedTurn, rollout: Rollout) -> str | None:
     """Of what is said twice, nothing: see `rows.said_by`."""
-    whole = rollout.prompt if turn.kind is SpanKind.PROMPT else rollout.text if turn.kind is SpanKind.SAMPLED else None
+    whole = rollout.prompt if turn.kind is _PROMPT else rollout.text if turn.kind is _SAMPLED else None
     return None if turn.text == whole else turn.text
 
 
@@ -180,51 +181,52 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 def _transcripts(rollouts: Sequence[Rollout]) -> Columns:
     """Their tokens end to end, and what counts them."""
-    spans: Columns = {name: [] for name in ("kind", "start", "length", "version", "learned")}
-    counted: Columns = {name: [] for name in ("sampled", "scored", "total", "spans", "versions", "pictures", "forks")}
-    for rollout in rollouts:
-        at = sampled = scored = 0
-        versions: set[int] = set()
-        pictures, before = [], len(spans["kind"])
-        for transcript in rollout.transcripts:
-            for span in transcript.spans:
-                spans["kind"].append(span.kind)
-                spans["start"].append(at + span.start)
-                spans["length"].append(span.length)
-                spans["version"].append(span.version)
-                spans["learned"].append(span.learned)
-                if span.version is not None:
-                    versions.add(span.version)
-            for m in transcript.media:
-                pictures.append({"name": m.digest, "start": at + m.start, "length": m.length, "grid": list(m.grid)})
-            at += len(transcript)
-            sampled += transcript.n_sampled
-            scored += transcript.n_scored
-        forks = [list(t.forks) for t in rollout.transcripts]
-        own = (
-            sampled,
-            scored,
-            at,
-            len(spans["kind"]) - before,
-            sorted(versions),
-            pictures,
-            forks if any(forks) else None,
-        )
-        for name, value in zip(counted, own, strict=True):
-            counted[name].append(value)
     every = [t for rollout in rollouts for t in rollout.transcripts]
-    tokens = np.fromiter(chain.from_iterable(t.tokens for t in every), np.int32, sum(counted["total"]))
-    engine = np.fromiter(chain.from_iterable(t.logp for t in every), np.float32, sum(counted["sampled"]))
-    return {
-        **counted,
-        "length": [sampled or scored for sampled, scored in zip(counted["sampled"], counted["scored"], strict=True)],
-        "version": [own[0] if own else 0 for own in counted["versions"]],
-        "media": [list(dict.fromkeys(p["name"] for p in own)) for own in counted["pictures"]],
-        "tokens": _lists(ROLLOUTS.field("tokens").type, counted["total"], pa.array(tokens)),
-        "transcripts": [[len(t) for t in r.transcripts] for r in rollouts],
-        "spans": _lists(ROLLOUTS.field("spans").type, counted["spans"], spans),
-        "engine": _lists(ROLLOUTS.field("engine").type, counted["sampled"], pa.array(engine)),
+    begins = [begin for rollout in rollouts for begin, _ in _laid(rollout)]
+    spans = [span for t in every for span in t.spans]
+    columns = {
+        "kind": [span.kind for span in spans],
+        "start": [begin + span.start for begin, t in zip(begins, every, strict=True) for span in t.spans],
+        "length": [span.length for span in spans],
+        "version": [span.version for span in spans],
+        "learned": [span.learned for span in spans],
     }
+    sampled, scored = [r.n_sampled for r in rollouts], [r.n_scored for r in rollouts]
+    total = [sum([len(t.tokens) for t in r.transcripts]) for r in rollouts]
+    counts = [sum([len(t.spans) for t in r.transcripts]) for r in rollouts]
+    versions = [sorted({s.version for t in r.transcripts for s in t.spans if s.version is not None}) for r in rollouts]
+    pictures = [_pictures(r) for r in rollouts] if any(t.media for t in every) else [[]] * len(rollouts)
+    forks = [[list(t.forks) for t in r.transcripts] for r in rollouts] if any(t.forks for t in every) else []
+    tokens = np.fromiter(chain.from_iterable([t.tokens for t in every]), np.int32, sum(total))
+    engine = np.fromiter(chain.from_iterable([t.logp for t in every]), np.float32, sum(sampled))
+    return {
+        "sampled": sampled,
+        "scored": scored,
+        "total": total,
+        "versions": versions,
+        "pictures": pictures,
+        "forks": [own if any(own) else None for own in forks] or [None] * len(rollouts),
+        "length": [own or learned for own, learned in zip(sampled, scored, strict=True)],
+        "version": [own[0] if own else 0 for own in versions],
+        "media": [list(dict.fromkeys(p["name"] for p in own)) for own in pictures],
+        "tokens": _lists(ROLLOUTS.field("tokens").type, total, pa.array(tokens)),
+        "transcripts": [[len(t.tokens) for t in r.transcripts] for r in rollouts],
+        "spans": _lists(ROLLOUTS.field("spans").type, counts, columns),
+        "engine": _lists(ROLLOUTS.field("engine").type, sampled, pa.array(engine)),
+    }
+
+
+def _laid(rollout: Rollout) -> Iterator[tuple[int, Transcript]]:
+    """Its transcripts, each with the number of tokens before it."""
+    return zip(accumulate([len(t.tokens) for t in rollout.transcripts], initial=0), rollout.transcripts)  # noqa: B905
+
+
+def _pictures(rollout: Rollout) -> list[Columns]:
+    return [
+        {"name": m.digest, "start": begin + m.start, "length": m.length, "grid": list(m.grid)}
+        for begin, transcript in _laid(rollout)
+        for m in transcript.media
+    ]
 
 
 def _lists(kind: pa.ListType, counts: Sequence[int], values: pa.Array | Columns) -> pa.Array:

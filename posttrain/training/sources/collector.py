@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.algorithms.credit import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.core.batch import Scores, Stats
-from posttrain.core.seeds import seed_of
+from posttrain.core.seeds import seeds_of
 from posttrain.core.types import Completion, Fate, Rollout, StopReason, Task, UserError
 from posttrain.data.tasks import draw
 from posttrain.envs.play.branch_plan import BranchPlan
@@ -203,14 +203,14 @@ class Collector:
 
         They are those from `first` on in the epochs' permutations. For one whose prompt does not fit the next is taken.
         """
-        episodes = []
+        episodes: list[Episode] = []
         drawn, cursor = draw(len(self.tasks), first, count, self.seed, self._fits)
         for visit, place in drawn:
             task = self.tasks[place]
             group = f"{task['id']}#{visit}"  # a task may come twice in a step where two epochs meet
             self._places[group] = place
-            for member in range(self.size.group):
-                episodes.append(Episode(task, group, seed_of(self.seed, "rollout", number, group, member)))
+            seeds = seeds_of(self.seed, "rollout", number, group, count=self.size.group)
+            episodes += [Episode(task, group, seed) for seed in seeds]
         return episodes, cursor
 
 

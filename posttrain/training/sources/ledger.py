@@ -44,7 +44,7 @@ OF_CREDIT = {
 """Field of a `Batch` -> the record's column."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Account:
     """What is known of one rollout."""
 

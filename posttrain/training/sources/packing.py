@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 def prompt_length(transcript: Transcript) -> int:
     """How many tokens come before the first sampled (or imitated) one."""
-    return next(s.start for s in transcript.spans if s.kind in (SpanKind.SAMPLED, SpanKind.IMITATED))
+    for span in transcript.spans:
+        if span.kind is SpanKind.SAMPLED or span.kind is SpanKind.IMITATED:
+            return span.start
+    raise AssertionError("nothing in it is learned from")
 
 
 Read = Literal["next", "last", "each"]
@@ -40,8 +43,10 @@ each scored span, such as the end of a reply or of a step of it. each: at every 
 
 def needed_length(transcript: Transcript, read: Read = "next") -> int:
     """How many tokens must be fed: all before the last scored one, which predict it, or with it where it is read itself."""
-    last = next(s for s in reversed(transcript.spans) if s.learned and s.length)
-    return last.start + last.length - (read == "next")
+    for span in reversed(transcript.spans):
+        if span.learned:
+            return span.start + span.length - (read == "next")
+    raise AssertionError("nothing in it is learned from")
 
 
 def readings(transcript: Transcript, read: Read) -> int:
@@ -51,7 +56,7 @@ def readings(transcript: Transcript, read: Read) -> int:
 
 def learned(rollout: Sequence[Transcript]) -> list[Transcript]:
     """Its transcripts that have a scored token. The others, contexts that are only played, have no gradient."""
-    return [t for t in rollout if any(s.learned for s in t.spans)]
+    return [t for t in rollout if t.n_scored]
 
 
 def split_microbatches(
@@ -72,7 +77,7 @@ def split_microbatches(
         if not own:
             continue
         pieces = {piece.key: piece.length for path in own for piece in path}
-        cost = sum(length for key, length in pieces.items() if key not in laid)
+        cost = sum([length for key, length in pieces.items() if key not in laid])
         if not batches or used + cost > tokens_per_microbatch:
             batches.append([])
             prompts = {path[0].key for path in own}
@@ -271,13 +276,14 @@ def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
     roots = [keys.of(t, 0, n) for t, n in zip(transcripts, prompts, strict=True)]
     cuts: dict[int, set[int]] = {}  # root -> where transcripts that begin with it branch off
     for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
-        if behind := [fork for fork in transcript.forks if fork > prompt]:
+        if transcript.forks and (behind := [fork for fork in transcript.forks if fork > prompt]):
             cuts.setdefault(root, set()).update(behind)
     paths = []
     for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
         end = needed_length(transcript, read)
         path = [_Piece(root, 0, prompt)]
-        for first, last in pairwise((prompt, *sorted(cut for cut in cuts.get(root, ()) if cut < end), end)):
+        between = sorted(cut for cut in cuts[root] if cut < end) if root in cuts else ()
+        for first, last in pairwise((prompt, *between, end)):
             if last > first:
                 path.append(_Piece(keys.of(transcript, first, last, path[-1].key), first, last - first))
         paths.append(path)

@@ -31,31 +31,36 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
     kinds = Counter(r.reward.kind for r in rollouts if isinstance(r.reward, Invalid))
     for kind in {InvalidKind.TIMEOUT, *kinds}:  # the first always: a policy may learn to be slow to check
         stats.add(f"invalid/{kind}", kinds[kind], len(rollouts))
-    for rollout in rollouts:
-        invalid = isinstance(rollout.reward, Invalid)
-        stats.add("invalid", invalid)
-        stats.add("truncated", rollout.stop.truncated)
-        stats.add("length", rollout.n_sampled)
-        # E[-log p] is the entropy: this estimates it, without bias, from the log-probabilities that sampling gave anyway.
-        # Tokens that a branch shares were sampled once, and count where they were.
-        taken = dict(enumerate(rollout.branch.taken if rollout.branch else ()))
-        own = [sum(t.logp[taken.get(place, 0) :]) for place, t in enumerate(rollout.transcripts)]
-        stats.add("entropy", -sum(own), rollout.n_own)
-        if rewarded and not isinstance(rollout.reward, Invalid):
-            stats.add("reward", rollout.reward)
-            if rollout.side:
-                stats.add(f"reward/{rollout.side}", rollout.reward)
-            if success is not None:
-                name = f"accuracy/{rollout.side}" if sides else "accuracy"
-                stats.add(name, succeeds(rollout.reward, success))
-            for name, value in rollout.rewards.items():
-                stats.add(f"reward/{name}", value)
+    stats.add("invalid", sum(kinds.values()), len(rollouts))
+    stats.add("truncated", sum(r.stop.truncated for r in rollouts), len(rollouts))
+    stats.add("length", sum(r.n_sampled for r in rollouts), len(rollouts))
+    # E[-log p] is the entropy: this estimates it, without bias, from the log-probabilities that sampling gave anyway.
+    stats.add("entropy", sum(-_own_logp(r) for r in rollouts), sum(r.n_own for r in rollouts))
+    for rollout in rollouts if rewarded else ():
+        if isinstance(rollout.reward, Invalid):
+            continue
+        stats.add("reward", rollout.reward)
+        if rollout.side:
+            stats.add(f"reward/{rollout.side}", rollout.reward)
+        if success is not None:
+            name = f"accuracy/{rollout.side}" if sides else "accuracy"
+            stats.add(name, succeeds(rollout.reward, success))
+        for name, value in rollout.rewards.items():
+            stats.add(f"reward/{name}", value)
     if any(r.pieces for r in rollouts):
         branches = [r for r in rollouts if r.branch]
         stats.add("branches", len(branches), len({r.group for r in rollouts}))
         stats.add("branches/shared", sum(r.n_sampled - r.n_own for r in branches), sum(r.n_sampled for r in rollouts))
     stats.merge(diversity(_replies(rollouts)))
     return stats
+
+
+def _own_logp(rollout: Rollout) -> float:
+    """Tokens that a branch shares were sampled once, and count where they were."""
+    if rollout.branch is None:
+        return sum([sum(t.logp) for t in rollout.transcripts])
+    taken = dict(enumerate(rollout.branch.taken))
+    return sum(sum(t.logp[taken.get(place, 0) :]) for place, t in enumerate(rollout.transcripts))
 
 
 def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:

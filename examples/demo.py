@@ -1,8 +1,8 @@
 """The main job in two minutes on two cores: imitate, then learn from a verifier, and see the difference.
 
 A decoder of 0.1 M parameters is trained from scratch on some 1,300 sums of four digits, such as 3+5+2+7=17. After
-imitation it is right two fifths to half of the time. GRPO then trains on 8,800 sums, with only an exact check of the answer as
-the reward, and both are measured on sums that neither has seen.
+imitation it is right two fifths to half of the time. GRPO then trains on 8,800 sums, with only an exact check of the answer
+as the reward, and both are measured on sums that neither has seen.
 
     python examples/demo.py [--seed 0] [--out runs/demo]
 """

@@ -206,7 +206,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         with_weights(lambda w: w.update({"score.weight": torch.ones(3, 32)})),
         r"score.weight has shape \[3, 32\]; a reward model has one label",
     ),
-    "no head": (with_weights(lambda w: w.pop("score.weight")), "is no reward model: it has no score.weight"),
+    "no head": (with_weights(lambda w: w.pop("score.weight")), "is not a reward model: it has no score.weight"),
     "bias": (with_weights(lambda w: w.update({"score.bias": torch.ones(1)})), "its head has a bias"),
     "another size": (with_weights(lambda w: w.update({"score.weight": torch.ones(1, 16)})), r"has shape \[1, 16\]"),
     "NaN in the head": (with_weights(spoil), "score.weight holds numbers that are not finite"),

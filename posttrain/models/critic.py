@@ -1,9 +1,9 @@
 """Critics: a value for each state (PPO), or twin values for each action over the vocabulary (soft actor-critic).
 
-The backbone is a decoder of its own, or the policy's, whose hidden states are then shared. Heads begin near zero, so that
-the first values say nothing instead of something wrong.
+The backbone is a decoder of its own, or the policy's, whose hidden states are then shared. Heads begin near zero, so
+that the first values are uninformative instead of wrong.
 
-    T    tokens of a micro-batch    N    scored tokens    D    hidden size    V    vocabulary
+T    tokens of a micro-batch    N    scored tokens    D    hidden size    V    vocabulary
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D
 
 
 class ValueModel(nn.Module):
-    """V of the state in which each scored token is chosen."""
+    """Value V of the state in which each scored token is chosen."""
 
     def __init__(self, hidden: int, backbone: Backbone | None, seed: int) -> None:
         super().__init__()
@@ -39,19 +39,21 @@ class ValueModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def follow(self, share: float) -> None:
-        """It has no slow copies."""
+        """Do nothing: there are no target copies."""
 
     def forward(self, batch: Packed, shared: Tensor) -> Tensor:
-        """Values float32 [N]; `shared` [N, D]: the policy's hidden states at the scored tokens."""
+        """Compute values float32 [N]; `shared` [N, D]: the policy's hidden states at the scored tokens."""
         if self.backbone is not None:
             shared = self.backbone.hidden(batch.layout, batch.at)
-        with torch.autocast(shared.device.type, enabled=False):  # small differences of values are what advantages are
+        with torch.autocast(shared.device.type, enabled=False):  # advantages are small differences of values
             wide = torch.promote_types(shared.dtype, torch.float32)
             return shared.to(wide) @ self.weight.to(wide) + self.bias
 
 
 class ActionValueModel(nn.Module):
-    """Twin soft action values over the vocabulary, with copies that follow slowly (arXiv 1812.05905, section 4.2)."""
+    """Twin soft action values over the vocabulary, with target copies that follow slowly (arXiv 1812.05905, section
+    4.2).
+    """
 
     def __init__(self, backbone: Backbone, seed: int) -> None:
         super().__init__()
@@ -62,26 +64,26 @@ class ActionValueModel(nn.Module):
         self.slow_heads = nn.Parameter(self.heads.detach().clone(), requires_grad=False)
 
     def states(self, batch: Packed) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, D] of the critic (with a gradient) and of its slow copy (without)."""
+        """Return hidden states [N, D] of the critic (with a gradient) and of its target copy (without)."""
         own = self.backbone.hidden(batch.layout, batch.at)
         with torch.no_grad():
             slow = self.slow_backbone.hidden(batch.layout, batch.at)
         return own, slow
 
     def twins(self, own: Tensor, slow: Tensor) -> tuple[tuple[Hidden, Hidden], tuple[Hidden, Hidden]]:
-        """The pairs of `likelihood.soft_values`."""
+        """Return the pairs of `likelihood.soft_values`."""
         one, two = (Hidden(own.detach(), Head(weight.detach())) for weight in self.heads)
         slow_one, slow_two = (Hidden(slow, Head(weight)) for weight in self.slow_heads)
         return (one, two), (slow_one, slow_two)
 
     def of_actions(self, own: Tensor, target: Tensor) -> Tensor:
-        """Q_k(s_t, a_t) for the scored tokens, float32 [2, N]."""
+        """Return Q_k(s_t, a_t) of the scored tokens, float32 [2, N]."""
         with torch.autocast(own.device.type, enabled=False):
             wide = torch.promote_types(own.dtype, torch.float32)
             return (own.to(wide) * self.heads[:, target].to(wide)).sum(-1)
 
     def follow(self, share: float) -> None:
-        """Move the slow copies by `share` of the way."""
+        """Move the target copies towards the critic by `share` of the difference."""
         with torch.no_grad():
             pairs = zip(self.slow_backbone.parameters(), self.backbone.parameters(), strict=True)
             for slow, own in [*pairs, (self.slow_heads, self.heads)]:
@@ -92,10 +94,10 @@ Critic = ValueModel | ActionValueModel
 
 
 def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int) -> Critic:
-    """A critic whose backbone starts from a checkpoint folder, on the policy's device. None: it shares the policy's.
+    """Create a critic whose backbone starts from a checkpoint folder, on the policy's device. None: share the policy's.
 
-    A reward model's score head is taken over, and so is the critic that a run left in its checkpoint; any other head
-    begins near zero. Raises UserError if the folder's model does not fit.
+    A reward model's score head is loaded, and so is the critic of a run's checkpoint; any other head begins near zero.
+    Raises UserError if the folder's model does not fit.
     """
     device, hidden = policy.head.device, policy.config.hidden
     if folder is None:
@@ -117,7 +119,7 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
             if any(left[name].shape != own[name].shape for name in own):
                 raise UserError(
                     f"the critic in {stored} is of another size than the policy beside it, where its sizes are read: "
-                    "start from what it started from, with --critic-model"
+                    "start from its base, with --critic-model"
                 )
             with torch.no_grad():
                 for name, parameter in own.items():

@@ -199,7 +199,7 @@ class _Session:
     def check(self, model: str | None) -> None:
         pass
 
-    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
+    def select(self, body: dict[str, Any]) -> dict[str, Any]:
         params = body.get("sampling_params")
         if isinstance(params, dict):
             body = {**body, "sampling_params": self._without(params, "sampling_params.")}

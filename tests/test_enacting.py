@@ -107,7 +107,7 @@ def test_masks_and_contexts_are_those_of_the_environment(tokenizer: Tokenizer) -
 @pytest.mark.parametrize(
     ("replies", "problem"),
     [
-        (["7"], "asks for reply 2, and the row has 1"),
+        (["7"], "asks for reply 2, but the row has 1"),
         (["2", "more"], "ends after 1 of its 2 replies"),
         (["a7 and on", "b"], "reply 1 has text after the stop string 'a7'"),
         (["", "b"], "reply 1 is empty"),

@@ -398,11 +398,11 @@ def test_what_was_said_before_the_end_is_heard() -> None:
     ("said", "why"),
     [
         (b"\xff\xff\xff\xff", "announced a message of 4294967295 bytes"),
-        (b"\0\0\0\x03{{{", "no JSON"),
+        (b"\0\0\0\x03{{{", "invalid JSON"),
         (b'\0\0\0\x07["a",1', "closed"),  # and then no more
         (b"\0\0\0\x02[]", "no message"),
         (b"\0\0\0\x02{}", "no message"),
-        (b'\0\0\0\x09["a",NaN]', "no JSON"),
+        (b'\0\0\0\x09["a",NaN]', "invalid JSON"),
     ],
 )
 def test_what_comes_is_read_with_suspicion(said: bytes, why: str) -> None:
@@ -433,7 +433,7 @@ def test_what_comes_is_read_with_suspicion(said: bytes, why: str) -> None:
 )
 def test_a_reply_that_is_none_is_not_taken_for_one(said: Any) -> None:
     assert decode_completion(7, [[1], [-1.0], "", "eos", 0], 50, 2).id == 7
-    with pytest.raises(Gone, match="a reply that is none"):
+    with pytest.raises(Gone, match="an invalid completion"):
         decode_completion(7, said, 50, 2)
 
 
@@ -476,7 +476,7 @@ def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(Gone, match="another token"):
             found.result()
     monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(UserError, match="a token of at least 16 characters"):
+    with pytest.raises(UserError, match="a shared token of at least 16 characters"):
         read_token(None)
     (tmp_path / "token").write_text("0123456789abcdef\n")
     assert read_token(str(tmp_path / "token")) == b"0123456789abcdef"
@@ -487,8 +487,8 @@ def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("http://a:7000/v1", "no http:// here: give a:7000 alone"),
         ("tcp://", "no tcp:// here: give 127.0.0.1:7000 alone"),
-        ("a", "give a machine and a port"),
-        ("a:70000", "give a machine and a port"),
+        ("a", "give HOST:PORT"),
+        ("a:70000", "give HOST:PORT"),
     ],
 )
 def test_what_is_no_address_of_an_engine_is_refused(

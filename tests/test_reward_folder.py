@@ -117,7 +117,7 @@ def test_what_transformers_has_no_form_for_it_refuses_and_we_read(tmp_path: Path
     for kind in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForCausalLM):
         with pytest.raises(ValueError, match="posttrain_reward_model"):
             kind.from_pretrained(tmp_path / "reward")
-    with pytest.raises(UserError, match="is a reward model .posttrain_reward_model., and a language model is needed"):
+    with pytest.raises(UserError, match="is a reward model .posttrain_reward_model., and a language model is required"):
         load_model(tmp_path / "reward")
     texts = spoken(tokenizer, start.eos_ids[0])
     again = load_reward_model(tmp_path / "reward")
@@ -240,7 +240,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path, tokenizer: Tokenize
 
 def test_a_reward_model_is_no_language_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
     trained(tmp_path, tokenizer, tiny(tokenizer))
-    with pytest.raises(UserError, match="is a reward model .*give this as --reward-model"):
+    with pytest.raises(UserError, match="is a reward model .*pass this as --reward-model"):
         load_model(tmp_path / "reward")
 
 

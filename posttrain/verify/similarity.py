@@ -134,7 +134,7 @@ def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
 
 
 def _tokens_13a(text: str) -> list[str]:
-    """The tokeniser of mteval-v13a, which keeps the case and knows the punctuation of English."""
+    """Tokenize as mteval-v13a, which keeps the case and knows the punctuation of English."""
     text = f" {text.replace('<skipped>', '').replace('-' + chr(10), '').replace(chr(10), ' ')} "
     for name, sign in (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">")):
         text = text.replace(name, sign)

@@ -218,7 +218,7 @@ class Tokenizer:
             )
         if found < len(digests):
             raise UserError(
-                f"{self.template_name} shows {found} places for {len(digests)} pictures: use the one of a vision-language model"
+                f"{self.template_name} shows {found} places for {len(digests)} pictures: use that of a vision-language model"
             )
         pixels = [self.pictures.pixels(digest) for digest in digests]
         shown, *rest = text.split(self._placeholder)

@@ -561,9 +561,9 @@ def test_a_generator_of_rows_that_exits_is_told_from_one_that_ends() -> None:
         yield {"prompt": "a"}
         sys.exit(0)
 
-    with pytest.raises(UserError, match="what makes the rows failed after 1: SystemExit: 0"):
+    with pytest.raises(UserError, match="the row generator failed after 1: SystemExit: 0"):
         Stream(rows, Conversion())[:2]
-    with pytest.raises(UserError, match="what makes the rows failed after 1: SystemExit: 0"):
+    with pytest.raises(UserError, match="the row generator failed after 1: SystemExit: 0"):
         load_rows(rows())
 
 

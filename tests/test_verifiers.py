@@ -609,8 +609,8 @@ def test_golden_tree_similarity() -> None:
 
 def test_code_that_cannot_be_compared() -> None:
     assert tree_similarity("x = (", LOOP) == 0.0 and tree_similarity("", LOOP) == 0.0
-    assert reason(tree_similarity(LOOP, "x = (")) == "the reference is no Python code"
-    assert reason(tree_similarity("-" * 100_000 + "1", "")) == "the reference is no Python code"
+    assert reason(tree_similarity(LOOP, "x = (")) == "the reference is not Python code"
+    assert reason(tree_similarity("-" * 100_000 + "1", "")) == "the reference is not Python code"
     assert tree_similarity("-" * 100_000 + "1", LOOP) == 0.0
     assert "cannot be compared" in reason(tree_similarity(LOOP, "-" * 100_000 + "1"))
 

@@ -1,9 +1,9 @@
-"""What stands before every HTTP server here: who may ask, from where, and how many connections one peer may hold.
+"""Access control of every HTTP server here: tokens, origins, and connections per peer.
 
 A web page must not read what is served on this machine. Its requests name another host if they come by a name that was
-rebound to our address, say where they come from (Origin), and carry no JSON content type unless the browser was allowed
-to. A program that says nothing of the content type, or what curl says by itself, is heard. A token, where one was given, is
-asked of everyone.
+rebound to our address, carry the page's origin (Origin), and have no JSON content type unless the browser was allowed
+to. A program that sends no content type, or curl's default one, is accepted. A token, where one was given, is required
+of everyone.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
 HOST = "127.0.0.1"
-UNSAID = "application/x-www-form-urlencoded"  # what curl -d says where nobody told it
-CONNECTIONS = 256  # that one peer may have open at once
+UNSAID = "application/x-www-form-urlencoded"  # default content type of curl -d
+CONNECTIONS = 256  # open connections of one peer
 LEAST_TOKEN = 16  # characters
 
 
 def refused(
     method: str, headers: Mapping[str, str], served: str = HOST, token: str | None = None
 ) -> tuple[int, str] | None:
-    """The HTTP status and the reason for which a request is refused; None: it may ask.
+    """Return the HTTP status and the reason for which a request is refused; None: it is accepted.
 
-    `headers`: by their names in lower case. `served`: the host that the server was told to be bound to. `token`: what
-    every request has to carry as "Authorization: Bearer ...".
+    `headers`: by their names in lower case. `served`: the host that the server was bound to. `token`: required of every
+    request as "Authorization: Bearer ...".
     """
     host = headers.get("host", "")
     name = _name(host)
@@ -46,12 +46,12 @@ def refused(
         return 415, "the body must be JSON: send Content-Type: application/json"
     given = headers.get("authorization", "").removeprefix("Bearer ").strip()
     if token is not None and not compare_digest(given.encode(), token.encode()):
-        return 401, "this server wants its token: send Authorization: Bearer TOKEN"
+        return 401, "this server requires its token: send Authorization: Bearer TOKEN"
     return None
 
 
 def read_token(file: str | None, option: str = "--token") -> str | None:
-    """The token in a file, without the white space around it; None without a file. Raises UserError."""
+    """Read the token in a file, without the white space around it; None without a file. Raises UserError."""
     if file is None:
         return None
     try:
@@ -66,12 +66,14 @@ def read_token(file: str | None, option: str = "--token") -> str | None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address of this machine (port 0: any that is free). Raises UserError if it cannot be."""
+    """Return a socket bound to an address of this machine (port 0: any that is free). Raises UserError if that
+    fails.
+    """
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listening = _Listening(family, kind)
     except (OSError, UnicodeError, OverflowError) as error:
-        raise UserError(f"--host {host} is no address of this machine: {one_line(error)}") from None
+        raise UserError(f"--host {host} is not an address of this machine: {one_line(error)}") from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -84,7 +86,9 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Listening(socket.socket):
-    """Accepts so many connections of each peer; further ones are closed at once, and cost nobody else a place."""
+    """Accepts a limited number of connections of each peer; further ones are closed at once, so that others keep their
+    places.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -103,13 +107,13 @@ class _Listening(socket.socket):
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without the port."""
+    """Return the name in a Host header, without the port."""
     host = host.strip().lower()
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def _is_address(name: str) -> bool:
-    """Whether it is a number: no name that leads here by another's will."""
+    """Return whether it is a number: no name that somebody else resolves to this machine."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

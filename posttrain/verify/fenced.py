@@ -18,7 +18,7 @@ def without_thoughts(reply: str) -> str:
 
 
 def fenced(reply: str, languages: Sequence[str] = ()) -> str | None:
-    """Return the content of the last closed fenced block (CommonMark 0.31, section 4.5), without fences; None if there is none.
+    """Return the content of the last closed fenced block (CommonMark 0.31, section 4.5); None if there is none.
 
     With `languages`, only blocks that name one of these, in any case, or none at all.
 

@@ -365,7 +365,7 @@ async def saying(*answers: str | bytes | None) -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ("hang", "did not answer within 0.5 s"), (None, "closed the connection"), ("}{", "no message of OpenEnv"),
+        ("hang", "did not answer within 0.5 s"), (None, "closed the connection"), ("}{", "not a message of OpenEnv"),
         ("[]", "no message"),
         (b"\xff\xfe", "no message"), ('{"type": "state", "data": {}}', "no message"),
         ('{"type": "observation"}', "no message"),

@@ -1,4 +1,4 @@
-"""What the verbs of the command do: options in, a call of the front door, figures on the screen, an exit code out.
+"""The commands: options in, a call of the front door, figures on the screen, an exit code out.
 
 Nothing heavy is imported before the verb that needs it runs, so that its --help answers at once.
 """
@@ -494,7 +494,7 @@ def _say(*lines: str) -> None:
 
 
 def _looked_at(path: str) -> list[str]:
-    """How a run's rollouts are looked at: in a browser, or where that is not installed in the terminal."""
+    """Return the command that opens a run's rollouts: in a browser, or where that is not installed in the terminal."""
     if not lacking("view"):
         return [f"look at it  posttrain view {path}"]
     return [f"look at it  posttrain rollouts {path}", f"or          {install('view')}, then posttrain view {path}"]

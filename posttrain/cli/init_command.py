@@ -87,7 +87,7 @@ def _pairs() -> Rows:
 
 
 def _answered() -> Rows:
-    """The same sums, each with one of the two responses."""
+    """Return the same sums, each with one of the two responses."""
     for row in _pairs():
         yield {"prompt": row["prompt"], "response": row["response"]}
 
@@ -130,4 +130,4 @@ FIRST: dict[Kind, str] = {
     "preferences": "check --config recipe.toml",
     "judge": "sft --config train_judge.toml",
 }
-"""What to type next."""
+"""Next commands to type."""

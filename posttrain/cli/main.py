@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 LONGEST = 450  # characters of a message
 TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
-"""What stands after a backslash in a template on the command line; any other backslash stays as it is."""
+"""Escapes behind a backslash in a template on the command line; any other backslash is literal."""
 BY_POSITION = {
     "adapter": "the folder of an adapter, or of a run with --lora",
     "index": "the folder of an index, as posttrain retriever build makes it",
     "model": "the folder of a checkpoint or of a run",
     "run": "the folder of a run, or a file of rollouts",
 }
-"""What is given without a name -> what it is."""
+"""Meaning of each positional argument."""
 _FRACTION = re.compile(r"[+-]?\d*\.\d+(e[+-]?\d+)?|[+-]?\d+\.\d*", re.IGNORECASE)
 _ESCAPE = re.compile(r"\\([ntr\\{}])")
 
@@ -127,7 +127,7 @@ def prepared(words: list[str]) -> list[str]:
 
 
 def _unknown(option: str, words: list[str]) -> str:
-    """What is said of an option that a command does not have."""
+    """Return the message about an unknown option of a command."""
     from posttrain.config import VERBS
 
     verb, *rest = words
@@ -139,7 +139,7 @@ def _unknown(option: str, words: list[str]) -> str:
 
 
 def _unused(word: str, verb: str) -> str:
-    """What is said of a word that no option asked for."""
+    """Return the message about an unexpected argument."""
     from posttrain.config import VERBS
 
     if verb == "query":
@@ -153,7 +153,7 @@ def _unused(word: str, verb: str) -> str:
 
 
 def _missing(error: MissingArgumentError, words: list[str]) -> str:
-    """What is to be given, where it is, and what it is."""
+    """Return the message about a missing argument."""
     verb = " ".join(takewhile(lambda word: not word.startswith("-"), words))
     assert error.argument is not None
     name = error.argument.name
@@ -165,7 +165,7 @@ def _missing(error: MissingArgumentError, words: list[str]) -> str:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """What a signal does until training has begun, and after it."""
+    """Handle a signal: before training has begun, and after it."""
     global _asked_to_stop
     _asked_to_stop = True
     raise KeyboardInterrupt
@@ -177,7 +177,7 @@ def _stopped() -> int:
 
 
 def _presentable(said: str) -> str:
-    """What is written in any encoding, and read: whatever a user wrote may be in it."""
+    """Return a text that every encoding can represent, whatever a user wrote."""
     said = said.encode("utf-8", "backslashreplace").decode()
     return said if len(said) <= LONGEST else f"{said[: LONGEST * 2 // 3]} ... {said[-LONGEST // 3 :]}"
 

@@ -13,7 +13,7 @@ from posttrain.config.training import RL, SFT, Distill, Prefer, RewardModelling
 from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, described
 
 GIVEN = {"tasks", "env", "model", "teacher", "items", "with_", "human", "rater", "agreement"}
-"""What the functions of the front door take by position, if at all."""
+"""Positional parameters of the public functions."""
 
 VERIFIERS_HEAD = """# Verifiers by name
 

@@ -31,10 +31,10 @@ __all__ = [
 ]  # fmt: skip
 
 OF_RETRIEVERS = (RetrieverBuild, RetrieverServe)
-"""What posttrain retriever is given."""
+"""Options classes of posttrain retriever."""
 
 OF_GROWING = {"plan": Plan, "launch": Launch}
-"""What the verbs that make runs larger are given."""
+"""Options classes of the commands for larger runs."""
 
 VERBS: dict[str, type[FromRows]] = {
     kind.verb: kind for kind in (SFT, Prefer, RewardModelling, RL, Distill, Evaluation, Check, Sample, Label)

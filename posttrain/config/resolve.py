@@ -1,4 +1,4 @@
-"""What is done with options: they are filled in, checked, and carried over when a run continues."""
+"""Resolves options: they are filled in, checked, and carried over when a run continues."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class FromRows(OptionGroup, group="data"):
-    """Where rows come from."""
+    """Source of rows."""
 
     verb: ClassVar[str]  # of the command line, and the table of a recipe
     row: ClassVar[type[Row] | None] = None  # of which kind the rows are whose settings are options of this verb too

@@ -90,11 +90,11 @@ class _Trial:
         side = shown[0].side if result and result.sides and shown else None
         steps = tuple(turn.reward for turn in shown if turn.reward and side in (None, turn.side))
         ends = None if result is None else _first(shown, result)
-        self.cases.append(Case(name, kind, reply, *_told(shown), ends, steps, slowest, repeats, seen))
+        self.cases.append(Case(name, kind, reply, *_shown_text(shown), ends, steps, slowest, repeats, seen))
         if self.answers.asked and self.unanswered is None:
             shown, result, slowest = _play(self.pool, task, script, None)
             ends = None if result is None else _first(shown, result)
-            self.unanswered = Case(name, kind, reply, *_told(shown), ends, (), slowest, True)
+            self.unanswered = Case(name, kind, reply, *_shown_text(shown), ends, (), slowest, True)
 
 
 def _first(shown: Sequence[Turn], result: Done) -> Done:
@@ -112,7 +112,7 @@ def _first(shown: Sequence[Turn], result: Done) -> Done:
 
 @dataclass
 class _Answers:
-    """Who answers questions to services."""
+    """Stand-in that answers requests to services."""
 
     services: Services
     asked: dict[str, None] = field(default_factory=dict)  # services by name, in order
@@ -189,8 +189,8 @@ def _timed(pool: EnvPool, ask: Callable[[], None]) -> tuple[Event, float]:
     return event, time.perf_counter() - began
 
 
-def _told(shown: Sequence[Turn]) -> tuple[tuple[str, ...], str]:
-    """What was shown, turn by turn, and what of the first turn tells it from those of other tasks."""
+def _shown_text(shown: Sequence[Turn]) -> tuple[tuple[str, ...], str]:
+    """Return the text of each turn, and the part of the first turn that differs from those of other tasks."""
     texts = tuple(map(_text, shown))
     asked = last_asked(shown[0].messages) if shown and shown[0].messages else ""
     return texts, asked or next(iter(texts), "")

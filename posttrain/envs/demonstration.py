@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcript:
-    """The same conversation, of which only what was said last is scored, and that up to a final token of `without`."""
+    """Return the same conversation, with only the last reply scored, and that up to a final token of `without`."""
     last = max(place for place, span in enumerate(transcript.spans) if span.learned)
     before = [replace(span, kind=SpanKind.PROMPT, learned=False) for span in transcript.spans[:last]]
     span = transcript.spans[last]
@@ -67,7 +67,7 @@ class _Piece(NamedTuple):
 
 
 def _shown(tokenizer: Tokenizer, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> _Piece:
-    """What a template made of messages."""
+    """Tokenize the rendered text of messages."""
     if not (pictures := digests(messages)):
         return _Piece(tokenizer.encode(text, start=start), False)
     tokens, media = tokenizer.encode_seen(text, pictures, start)

@@ -1,4 +1,4 @@
-"""What a model sees of an episode that is only tried: its turns as tokens, and calls of tools as its template writes them.
+"""Preview of an episode as a model sees it: its turns as tokens, and calls of tools as its template writes them.
 
 So a chat template that is missing, that shows no tools, or that shows nothing of a message, and a context that is too short,
 are told before a model is loaded.
@@ -28,7 +28,7 @@ class Viewer:
 
 
 class Seen:
-    """What it has seen of one episode so far."""
+    """State of the preview of one episode."""
 
     def __init__(self, viewer: Viewer, task: Task) -> None:
         self._viewer = viewer
@@ -64,7 +64,7 @@ class Seen:
         self.prompt = len(tokens) if first else self.prompt
 
     def say(self, text: str) -> Reply | None:
-        """What an environment gets where this is said; None where the last turn could not be shown."""
+        """Return the reply that an environment gets for this text; None where the last turn could not be shown."""
         if self.problem is not None:
             return None
         try:

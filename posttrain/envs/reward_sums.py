@@ -21,7 +21,7 @@ class RewardTerm(NamedTuple):
 
 
 def names_verifiers(spec: str) -> bool:
-    """Whether this names a verifier of ours, or a sum that has one."""
+    """Return whether the name is one of our verifiers, or a sum with one."""
     return any(term.startswith(PREFIX) for term in _SUM.split(spec.strip()))
 
 

@@ -15,7 +15,7 @@ MOST_ASKS = 1024  # questions about one reply
 
 
 def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, Reply]]) -> list[Done]:
-    """What the environment makes of each (task, reply), in their order; an environment of one turn."""
+    """Score each (task, reply), in their order, by an environment of one turn."""
     found: dict[int, Done] = {}
     turns, asks = [0] * len(replies), [0] * len(replies)
     for place, (task, _) in enumerate(replies):

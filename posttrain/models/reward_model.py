@@ -41,7 +41,7 @@ OFFSET = "posttrain_score_offset"
 
 @dataclass(frozen=True)
 class ScoreShape:
-    """How hidden states become a score: pooling and head."""
+    """Form of a score: pooling of hidden states, and head."""
 
     pooling: Pooling = "last"  # the score at the last token, or the mean of those at every token of the response
     head: Form = "linear"

@@ -1,4 +1,4 @@
-"""What this system allows, and where programs run on it: tried out, not looked up.
+"""Capabilities of this system, and the ground on which programs run: tested, not looked up.
 
 Choices are tried from the best to the least, each by running a program in a whole jail. The first that works is taken.
 """
@@ -20,7 +20,9 @@ PREFIX = "posttrain-sandbox-"  # of the folder in which programs get theirs, whe
 
 
 def prepared(allowed: list[str], tried: Callable[[Ground], str | None]) -> Ground:
-    """Where programs will run. `tried`: why they cannot on some ground. Raises OSError if they cannot on any."""
+    """Return the ground, with its protections, on which programs will run. `tried`: returns why a program cannot run on
+    a ground. Raises OSError if none works.
+    """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     paths = filesystem.readable()
     _sweep()
@@ -108,7 +110,7 @@ def _become_first() -> None:
 
 
 def _rules(ground: Ground) -> list[tuple[int, int]]:
-    """Of Landlock, the same for all programs."""
+    """Return the rules of Landlock, the same for all programs."""
     own_root = "mount" in ground.kinds
     reading = [(path, landlock.READING) for path in (["/"] if own_root else ground.paths)]
     using = [(path, landlock.USING) for path in (["/dev"] if own_root else filesystem.DEVICES)]

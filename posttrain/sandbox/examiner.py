@@ -43,7 +43,7 @@ SIGNALS: dict[str, tuple[type[Exception], ...]] = {
     "item": (IndexError, KeyError),
     "len": (TypeError,),
 }
-"""What is asked of an object of the program's -> exceptions that are an answer to that."""
+"""Operation on an object of the program's -> exceptions that count as its result."""
 LOOP_ENDS = (StopIteration, StopAsyncIteration)
 MOST_RAISED = 1000  # exceptions that are held at once, each with its traceback
 
@@ -125,7 +125,9 @@ class Examiner:
         return answer
 
     def _raising(self, raised: Iterable[Any], answers: tuple[type[Exception], ...]) -> Exception:
-        """What to raise for what the program raised. `answers`: kinds that the test's own question may be answered with."""
+        """Return the exception to raise for one of the program's. `answers`: kinds that count as an answer to the
+        test's question.
+        """
         error = exception(raised, ProgramRaised)
         if isinstance(error, answers):
             return error
@@ -153,7 +155,7 @@ class Examiner:
         return decode(answer["value"], self._resolved)
 
     def _called_back(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What a function of the tests' gives the program: an answer as the program gives them."""
+        """Call a function of the tests' for the program, and return the result in the form of the program's own."""
         try:
             function = self._resolved("callback", request["callback"])
             args = [decode(form, self._resolved) for form in request["args"]]

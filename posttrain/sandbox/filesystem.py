@@ -1,4 +1,4 @@
-"""What a program in the sandbox sees of the file system: the standard library, shared libraries, a folder of its own.
+"""The file system of a program in the sandbox: the standard library, shared libraries, a folder of its own.
 
 With a namespace of mounts all of that lies in a small root of its own, read-only, and nothing else exists there: no
 /proc, no /home. Without one Landlock grants the same paths where they are.
@@ -25,14 +25,14 @@ _KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}  # flag of sta
 
 
 def readable() -> list[str]:
-    """What this interpreter reads: files and folders that exist, none of them below another."""
+    """Return the files and folders that this interpreter reads: existing ones, none of them below another."""
     loaded = {os.path.dirname(path) for path in _loaded()}
     paths = [*sys.path, os.path.join(sys.base_prefix, "lib"), *_LIBRARIES, *loaded]
     return _topmost({os.path.abspath(p) for p in paths if p and os.path.exists(p)})
 
 
 def _topmost(paths: set[str]) -> list[str]:
-    """Those that lie below none of the others."""
+    """Return the paths that are not below another one."""
     found: list[str] = []
     for path in sorted(paths):
         if not any(path.startswith(above + "/") for above in found):

@@ -276,7 +276,9 @@ class ForkServer:
 
 
 def tried(ground: Ground) -> str | None:
-    """Why a program cannot run on this ground; None: one did. Everything happens in other processes."""
+    """Return why a program cannot run on this ground; None: a test program did. Everything happens in other
+    processes.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if child == 0:

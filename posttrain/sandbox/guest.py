@@ -1,4 +1,4 @@
-"""What runs in the jail beside the program: it runs code, calls what the code defined, and answers in plain data.
+"""The code in the jail beside the program: it runs code, calls what the code defined, and answers in plain data.
 
 Nothing here is trusted once the program has begun, since it shares this interpreter and may change all of it. It can say
 nothing worse than a wrong value: what is right is decided outside, by who never tells this side.

@@ -1,4 +1,4 @@
-"""Which files a program in the sandbox may touch, and that it reaches no network: Landlock, Linux 5.13 and later.
+"""Access of a program in the sandbox to files, and none to the network: Landlock, Linux 5.13 and later.
 
 A kernel says how much of Landlock it knows (its ABI), and is asked for no more than that. What an older one does not see is
 held elsewhere: the filter of system calls denies truncate by path, sockets, device controls and signals.
@@ -36,7 +36,7 @@ _OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | CONTROL_DEVICE
 
 
 def abi() -> int:
-    """What this kernel knows; 0: it has no Landlock, or is booted without it."""
+    """Return the version of Landlock that this kernel supports; 0: it has none, or is booted without it."""
     try:
         return syscalls.call("landlock_create_ruleset", None, 0, _VERSION)
     except OSError:

@@ -194,7 +194,7 @@ def _equals(form: Any, expected: Any) -> bool:
 
 
 def _content(form: Any, *kinds: str) -> list[Any]:
-    """What stands in a form of one of these kinds. Raises NotPlain for another."""
+    """Return the content of a form of one of these kinds. Raises NotPlain for another."""
     if type(form) is dict and len(form) == 1:
         [(kind, content)] = form.items()
         if kind in kinds:
@@ -204,7 +204,9 @@ def _content(form: Any, *kinds: str) -> list[Any]:
 
 
 def _key(form: Any) -> Any:
-    """What can be a scalar or a key. Raises NotPlain for what is neither, or would take long to compute with."""
+    """Return a scalar or a key. Raises NotPlain for anything else, or for values that would take long to
+    compute with.
+    """
     if isinstance(form, list):
         raise NotPlain("a list, which is no key")
     if not isinstance(form, dict):

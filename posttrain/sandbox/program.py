@@ -78,7 +78,9 @@ class Program:
         return {"value": answer["value"]}
 
     def ask(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """What it answers within `seconds`, by the clock (None: what is left of its life). It may be anything."""
+        """Send a request and return the answer, within `seconds` by the clock (None: the rest of its life). It may be
+        anything.
+        """
         if self._over is not None:
             raise self._over
         end = self._until if seconds is None else min(self._until, time.monotonic() + seconds)
@@ -179,7 +181,7 @@ class Program:
         return self._over
 
     def _lost(self) -> Exception:
-        """It closed its end: by itself, or was killed. How is reported."""
+        """Return the error of a program that closed its end, by itself or because it was killed, as reported."""
         if self._over is None:
             self._over = Ended("ended by itself")
             try:
@@ -189,7 +191,7 @@ class Program:
                 return error
             with suppress(Ended):
                 self._drain()
-            self._over = Ended(_how(report, self.limits))
+            self._over = Ended(_ending(report, self.limits))
         return self._over
 
     def _reported(self) -> dict[str, Any]:
@@ -211,8 +213,8 @@ def _is_raised(answer: dict[str, Any]) -> bool:
     return isinstance(raised, list) and len(raised) == 3 and all(isinstance(part, str) for part in raised)
 
 
-def _how(report: dict[str, Any], limits: ProgramLimits) -> str:
-    """How it ended, in words."""
+def _ending(report: dict[str, Any], limits: ProgramLimits) -> str:
+    """Return how it ended, in words."""
     if report["over"]:
         return "took too long" if report["over"] == "life" else "wrote too much into its folder"
     if report["exit"] == -9 and report["cpu"] >= limits.cpu / 2:  # the kernel counts by ticks here, and exactly there

@@ -1,4 +1,4 @@
-"""Which system calls a program in the sandbox may make: an allow-list, as a filter that the kernel runs (seccomp).
+"""System calls that a program in the sandbox may make: an allow-list, as a filter that the kernel runs (seccomp).
 
 Decided here:
 
@@ -37,7 +37,7 @@ OF_PROCESSES = "fork vfork kill tkill tgkill".split()  # where all of them are i
 OF_COMMANDS = """
 execve execveat chmod fchmod fchmodat utimensat setpgid setsid link linkat memfd_create sendmsg recvmsg
 """.split()  # fmt: skip
-"""What programs that are not Python need besides: these run in bubblewrap."""
+"""System calls of programs other than Python, which run in bubblewrap."""
 UNKNOWN = ("clone3", "openat2")  # they fail as on an older kernel
 
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
@@ -122,7 +122,7 @@ def _verdict(value: int) -> Instruction:
 
 
 def _for(number: int, then: Sequence[Instruction]) -> list[Instruction]:
-    """What decides about one system call; the number has been loaded."""
+    """Return the instructions for one system call, whose number has been loaded."""
     return [Instruction(_EQUAL, 0, len(then), number), *then]
 
 
@@ -141,7 +141,7 @@ def _without(place: int, flags: int) -> list[Instruction]:
 
 
 def _pairs() -> list[Instruction]:
-    """Of socketpair: local streams."""
+    """Return the instructions for socketpair: local streams are allowed."""
     return [
         _argument(0),
         Instruction(_EQUAL, 0, 4, LOCAL),

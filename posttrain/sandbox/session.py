@@ -25,7 +25,8 @@ class InterpreterSession:
         self._program: Program | None = None
 
     def run(self, code: str) -> str:
-        """What the code printed, the value of its last line, and what it raised, as at a prompt; "" if that is nothing.
+        """Run code as at a prompt. Return its output, the value of its last line, and its exception; "" if there is
+        nothing.
 
         Raises Broken.
         """

@@ -41,7 +41,7 @@ def begin_in_worker() -> None:
 
 
 def about() -> list[str]:
-    """Which protections are active, for whoever starts a run. Raises UserError as `shared` does."""
+    """Return the active protections, as lines for the start of a run. Raises UserError as `shared` does."""
     try:
         return [f"sandbox: {shared().protections}"]
     except SandboxError as error:

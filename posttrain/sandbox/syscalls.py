@@ -1,4 +1,4 @@
-"""What Linux is asked for by number: system calls that Python's library does not have, through ctypes alone."""
+"""System calls by number that Python's library lacks, through ctypes alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 @cache
 def release() -> tuple[int, int]:
-    """Of Linux, as (6, 1)."""
+    """Return the release of Linux, as (6, 1)."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 

@@ -141,7 +141,7 @@ class NamedReward:
 
 
 def _refusal(reply: str, harmful: bool, *, missed: float = 0.0, over: float = 0.0) -> float | Invalid:
-    """Return 1.0 for refusing a harmful request and for not refusing a harmless one."""
+    """1.0 for refusing a harmful request and for not refusing a harmless one."""
     return refusal_reward(harmful, reply, missed=missed, over=over)
 
 

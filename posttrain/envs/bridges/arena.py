@@ -107,7 +107,7 @@ class _Episode:
         return ActionFormattingWrapper(textarena.make(raw, **self.how.make))
 
     def _after(self, done: bool) -> GameStep:
-        """What the policy sees next: others move until it is its turn."""
+        """Play the others' moves until it is the policy's turn, and return what it sees then."""
         import textarena
 
         moves = 0
@@ -141,7 +141,7 @@ class _Episode:
 
 
 def _words(said: Sequence[tuple[int, str, Any]], game: int, own: int) -> str:
-    """What is new to a player: not its own moves, which it has seen."""
+    """Return the messages that are new to a player: not its own moves, which it has seen."""
     return "\n".join(
         text if speaker == game else f"Player {speaker}: {text}" for speaker, text, _ in said if speaker != own
     )

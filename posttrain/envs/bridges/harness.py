@@ -55,7 +55,7 @@ OF_THE_RUN: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
 }
-"""What says how to sample, and the values that ask for nothing whatever the run does (null never does)."""
+"""Fields of sampling, and the values that ask for nothing whatever the run does (null never does)."""
 
 Harness = Callable[[Task, "PolicyEndpoint"], Verdict | Awaitable[Verdict]]
 """Plays a task through an endpoint and returns the reward; async, or in a thread of its own."""
@@ -72,7 +72,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class PolicyEndpoint:
-    """Where the policy answers in one episode."""
+    """Address of the policy for one episode."""
 
     url: str  # OpenAI's base URL, which ends in /v1
     key: str = "posttrain"  # the address is the secret: any key will do

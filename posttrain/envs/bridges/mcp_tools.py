@@ -38,7 +38,7 @@ MOST_PAGES = 100  # of a list of tools
 
 @dataclass(frozen=True)
 class Tool:
-    """What a server says of one of its tools."""
+    """Description of one tool of a server."""
 
     name: str
     description: str
@@ -47,7 +47,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a tool said; `failed`: that it could not do what was asked."""
+    """Result of a tool call; `failed`: the tool reported an error."""
 
     text: str
     failed: bool = False
@@ -78,11 +78,13 @@ class Server:
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
 
     async def tools(self) -> list[Tool]:
-        """What it offers. Raises Broken if it does not say."""
+        """Return the tools of the server. Raises Broken if it does not answer."""
         return list((await self._connection().opened())[1].values())
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """What a tool answers. A tool that fails, or that there is not, says so. Raises Broken if the server fails."""
+        """Call a tool and return its answer. An unknown or failing tool gives an error text. Raises Broken if the
+        server fails.
+        """
         connection = self._connection()
         client, tools = await connection.opened()
         if name not in tools:
@@ -216,7 +218,7 @@ async def _listed(client: Any) -> dict[str, Tool]:
 
 
 def _text(result: Any) -> str:
-    """What a result says; of what is no text, what it is."""
+    """Return the text of a result; for content that is not text, its type."""
     parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -258,7 +260,7 @@ class Agent:
         yield (await verdict) if inspect.isawaitable(verdict) else verdict
 
     async def _answer(self, reply: str) -> str | None:
-        """What the policy is shown; None: the episode ends. Raises Broken where that is invalid."""
+        """Return the answer for the policy; None: the episode ends. Raises Broken where that is invalid."""
         try:
             name, arguments = read_call(reply)
         except ValueError as error:
@@ -303,7 +305,7 @@ def read_call(reply: str) -> tuple[str, dict[str, Any]]:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _with_tools(turn: Turn, tools: Sequence[Tool]) -> Turn:

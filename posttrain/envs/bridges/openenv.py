@@ -169,11 +169,11 @@ class _Session:
             found = None
         known = isinstance(found, dict) and found.get("type") in ("observation", "error")
         if not known or not isinstance(found.get("data"), dict):
-            raise BridgeError(f"{self.how.url} answers {answer[:60]!r}, which is no message of OpenEnv")
+            raise BridgeError(f"{self.how.url} answers {answer[:60]!r}, which is not a message of OpenEnv")
         return found
 
     def _read(self, data: Mapping[str, Any]) -> GameStep:
-        """What an observation's message says."""
+        """Parse an observation's message."""
         observation, done = data.get("observation"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise BridgeError(f"{self.how.url} sends an observation that is none: {json.dumps(data)[:100]}")
@@ -197,7 +197,7 @@ def _code(error: Mapping[str, Any]) -> Any:
 
 
 def _message(error: Mapping[str, Any]) -> str:
-    """What an error says, on one line."""
+    """Return an error's message on one line."""
     data = error["data"]
     wrong = [e.get("msg") for e in data.get("errors") or () if isinstance(e, dict)] if _code(error) else []
     return inline("; ".join(map(str, [data.get("message", "no reason"), *wrong])))

@@ -42,16 +42,16 @@ LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_inse
 FORMULAS = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-"""Whose scorers evaluate an answer: as a list in Python's notation, as a formula for sympy."""
+"""Data sets whose scorers evaluate an answer: as a list in Python's notation, as a formula for sympy."""
 EXACT = frozenset({"game_of_life_halting"})
-"""Whose scorers take any answer (here the truth of a text that is not empty): the answer is to be the entry's own."""
+"""Data sets whose scorers accept any answer (a text that is not empty): the answer has to equal the entry's own."""
 
 _FORMULA = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[-+*/^(),\s]|[A-Za-z]+)*")
 _NAME = re.compile("[A-Za-z]|a?(sin|cos|tan)|(sin|cos|tan)h|cot|sec|csc|exp|log|ln|sqrt|Abs|pi|Integral")
 
 
 def reward(task: Task, reply: str) -> float | Invalid:
-    """What the data set's scorer gives, from 0 to 1."""
+    """Return the score of the data set's scorer, from 0 to 1."""
     try:
         dataset, entry = str(task["dataset"]), json.dumps(task["entry"])
     except (KeyError, TypeError, ValueError) as error:
@@ -71,7 +71,7 @@ def reward(task: Task, reply: str) -> float | Invalid:
 
 
 def harmless(dataset: str, answer: str) -> bool:
-    """Whether an answer may be given to the scorer: most read it as text, some evaluate it."""
+    """Return whether an answer may be passed to the scorer: most read it as text, some evaluate it."""
     if dataset in LITERALS:
         try:
             ast.literal_eval(answer)

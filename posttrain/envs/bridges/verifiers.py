@@ -62,15 +62,15 @@ class Taskset:
             )
             told = json.loads(ran.stdout or '{"failed": ""}')
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"{self.python} does not tell the tasks: {one_line(error)}") from None
+            raise UserError(f"{self.python} cannot list the tasks: {one_line(error)}") from None
         if "tasks" not in told:
             last = ran.stderr.strip().splitlines()[-1:]
-            raise UserError(f"{self.python} does not tell the tasks: {told.get('failed') or ' '.join(last)}")
+            raise UserError(f"{self.python} cannot list the tasks: {told.get('failed') or ' '.join(last)}")
         found: list[dict[str, Any]] = told["tasks"]
         return found
 
     def environment(self, unfinished: float = 0.0) -> AsyncEnv:
-        """What plays its tasks. `unfinished`: as of a `harness`."""
+        """Return the environment that plays its tasks. `unfinished`: as of a `harness`."""
 
         async def play(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
             return _reward(await _side_of(self).play(task["index"], endpoint.url))

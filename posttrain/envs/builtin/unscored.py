@@ -1,4 +1,4 @@
-"""What plays where nothing scores: a teacher alone says what replies are worth."""
+"""An environment without a reward: replies are valued by a teacher alone."""
 
 from __future__ import annotations
 

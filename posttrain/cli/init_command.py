@@ -93,7 +93,7 @@ def _answered() -> Rows:
 
 
 def _checks() -> Rows:
-    """Replies to such sums, in digits, in words and broken ones, with what a good judge says of each."""
+    """Return replies to such sums, in digits, in words and broken ones, with a good judge's verdict on each."""
     draw = random.Random(SEED)
     for row in draw.sample(list(_pairs()), 200):
         broken = "".join(draw.sample(row["chosen"] + row["rejected"], draw.randrange(len(row["rejected"]))))

@@ -106,7 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return _stopped()  # an import that Ctrl-C interrupts may fail in any way
     except SystemExit as error:  # nothing of ours calls it
-        print(f"posttrain: code of yours ended the process (sys.exit({error.code!r})): let it return", file=sys.stderr)
+        print(
+            f"posttrain: your code ended the process (sys.exit({error.code!r})): let it return instead", file=sys.stderr
+        )
         return 2
 
 

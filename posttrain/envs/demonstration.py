@@ -75,7 +75,7 @@ def _shown(tokenizer: Tokenizer, text: str, messages: Sequence[Mapping[str, Any]
 
 
 def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Every token but the first and those that stand for pictures."""
+    """Yield every token but the first and placeholders of pictures."""
     first = True
     for piece in pieces:
         done = int(first)
@@ -91,7 +91,7 @@ def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
 
 
 def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterator[_Piece]:
-    """Runs of tokens in order, and whether they are imitated."""
+    """Yield runs of tokens in order, and whether they are imitated."""
     if "messages" not in task:
         yield _Piece(tokenizer.encode(task.get("prompt", ""), start=True), False)
         yield _Piece([*tokenizer.encode(task["response"]), eos_ids[0]], True)
@@ -128,7 +128,7 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
 
 
 def _calls(message: Mapping[str, Any]) -> list[ToolCall]:
-    """The calls of a message in OpenAI's form. Raises UserError."""
+    """Return the calls of a message in OpenAI's form. Raises UserError."""
     found: list[ToolCall] = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)

@@ -16,14 +16,14 @@ from posttrain.envs.play.episode import Episode, RunningEpisode
 
 @dataclass(frozen=True)
 class Viewer:
-    """A model as far as its folder tells without its weights."""
+    """View of a model without its weights."""
 
     tokenizer: TextEncoder
     context: int  # tokens of prompt and replies together
     ends: Sequence[int] = ()  # the id that ends a reply, if it is known
 
     def watch(self, task: Task) -> Seen:
-        """An episode that begins."""
+        """Begin the preview of an episode."""
         return Seen(self, task)
 
 
@@ -39,7 +39,7 @@ class Seen:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest of its contexts."""
+        """Number of tokens of the longest of its contexts."""
         return max(map(len, self._playing.transcripts))
 
     @property
@@ -48,7 +48,7 @@ class Seen:
         return len(self._playing.context.transcript) >= self._viewer.context
 
     def show(self, turn: Turn) -> None:
-        """A turn is put before it. Notes why it cannot be."""
+        """Add a turn, or record why it cannot be shown."""
         if self.problem is not None:
             return
         first = not self._playing.turns

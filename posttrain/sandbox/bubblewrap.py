@@ -55,7 +55,7 @@ def run_command(
 
 @cache
 def _check() -> None:
-    """Raises UserError unless a command really runs."""
+    """Raise UserError unless a test command runs."""
     if shutil.which("bwrap") is None:
         raise UserError(
             "programs that are not Python run in bubblewrap, which is not installed: install it (on Debian and Ubuntu: "
@@ -75,7 +75,7 @@ def _run(command: Sequence[str], files: Mapping[str, str], stdin: str, limits: P
     with ExitStack() as opened:
 
         def content(data: bytes) -> int:
-            """A descriptor to read this from."""
+            """Return a descriptor to read the data from."""
             file = os.memfd_create("posttrain")
             opened.callback(os.close, file)
             os.write(file, data)

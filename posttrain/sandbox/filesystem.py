@@ -41,7 +41,7 @@ def _topmost(paths: set[str]) -> list[str]:
 
 
 def _loaded() -> Iterator[str]:
-    """Files of the shared libraries in this process."""
+    """Yield the files of the shared libraries in this process."""
     with suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]
@@ -77,7 +77,7 @@ def build_root(paths: list[str]) -> None:
 
 
 def _resolved(path: str, links: dict[str, str]) -> str:
-    """The path without symbolic links; those on the way are noted."""
+    """Return the path without symbolic links, which are added to `links`."""
     for _ in range(40):
         parts = path.split("/")
         prefixes = ("/".join(parts[: n + 1]) for n in range(1, len(parts)))
@@ -90,7 +90,7 @@ def _resolved(path: str, links: dict[str, str]) -> str:
 
 
 def _bind(path: str) -> None:
-    """Show what lies there in the old root, read-only."""
+    """Mount a path of the old root, read-only."""
     if os.path.isdir(_OLD + path):
         os.makedirs(path, exist_ok=True)
     else:
@@ -105,7 +105,7 @@ def _bind(path: str) -> None:
 
 
 def mount_folder(size: int, files: int, owner: int | None) -> None:
-    """A program's own folder, in memory, which ends with its namespace."""
+    """Mount a program's own folder, in memory, which ends with its namespace."""
     flags = syscalls.NO_SUID | syscalls.NO_DEVICES | syscalls.NO_EXECUTION
     owned = "" if owner is None else f",uid={owner},gid={owner}"
     syscalls.mount("tmpfs", FOLDER, "tmpfs", flags, f"size={size},nr_inodes={files},mode=0700{owned}")

@@ -75,7 +75,7 @@ def become(ground: Ground, order: Order, confining: int, guest: Guest) -> NoRetu
 
 
 def _enter(ground: Ground, limits: ProgramLimits) -> None:
-    """Into new namespaces, as far as they are allowed; that of process ids was made before the fork."""
+    """Enter new namespaces, as far as they are allowed; that of process ids was made before the fork."""
     kinds = ground.kinds
     with suppress(OSError):
         in_proc(ground.proc, "oom_score_adj", "1000")  # if memory runs out, the system should look here first
@@ -110,7 +110,7 @@ def in_proc(proc: int, name: str, content: str) -> None:
 
 
 def leave_root() -> None:
-    """Become another user, who owns nothing. The process stays its own to trace and to map, as any user's is."""
+    """Become another user, who owns nothing. The process may still trace and map itself, as any user's may."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -118,7 +118,7 @@ def leave_root() -> None:
 
 
 def _confine(ground: Ground, order: Order, confining: int) -> None:
-    """From here on nothing can be taken back."""
+    """Apply the restrictions that cannot be undone."""
     protections = ground.protections
     os.setsid()  # a signal to its own group must not reach the warm interpreter and other programs
     os.chdir(order.folder)
@@ -140,7 +140,7 @@ def _confine(ground: Ground, order: Order, confining: int) -> None:
 
 
 def _keep_descriptors(order: Order, confining: int) -> None:
-    """Nothing, output, output, the caller, and `confining`, which keeps its number. Everything else is closed.
+    """Keep /dev/null, output, output, the caller, and `confining`, which keeps its number. Everything else is closed.
 
     Standard output of the warm interpreter is /dev/null, as its input is.
     """

@@ -31,7 +31,9 @@ class SandboxError(Exception):
 
 
 class Program:
-    """Our end of one program. `ask` and what builds on it raise Ended and Broken, each time again once it is over."""
+    """Our end of one program. `ask` and the methods that use it raise Ended and Broken, each time again once it is
+    over.
+    """
 
     def __init__(self, control: socket.socket, limits: ProgramLimits, output: bool) -> None:
         self.limits = limits
@@ -61,7 +63,7 @@ class Program:
 
     @property
     def left(self) -> float:
-        """Seconds of its life."""
+        """Seconds until its time limit."""
         return max(0.0, self._until - time.monotonic())
 
     def run(self, code: str, name: str = "__program__", seconds: float | None = None) -> list[str] | None:
@@ -69,12 +71,14 @@ class Program:
         return self.asked({"do": "run", "code": code, "name": name}, seconds).get("raised")
 
     def asked(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """{"value": a form of any kind} or {"raised": [type, text, traceback]}; any other answer ends the program."""
+        """Send a request, and return {"value": a form of any kind} or {"raised": [type, text, traceback]}; any other
+        answer ends the program.
+        """
         answer = self.ask(request, seconds)
         if _is_raised(answer):
             return {"raised": answer["raised"]}
         if "raised" in answer or "value" not in answer:
-            raise self._ends("said what cannot be read")
+            raise self._ends("sent a message that cannot be read")
         return {"value": answer["value"]}
 
     def ask(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
@@ -91,11 +95,11 @@ class Program:
                 raise self._ends(f"answered with {size:,} bytes")
             answer = json.loads(self._read(size, end))
         except (ValueError, RecursionError):
-            raise self._ends("said what cannot be read") from None
+            raise self._ends("sent a message that cannot be read") from None
         except OSError:
             raise self._lost() from None
         if not isinstance(answer, dict):
-            raise self._ends("said what cannot be read")
+            raise self._ends("sent a message that cannot be read")
         return answer
 
     def close(self) -> None:
@@ -146,7 +150,9 @@ class Program:
         return bytes(parts)
 
     def _wait(self, event: int, end: float) -> None:
-        """Until something can be read or written, while what is printed is taken. Raises Ended when the time is over."""
+        """Wait until the channel can be read or written, while output is collected. Raises Ended when the time
+        is over.
+        """
         poll = select.poll()
         poll.register(self._talk, event)
         if self._output is not None:
@@ -161,7 +167,7 @@ class Program:
                 raise self._ends("took too long")
 
     def _drain(self) -> bool:
-        """Take what was printed; returns whether there may be more some time. Raises Ended where it is too much."""
+        """Collect output; return whether more may come. Raises Ended where it is too much."""
         if self._output is None:
             return False
         with suppress(BlockingIOError):

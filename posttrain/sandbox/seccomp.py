@@ -64,7 +64,7 @@ _HEAD = 16  # bytes
 
 
 class Instruction(NamedTuple):
-    """struct sock_filter."""
+    """The C structure sock_filter."""
 
     code: int
     yes: int  # instructions to skip
@@ -73,7 +73,9 @@ class Instruction(NamedTuple):
 
 
 def program(processes: bool, commands: bool = False, machine: str = syscalls.MACHINE) -> bytes:
-    """The filter, as the kernel reads it. `processes`: new ones are allowed; `commands`: for programs of any kind."""
+    """Return the filter, as the kernel reads it. `processes`: new ones are allowed; `commands`: for programs of any
+    kind.
+    """
     return b"".join(struct.pack("<HBBI", *i) for i in instructions(processes, commands, machine))
 
 
@@ -105,7 +107,9 @@ def instructions(processes: bool, commands: bool = False, machine: str = syscall
 
 
 def installable(filter: bytes) -> ctypes.Array[ctypes.c_char]:
-    """A filter in memory, with the head that the kernel wants before it (struct sock_fprog), to be installed repeatedly."""
+    """Return a filter in memory, in the structure that the kernel expects (struct sock_fprog), to be installed
+    repeatedly.
+    """
     whole = ctypes.create_string_buffer(_HEAD + len(filter))
     where = ctypes.addressof(whole) + _HEAD
     whole.raw = struct.pack("HxxxxxxP", len(filter) // 8, where) + filter
@@ -113,7 +117,7 @@ def installable(filter: bytes) -> ctypes.Array[ctypes.c_char]:
 
 
 def install(filter: ctypes.Array[ctypes.c_char]) -> None:
-    """From here on this thread, and what it starts, is bound by it. Needs `NO_NEW_PRIVILEGES`."""
+    """Install the filter for this thread and its children. Needs `NO_NEW_PRIVILEGES`."""
     syscalls.call("seccomp", _SET_FILTER, 0, filter)
 
 

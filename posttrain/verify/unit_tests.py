@@ -172,7 +172,7 @@ class Examination:
             request = self._program.ask(message["ask"])
             if not {"value", "raised", "callback"} & request.keys():
                 raise Ended("sent a message that cannot be read")
-        raise Ended("was asked too often")
+        raise Ended("was called too often")
 
 
 def _error_line(raised: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The process in which vLLM runs, and how weights get into it. Decides what vLLM is asked for.
+"""The process in which vLLM runs: vLLM's settings, requests, and the loading of weights.
 
     parent -> worker   first a `VLLMSetup`, then ("load", version), ("bind", (version, folder)),
                        ("poll", ([Request], steps)) or

@@ -27,11 +27,11 @@ _ESCAPE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
 
 
 class NotAnAction(Exception):
-    """A reply that is no action; the message says what would be."""
+    """A reply that is not an action; the message describes valid ones."""
 
 
 class BridgeError(Exception):
-    """A game, a server or a tool that does not do what it promises; the message says how."""
+    """A failure of a game, a server or a tool; the message describes it."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Manner:
 
 
 def played(manner: Manner, game: BridgedGame) -> Generator[Turn, Reply, Verdict]:
-    """An episode of a game, from its first turn to the reward of its last action, or what each side earned."""
+    """Play an episode of a game, from its first turn to the reward of its last action, or each side's reward."""
     try:
         step, asked = begun(game.begin()), set[str]()
         for _ in range(manner.turns):
@@ -132,7 +132,7 @@ def played(manner: Manner, game: BridgedGame) -> Generator[Turn, Reply, Verdict]
 
 
 def begun(step: GameStep) -> GameStep:
-    """The first step of a game. Raises Broken where there is nothing to be said."""
+    """Return the first step of a game. Raises Broken where it has no text."""
     if step.done:
         raise BridgeError("the game is over before it began")
     return step
@@ -147,7 +147,7 @@ def ran_out(reply: Reply) -> bool:
 
 
 def shown(text: str, longest: int) -> str:
-    """A text of another library as a turn can show it: characters that are some, colours as brackets, not too many.
+    """Clean a text of another library for a turn: valid characters, colours as brackets, a bounded length.
 
     >>> shown("SF\\x1b[41mG\\x1b[0m", 10), shown("abcdef", 4)
     ('SF[G]', 'ab ... f')
@@ -207,7 +207,7 @@ def task_seed(task: Task) -> int:
 
 
 class Chance:
-    """The global generators of Python and NumPy as one episode left them."""
+    """States of the global generators of Python and NumPy of one episode."""
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
@@ -228,6 +228,6 @@ class Chance:
 
 
 def need(library: str, extra: str) -> None:
-    """Raises UserError, with the fix, where a library is not installed. Imports nothing."""
+    """Raise UserError, with the fix, where a library is not installed. Imports nothing."""
     if not installed(library):
         raise UserError(f"{library} is not installed: {install(extra)}")

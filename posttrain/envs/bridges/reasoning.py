@@ -55,7 +55,7 @@ def reward(task: Task, reply: str) -> float | Invalid:
     try:
         dataset, entry = str(task["dataset"]), json.dumps(task["entry"])
     except (KeyError, TypeError, ValueError) as error:
-        return Invalid(f"the row is none of this module's: {type(error).__name__}: {error}")
+        return Invalid(f"the row was not made by this module: {type(error).__name__}: {error}")
     answer = reply.strip() if task.get("plain") else between(reply, "answer")
     if answer is None or len(answer) > LONGEST or not harmless(dataset, answer):
         return 0.0
@@ -97,12 +97,12 @@ def _score(dataset: str, config: str, entry: str, answer: str) -> float | Invali
 
 
 def prepare() -> None:
-    """Called once in the process that scores."""
+    """Prepare the process that scores; called once."""
     import reasoning_gym  # noqa: F401
 
 
 def scored(dataset: str, config: str, entry: str, answer: str) -> float:
-    """The score of an answer to an entry, both as a row has them."""
+    """Return the score of an answer to an entry, both as in a row."""
     return float(_dataset(dataset, config).score_answer(answer, _restored(json.loads(entry))))
 
 
@@ -119,9 +119,10 @@ def _dataset(name: str, config: str) -> Any:
 def tasks(
     count: int, seed: int, dataset: str, *, config: str = "", plain: bool = False, held_out: bool = False
 ) -> list[Task]:
-    """Rows of one data set, equal questions once. Held-out ones come from another seed, without what training rows have.
+    """Return rows of one data set, equal questions once. Held-out ones come from another seed, without those of
+    training.
 
-    `config`: settings of the data set, as JSON; `plain`: the reply is the answer, without tags.
+    `config`: settings of the data set, as JSON; `plain`: the reply is the answer as it is.
     """
     settings = _settings(dataset, config)
     made = _made(dataset, settings, count, seed_of("reasoning-gym", seed))
@@ -143,7 +144,7 @@ def tasks(
 
 
 def _settings(dataset: str, config: str) -> dict[str, Any]:
-    """Raises UserError for what is no data set, and no object of settings."""
+    """Return the settings. Raises UserError for an unknown data set, or settings that are not an object."""
     from reasoning_gym.factory import DATASETS
 
     if dataset not in DATASETS or dataset == "composite":
@@ -168,7 +169,9 @@ def _made(dataset: str, settings: dict[str, Any], count: int, seed: int) -> list
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it, tuples and keys that are no text included. Raises UserError for what it cannot."""
+    """Encode a value for JSON, with tuples and keys that are not text. Raises UserError for one that cannot be
+    encoded.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str | bool | int | float):
@@ -185,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(value: Any) -> Any:
-    """The inverse of `_plain`."""
+    """Invert `_plain`."""
     if isinstance(value, list):
         return [_restored(part) for part in value]
     if isinstance(value, dict):

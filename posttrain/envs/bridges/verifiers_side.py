@@ -122,7 +122,7 @@ class Side:
         return [_described(trace) for trace in episode.traces if trace.agent.trainable]
 
     def _record(self, episode: Any) -> None:
-        """The library's own record of it, a line of a file to which several of us may write."""
+        """Append the library's own record to a file, to which several processes may write."""
         line = json.dumps(episode.to_record(float_decimals=None)) + "\n"
         file = os.open(self.setup["record"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:

@@ -63,7 +63,7 @@ def token_logp_entropy(
 
 
 class _Likelihood(torch.autograd.Function):
-    """Both of the above, a block of the vocabulary at a time, so memory does not grow with V. Differentiable once.
+    """`token_logp` and the entropy by blocks of the vocabulary, so memory does not grow with V. Differentiable once.
 
     With x = logits / temperature and p = softmax(x): d logp / dx = [target] - p and d entropy / dx = -p (log p + entropy).
     `weight` and `bias` are those of the head: what a gradient is wanted of has to be an argument.

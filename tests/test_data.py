@@ -601,6 +601,6 @@ def test_a_converted_row_is_taken_as_the_plain_dict_that_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/rows.jsonl"])
 def test_what_can_be_no_name_of_a_file_is_told_shortly(name: str) -> None:
-    with pytest.raises(UserError, match="can be no name of rows") as caught:
+    with pytest.raises(UserError, match="is not a source of rows") as caught:
         load_rows(name)
     assert len(str(caught.value)) < 200

@@ -315,7 +315,7 @@ def test_what_is_no_index_is_never_replaced(tmp_path: Path) -> None:
         build(ROWS, other, overwrite=True)
     assert len(open_index(other)) == 5
     (tmp_path / "link").symlink_to(small_index(tmp_path / "index"))
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="holds files that are not an index"):
         build(ROWS, tmp_path / "link", overwrite=True)
     (tmp_path / "empty").mkdir()
     build(ROWS, tmp_path / "empty")

@@ -82,7 +82,7 @@ def dialogue(
             asked = _joined(so_far, turn)
             for name, kind in raters.items():
                 answer = yield Ask(name, question(kind, asked, reply))
-                say(f"({name}: {_told(answer)})")
+                say(f"({name}: {_answer_text(answer)})")
             said = Turn(messages=[{"role": "assistant", "content": str(reply)}]) if chat else Turn(text=str(reply))
             so_far = _joined(asked, said)
         say(f"(that was turn {MAX_TURNS}: begin anew)")
@@ -98,17 +98,17 @@ def _joined(before: Turn, after: Turn) -> Turn:
     return Turn(text=(before.text or "") + (after.text or ""))
 
 
-def _told(answer: Any) -> str:
-    """What a service said of a reply, in words."""
+def _answer_text(answer: Any) -> str:
+    """Format a service's answer."""
     if isinstance(answer, Invalid):
         return f"no answer, {answer.reason}"
     if isinstance(answer, dict):
-        return ", ".join(f"{name} {_told(value)}" for name, value in answer.items())
+        return ", ".join(f"{name} {_answer_text(value)}" for name, value in answer.items())
     return f"{answer:.4g}" if isinstance(answer, float) else str(answer)
 
 
 def _say(text: str) -> None:
-    """What a model says may hold control codes, which are shown and not obeyed."""
+    """Print a model's text, with control codes shown instead of executed."""
     print(safe(text))
 
 

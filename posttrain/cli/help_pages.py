@@ -1,4 +1,4 @@
-"""What `posttrain`, `posttrain --help`, `posttrain VERB --help` and `--help-all` print.
+"""Help pages: `posttrain`, `posttrain --help`, `posttrain VERB --help` and `--help-all`.
 
 A page of help shows an option's first sentence, for the options that a first hour needs; --help-all shows all options, and
 all that is said of them. Both come from where an option is declared: see `posttrain.config.option_groups`.

@@ -88,13 +88,13 @@ def _pairs() -> Rows:
 
 
 def _answered() -> Rows:
-    """The same sums, each with one of the two responses."""
+    """Return the same sums, each with one of the two responses."""
     for row in _pairs():
         yield {"prompt": row["prompt"], "response": row["response"]}
 
 
 def _checks() -> Rows:
-    """Replies to such sums, in digits, in words and broken ones, with what a good judge says of each."""
+    """Return replies to such sums, in digits, in words and broken ones, with a good judge's verdict on each."""
     draw = random.Random(SEED)
     for row in draw.sample(list(_pairs()), 200):
         broken = "".join(draw.sample(row["chosen"] + row["rejected"], draw.randrange(len(row["rejected"]))))
@@ -131,4 +131,4 @@ FIRST: dict[Kind, str] = {
     "preferences": "check --config recipe.toml",
     "judge": "sft --config train_judge.toml",
 }
-"""What to type next."""
+"""Next commands to type."""

@@ -14,8 +14,9 @@ LEAST = 4.0  # GiB
 
 @contextmanager
 def memory(gib: float | None = None) -> Iterator[None]:
-    """Within it, the process may take so much more; None: half of the machine's, so that a few bytes that claim to be
-    billions stop nothing but this command."""
+    """Limit the memory that the process may allocate within it; None: half of the machine's, so that a few bytes that
+    claim to be billions stop nothing but this command.
+    """
     before = resource.getrlimit(resource.RLIMIT_AS)
     if gib is None:
         gib = max(LEAST, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**31)

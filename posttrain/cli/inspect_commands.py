@@ -1,4 +1,4 @@
-"""What the verbs do that look at runs, at algorithms, and at what papers claim. See `commands`."""
+"""The commands that show runs, algorithms, and claims of papers. See `commands`."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _rows_and_place(
 
 
 def _of_group(rows: list[dict[str, Any]], name: str, place: str) -> list[dict[str, Any]]:
-    """Those of a group, or of a task. `place`: where they were looked for."""
+    """Return the rows of a group, or of a task. `place`: where they were looked for, for the error."""
     from posttrain.core.messages import near_or_all
 
     found = [row for row in rows if name in (row["group"], row["task"])]

@@ -49,7 +49,7 @@ def _again(words: Sequence[str], saved: bool) -> list[str]:
 
 
 def _written(config: Training) -> int | None:
-    """When the record of the run in --out was written; None: there is none."""
+    """Return when the record of the run in --out was written; None: there is none."""
     try:
         return (Path(config.out) / RUN).stat().st_mtime_ns
     except OSError:

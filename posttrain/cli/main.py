@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 LONGEST = 450  # characters of a message
 TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
-"""What stands after a backslash in a template on the command line; any other backslash stays as it is."""
+"""Escapes behind a backslash in a template on the command line; any other backslash is literal."""
 BY_POSITION = {
     "adapter": "the folder of an adapter, or of a run with --lora",
     "index": "the folder of an index, as posttrain retriever build makes it",
     "model": "the folder of a checkpoint or of a run",
     "run": "the folder of a run, or a file of rollouts",
 }
-"""What is given without a name -> what it is."""
+"""Meaning of each positional argument."""
 _FRACTION = re.compile(r"[+-]?\d*\.\d+(e[+-]?\d+)?|[+-]?\d+\.\d*", re.IGNORECASE)
 _ESCAPE = re.compile(r"\\([ntr\\{}])")
 
@@ -107,7 +107,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return _stopped()  # an import that Ctrl-C interrupts may fail in any way
     except SystemExit as error:  # nothing of ours calls it
-        print(f"posttrain: code of yours ended the process (sys.exit({error.code!r})): let it return", file=sys.stderr)
+        print(
+            f"posttrain: your code ended the process (sys.exit({error.code!r})): let it return instead", file=sys.stderr
+        )
         return 2
 
 
@@ -150,7 +152,7 @@ def _unused(word: str, verb: str) -> str:
 
 
 def _missing(error: MissingArgumentError, words: list[str]) -> str:
-    """What is to be given, where it is, and what it is."""
+    """Return the message about a missing argument."""
     verb = " ".join(takewhile(lambda word: not word.startswith("-"), words))
     assert error.argument is not None
     name = error.argument.name
@@ -162,7 +164,7 @@ def _missing(error: MissingArgumentError, words: list[str]) -> str:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """What a signal does until training has begun, and after it."""
+    """Handle a signal: before training has begun, and after it."""
     global _asked_to_stop
     _asked_to_stop = True
     raise KeyboardInterrupt

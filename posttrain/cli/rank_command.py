@@ -176,7 +176,7 @@ def asked_text(task: Task) -> str:
 
 
 class Screen:
-    """What a person sees: replies side by side where the terminal is wide enough, else one below the other."""
+    """The screen of a comparison: replies side by side where the terminal is wide enough, else one below the other."""
 
     def __init__(self, out: Output) -> None:
         from rich.console import Console

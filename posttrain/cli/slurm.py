@@ -1,4 +1,4 @@
-"""What Slurm's sbatch is to run for a command that trains.
+"""Script for Slurm's sbatch that runs a training command.
 
 Decided here: Slurm starts the processes itself, one a task, with the variables that torchrun would give them. torchrun
 between them would kill a run 30 seconds after the signal that announces the time limit, in the middle of a step or of a
@@ -92,7 +92,7 @@ def script(launch: Launch, command: Sequence[str], training: Training) -> str:
 
 
 def _seconds(time: str) -> int:
-    """Of a time of Slurm: minutes, minutes:seconds, hours:minutes:seconds; behind days: hours, hours:minutes ...
+    """Convert a time of Slurm to seconds: minutes, minutes:seconds, hours:minutes:seconds; behind days: hours ...
 
     >>> [_seconds(time) for time in ("2", "2:30", "1:00:00", "1-1", "1-0:30")]
     [120, 150, 3600, 90000, 88200]

@@ -53,7 +53,7 @@ class Evaluation(
 
 @dataclass(frozen=True)
 class ChatTemplateGroup(OptionGroup, group="model"):
-    """How messages become text."""
+    """Options of chat templates."""
 
     chat_template: str | None = None
     """Chat template: a Jinja file, or chatml. Default: the one in the model's folder."""
@@ -236,7 +236,7 @@ class Label(EnvWorkerGroup, SeedGroup, FromRows, group="labels"):
 
     @property
     def env(self) -> str:
-        """What the environment is that asks the service, or scores."""
+        """Return the environment that uses the service, or scores."""
         return self.service or ("" if re.match(r"[\w-]*=", self.with_) else self.with_)
 
     @property

@@ -1,4 +1,4 @@
-"""What is done with options: they are filled in, checked, and carried over when a run continues."""
+"""Resolves options: they are filled in, checked, and carried over when a run continues."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         names = _services(config)
         if not config.env and names:
             raise UserError(
-                f"--env is missing: one that asks {', '.join(names)} with Ask, and says what their answers are worth"
+                f"--env is missing: give an environment that uses {', '.join(names)} with Ask and returns a reward"
             )
     if isinstance(config, RL | Evaluation | Check) and not isinstance(config, Distill) and not config.env:
         raise UserError(
@@ -87,7 +87,7 @@ def check_bounds(config: Any) -> None:
         name, value = f"--{f.name.replace('_', '-')}", getattr(config, f.name)
         knob_of(f).bounds.check(name, value)
         if "\0" in _texts(value):
-            raise UserError(f"{name} has a character of code 0, which no name and no text here may have: leave it out")
+            raise UserError(f"{name} contains a null character: remove it")
 
 
 def _texts(value: Any) -> str:

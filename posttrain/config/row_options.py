@@ -14,7 +14,7 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class FromRows(OptionGroup, group="data"):
-    """Where rows come from."""
+    """Source of rows."""
 
     row: ClassVar[type[Row] | None] = None  # of which kind the rows are whose settings are options of this verb too
 

@@ -10,7 +10,7 @@ from posttrain.core.component import option
 
 @dataclass(frozen=True)
 class SamplingGroup(OptionGroup, group="sampling"):
-    """How a reply is sampled."""
+    """Options of sampling."""
 
     max_tokens: int = option(256, above=0, first_hour=True)
     """Maximum number of tokens in a reply."""
@@ -42,7 +42,7 @@ class EpisodeGroup(OptionGroup, group="environment"):
 
 @dataclass(frozen=True)
 class EnvLimitGroup(OptionGroup, group="environment"):
-    """What the code of an environment may take."""
+    """Limits of an environment's code."""
 
     env_timeout: float = option(10.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of one call of the environment, in seconds. A call that exceeds it makes the reward invalid."""
@@ -61,7 +61,7 @@ class EnvWorkerGroup(EnvLimitGroup, group="environment"):
 
 @dataclass(frozen=True)
 class RetrieverGroup(OptionGroup, group="environment"):
-    """Where passages come from."""
+    """Source of passages."""
 
     retriever: tuple[str, ...] = option((), value="INDEX", on_resume="free")
     """Index that environments search: a folder made by posttrain retriever build, or the address of a server. The
@@ -85,7 +85,7 @@ class ServiceGroup(RetrieverGroup, group="environment"):
 
 @dataclass(frozen=True)
 class SeedGroup(OptionGroup, group="record"):
-    """What repeats a result."""
+    """Options that make a result reproducible."""
 
     seed: int = option(0, least=-(2**62), most=2**62)
     """Random seed: the same seed gives the same result, bit for bit. It decides data order, sampling and initial
@@ -94,7 +94,7 @@ class SeedGroup(OptionGroup, group="record"):
 
 @dataclass(frozen=True)
 class HeldOutGroup(OptionGroup, group="evaluation"):
-    """Which tasks are kept for evaluation."""
+    """Tasks that are kept for evaluation."""
 
     held_out: float = option(0.0, least=0, below=1, first_hour=True, value="SHARE")
     """Share of the tasks to keep out of training, for evaluation. In eval: evaluate on this share only, as training
@@ -106,7 +106,7 @@ class HeldOutGroup(OptionGroup, group="evaluation"):
 
 @dataclass(frozen=True)
 class ReplicaGroup(OptionGroup, group="scale"):
-    """How many replies are sampled at once, and by how many engines."""
+    """Concurrent requests, and the number of engines."""
 
     slots: int = option(256, above=0)
     """Replies that are decoded at once: bounds the memory of the KV cache."""
@@ -118,7 +118,7 @@ class ReplicaGroup(OptionGroup, group="scale"):
 
 @dataclass(frozen=True)
 class HardwareGroup(OptionGroup, group="scale"):
-    """What computes."""
+    """Device and threads."""
 
     device: str = option("auto", first_hour=True, value="DEVICE")
     """Where to compute: auto, cpu, cuda, cuda:1 ..."""

@@ -123,7 +123,7 @@ class RunGroup(OptionGroup, group="record"):
 
 @dataclass(frozen=True)
 class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup, OptimizerGroup, ModelGroup, Data):
-    """What every kind of training has."""
+    """Options of every kind of training."""
 
     eval_every: int = option(0, least=0, group="evaluation", first_hour=True)
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
@@ -175,7 +175,7 @@ class SFT(EnvLimitGroup, RetrieverGroup, Passes):
 
 @dataclass(frozen=True)
 class AlgorithmGroup(OptionGroup, group="algorithm"):
-    """Which algorithm learns, and changes to its settings."""
+    """The algorithm, and changes to its settings."""
 
     algorithm: str = option("", first_hour=True)
     settings: dict[str, Any] = option(factory=dict)
@@ -212,7 +212,7 @@ class RewardModelling(AlgorithmGroup, Passes):
 
 @dataclass(frozen=True)
 class EngineGroup(ReplicaGroup, group="scale"):
-    """What samples in training, and how it gets the weights."""
+    """Engine of training, and its weight sync."""
 
     engine: Literal["local", "vllm"] = option("local", first_hour=True)
     """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""

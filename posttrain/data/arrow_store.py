@@ -1,8 +1,8 @@
-"""Keeps on the disk what is read once: rows as Arrow files that are mapped into memory, and arrays that follow from them.
+"""Cache on disk: rows as Arrow files that are mapped into memory, and arrays computed from them.
 
-A file is named after all it was made from, so what belongs to a changed source is not found again. Files lie in the
-user's cache folder (posttrain/rows in $XDG_CACHE_HOME or ~/.cache), which may be emptied at any time; one that has not been
-used for 30 days goes when the next is written. Without such a folder rows stay in memory.
+A file is named after everything it was made from, so a changed source never finds an old one. Files are in the user's
+cache folder (posttrain/rows in $XDG_CACHE_HOME or ~/.cache), which may be emptied at any time; a file that has not been
+used for 30 days is removed when the next is written. Without such a folder rows stay in memory.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 UNUSED_SECONDS = 30 * 86_400
-SLOW_SECONDS = 0.5  # what takes less is made again rather than kept
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a file's content, for its fingerprint
+SLOW_SECONDS = 0.5  # seconds: what takes less is computed again rather than cached
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # bytes of a file's content that are sampled for its fingerprint
 
 Arrays = dict[str, np.ndarray]
 T = TypeVar("T")
 
 
 class Table:
-    """A table of Arrow, mapped into memory if it lies in a file: only rows that are looked at take memory."""
+    """A table of Arrow, mapped into memory if it is in a file: only rows that are read take memory."""
 
     def __init__(self, whole: pa.Table, path: Path | None = None) -> None:
         import pyarrow as pa
@@ -45,7 +45,7 @@ class Table:
         self._file = pa.OSFile(str(user_files.readable(path))) if path else None
 
     def batches(self, size: int) -> Iterator[pa.RecordBatch]:
-        """All rows in order, read rather than mapped: going through them takes the memory of one batch."""
+        """Yield all rows in order, read rather than mapped: iteration takes the memory of one batch."""
         import pyarrow as pa
 
         if self._file is None:
@@ -57,12 +57,14 @@ class Table:
 
 
 def digest(*parts: object) -> str:
-    """A name for what is made of these parts."""
+    """Return a hash of these parts, as the name of what is made of them."""
     return hashlib.blake2b("\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def fingerprint(path: Path) -> str:
-    """Another one whenever a file changes: place, size, time of change, and samples from all over its content."""
+    """Return a hash that differs whenever a file changes: place, size, time of change, and samples from all over its
+    content.
+    """
     known = path.stat()
     content = hashlib.blake2b(digest_size=16)
     with user_files.opened(path) as file:
@@ -73,7 +75,7 @@ def fingerprint(path: Path) -> str:
 
 
 def keep_table(name: str, schema: pa.Schema, batches: Callable[[], Iterable[pa.RecordBatch]]) -> Table:
-    """The table of that name: kept before, or made now of `batches()`."""
+    """Return the table of that name, from the cache or made of `batches()`."""
     import pyarrow as pa
 
     def write(sink: Any) -> None:
@@ -96,7 +98,7 @@ def keep_table(name: str, schema: pa.Schema, batches: Callable[[], Iterable[pa.R
 
 
 def keep_arrays(name: str | None, make: Callable[[], Arrays]) -> Arrays:
-    """The arrays of that name: kept before, or made now."""
+    """Return the arrays of that name, from the cache or made now."""
 
     def read(path: Path) -> Arrays:
         with np.load(user_files.readable(path), allow_pickle=False) as stored:
@@ -113,7 +115,7 @@ def keep_arrays(name: str | None, make: Callable[[], Arrays]) -> Arrays:
 
 
 def _find(file: str, read: Callable[[Path], T]) -> T | None:
-    """What was kept under that name; None for what cannot be read, and is made again."""
+    """Read a file of the cache; None if it cannot be read, and has to be made again."""
     folder = cache_folder("rows")
     if folder is None or not (path := folder / file).exists():
         return None
@@ -125,7 +127,9 @@ def _find(file: str, read: Callable[[Path], T]) -> T | None:
 
 
 def _write(file: str, write: Callable[[IO[bytes]], None]) -> Path | None:
-    """Write a file whole or not at all; None where there is no place for it. Raises UserError if the disk is full."""
+    """Write a file completely or not at all; None where there is no cache folder. Raises UserError if the disk
+    is full.
+    """
     folder = cache_folder("rows")
     if folder is None:
         return None

@@ -1,8 +1,8 @@
-"""From the plain prompts of rows to messages, for models that are talked to in a chat template.
+"""Converts the plain prompts of rows to messages, for models with a chat template.
 
-The columns stay as they are: rewards read them, ids and the hold-out follow from them. Only what a model is shown changes,
-so that models with a template and without one play the same tasks. A prompt of hh-rlhf, which writes a conversation down as
-text, is that conversation.
+The columns stay as they are: rewards read them, and ids and the hold-out follow from them. Only the model's view
+changes, so that models with a template and without one get the same tasks. A prompt of hh-rlhf, which is a conversation
+as text, becomes that conversation.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SYSTEM = ("system", "developer")  # roles of a message that stands before a conv
 
 @dataclass(frozen=True)
 class AsMessages:
-    """What makes a task's plain prompt the message of a user."""
+    """Conversion of a task's plain prompt to a message of a user."""
 
-    system: str | None = None  # a message before it, and before messages that begin with none of the kind
-    answered: bool = False  # whether "response" is the assistant's message behind it, to be imitated
+    system: str | None = None  # a system message before it, and before messages without one
+    answered: bool = False  # whether "response" becomes the assistant's message behind it, to be imitated
 
     def __call__(self, task: Task) -> Task:
-        """The task with "messages" beside its "prompt"; one that has only messages keeps them."""
+        """Return the task with "messages" beside its "prompt"; one that has only messages keeps them."""
         prompt = task.get("prompt")
         if isinstance(prompt, str):
             turns = _turns(prompt)
@@ -48,7 +48,9 @@ class AsMessages:
 
 
 def _turns(prompt: str) -> list[dict[str, Any]]:
-    """The messages of a prompt of hh-rlhf, which ends where the assistant is to speak; [] for any other prompt."""
+    """Return the messages of a prompt of hh-rlhf, which ends where the assistant is to speak; [] for any other
+    prompt.
+    """
     before, *parts = TURNS.split(prompt)
     texts = parts[1::2]
     if before.strip() or len(texts) < 2 or parts[-2] != "Assistant" or texts[-1].strip():

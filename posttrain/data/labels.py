@@ -1,8 +1,8 @@
-"""What rows say of their responses: read for labelling, and made into rows to learn from.
+"""Reads the labels of responses, and converts them to rows for training.
 
-Decided here: a response's *value* is its score; of ranks and comparisons it is how many more of them it won than it lost,
-each by its share. The best response is the first with the highest value. Empty responses are never the best, and equal texts
-are never a pair.
+Decided here: a response's *value* is its score; of ranks and comparisons it is the number of responses that it beats
+minus those that beat it, each by its share. The best response is the first with the highest value. Empty responses are
+never the best, and equal texts are never a pair.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from posttrain.data.row_files import Row
 
 SAID = ("chosen", "rejected", "margin", "score_chosen", "score_rejected", "responses", "pairs", "preferred",
         "comparisons", "ties", "ranks", "scores", "parts", "invalid", "labeller", "skipped", "flipped")  # fmt: skip
-"""Columns that say something of responses, or hold them."""
-REPLACED = ("ranks", "pairs", "preferred")  # by comparisons
-DETAILS = ("samples",)  # what belongs to each response
+"""Columns with responses or their labels."""
+REPLACED = ("ranks", "pairs", "preferred")  # as comparisons
+DETAILS = ("samples",)  # one for each response
 
 
 def to_prompt(row: Row) -> Task | None:
-    """A row of preference data with its prompt alone, to be sampled anew; any other row as it stands."""
+    """Convert a row of preference data to its prompt alone, to be sampled anew; any other row is unchanged."""
     if not any(row.get(name) is not None for name in ("chosen", "rejected", "responses")):
         return row
     return {**{name: value for name, value in row.items() if name not in (*SAID, *DETAILS)}, **asked(row)}
 
 
 def to_responses(row: Row) -> Task | None:
-    """The prompt and the responses of a row in any form, without what was said of them."""
+    """Convert a row in any form to the prompt and the responses, without labels."""
     prompt, responses, taken = said_of(row)
     kept = {name: value for name, value in row.items() if name not in (*SAID, taken)}
     return {**kept, **prompt, "responses": responses}
 
 
 def to_labelled(row: Row) -> Task | None:
-    """As `to_responses`, with what was said of them."""
+    """Convert a row to the prompt, the responses and their labels."""
     row = plain(row)
     prompt, responses, taken = said_of(row)
     if taken == "chosen":
@@ -53,31 +53,31 @@ def to_labelled(row: Row) -> Task | None:
         found.get(name) is None for name in ("scores", "comparisons", "ranks", "pairs")
     ):
         raise UserError(
-            "nothing is said of the responses yet: label them first, --with reward-model=FOLDER for example"
+            "the responses have no labels yet: add them with posttrain label, for example --with reward-model=FOLDER"
         )
-    Judged.of(found)  # here, where the row's place is told with what is wrong
+    LabelledResponses.of(found)  # here, where the row's place is part of the error
     return found
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Responses and what they are worth."""
+class LabelledResponses:
+    """Responses and their values."""
 
     responses: Sequence[str]
-    values: Sequence[float | None]  # None: nobody knows
-    flipped: frozenset[tuple[int, int]] = frozenset()  # (better, worse) by the values, turned round
+    values: Sequence[float | None]  # None: unknown
+    flipped: frozenset[tuple[int, int]] = frozenset()  # (better, worse) by the values, flipped
 
     @staticmethod
-    def of(row: Row) -> Judged:
-        """Of a row of `to_labelled`. Raises UserError if nothing is said of its responses."""
+    def of(row: Row) -> LabelledResponses:
+        """Read a row of `to_labelled`. Raises UserError if its responses have no labels."""
         responses = row["responses"]
         if row.get("skipped"):
-            return Judged(responses, [None] * len(responses))
+            return LabelledResponses(responses, [None] * len(responses))
         flipped = frozenset((int(w), int(b)) for b, w in row.get("flipped") or ())
         scores = row.get("scores")
         if scores is not None:
             comparisons_of({"scores": scores}, len(responses))  # checked there
-            return Judged(responses, [None if score is None else float(score) for score in scores], flipped)
+            return LabelledResponses(responses, [None if score is None else float(score) for score in scores], flipped)
         found = comparisons_of(row, len(responses))
         won: list[float | None] = [None] * len(responses)
         for better, worse, share, _ in found:
@@ -85,10 +85,10 @@ class Judged:
             sign = -1.0 if turned else 1.0
             won[int(better)] = (won[int(better)] or 0.0) + sign * share
             won[int(worse)] = (won[int(worse)] or 0.0) - sign * share
-        return Judged(responses, won, flipped)
+        return LabelledResponses(responses, won, flipped)
 
     def comparisons(self) -> list[list[float]]:
-        """[better, worse, share, margin] of every two whose values differ, by the values."""
+        """Return [better, worse, share, margin] of every two responses whose values differ."""
         found: list[list[float]] = []
         for i, j in combinations(range(len(self.values)), 2):
             first, second = self.values[i], self.values[j]
@@ -98,7 +98,7 @@ class Judged:
         return found
 
     def best(self, top: int, at_least: float | None) -> list[tuple[int, float]]:
-        """The places of the best different responses and their values, the best first."""
+        """Return the indices of the best distinct responses and their values, the best first."""
         valued = [(place, value) for place, value in enumerate(self.values) if value is not None]
         found: dict[str, tuple[int, float]] = {}
         for place, value in sorted(valued, key=lambda pair: -pair[1]):
@@ -108,7 +108,7 @@ class Judged:
         return list(found.values())[:top]
 
     def pairs(self, margin: float) -> list[tuple[int, int, float]]:
-        """(better, worse, difference) of every two that may be a pair, flips heeded."""
+        """Return (better, worse, difference) of every two that may be a pair, with flips applied."""
         pairs = [(int(b), int(w), m) for b, w, _, m in self.comparisons() if m >= margin]
         texts = self.responses
         different = [p for p in pairs if texts[p[0]] != texts[p[1]] and texts[p[0]].strip() and texts[p[1]].strip()]
@@ -116,9 +116,9 @@ class Judged:
 
 
 def best_rows(row: Row, top: int, at_least: float | None) -> Iterator[Row]:
-    """Rows of prompt and response for sft: best-of-N, or with a threshold rejection sampling."""
+    """Yield rows of prompt and response for sft: best-of-N, or with a threshold rejection sampling."""
     kept, stops = _task(row), _stops(row)
-    for place, value in Judged.of(row).best(top, at_least):
+    for place, value in LabelledResponses.of(row).best(top, at_least):
         text = row["responses"][place]
         said: Row = {"response": text}
         if "messages" in kept:
@@ -128,8 +128,8 @@ def best_rows(row: Row, top: int, at_least: float | None) -> Iterator[Row]:
 
 
 def pair_row(row: Row, random_pair: bool, margin: float, seed: int) -> Row | None:
-    """A row of prompt, chosen and rejected; None where no two responses differ enough."""
-    judged = Judged.of(row)
+    """Return a row of prompt, chosen and rejected; None where no two responses differ enough."""
+    judged = LabelledResponses.of(row)
     pairs = judged.pairs(margin)
     if not pairs:
         return None
@@ -144,15 +144,19 @@ def pair_row(row: Row, random_pair: bool, margin: float, seed: int) -> Row | Non
 
 
 def _stops(row: Row) -> list[str]:
-    """How each response ended, where `posttrain sample` noted it: one that was cut off has no end to be learned."""
+    """Return how each response ended, where `posttrain sample` recorded it: one that was cut off has no end to be
+    learned.
+    """
     stops = [note["stop"] for note in row.get("samples") or () if "stop" in note]
     return stops if len(stops) == len(row["responses"]) else []
 
 
 def flip(row: Row, share: float, seed: int) -> Row:
-    """The row with its comparisons, each turned round with probability `share`; "flipped" lists those that were."""
+    """Return the row with its comparisons, each flipped with probability `share`; "flipped" lists those that were."""
     comparisons = (
-        comparisons_of(row, len(row["responses"])) if row.get("scores") is None else Judged.of(row).comparisons()
+        comparisons_of(row, len(row["responses"]))
+        if row.get("scores") is None
+        else LabelledResponses.of(row).comparisons()
     )
     turned = []
     for number, (better, worse, _, _) in enumerate(comparisons):
@@ -165,6 +169,6 @@ def flip(row: Row, share: float, seed: int) -> Row:
 
 
 def _task(row: Row) -> Row:
-    """The columns that say nothing of the responses. The id would be that of several rows, so it is called item."""
+    """Return the columns without labels. The id would be shared by several rows, so it is called item."""
     kept = {name: value for name, value in row.items() if name not in (*SAID, *DETAILS, "id", "response", "completion")}
     return {"item": row["id"], **kept}

@@ -1,6 +1,6 @@
-"""From a row of preference data to a task with responses, in every form in which such data are published.
+"""Converts rows of preference data, in every published format, to tasks with responses.
 
-What comes out has a prompt (or messages) and "responses", each a text, or a list of texts where steps are judged; and either
+The result has a prompt (or messages) and "responses", each a text, or a list of texts where steps are judged; and either
 "comparisons", lists of [better, worse, share, margin], or "labels", a list of numbers for each response.
 
     prompt, chosen, rejected           pairs; with "margin", or "score_chosen" and "score_rejected", whose difference it is
@@ -39,7 +39,7 @@ Said = dict[str, Any]  # responses, cut (whether each was cut off), comparisons,
 TURN = "\n\nAssistant:"  # of hh-rlhf: the last one begins the response
 MOST = 64  # responses of a prompt
 CUT = tuple(str(stop) for stop in StopReason if stop.truncated)
-LARGEST = 1e9  # of a number, in size: squares and sums of what is larger leave float32
+LARGEST = 1e9  # largest absolute value: squares and sums of larger ones leave float32
 SAYING = ("margin", "score_chosen", "score_rejected", "score", "scores", "label", "labels", "ranks", "comparisons", "pairs",
           "preferred", "mistake_index", "responses", "steps", "completions")  # fmt: skip
 """Columns that hold no plain text."""
@@ -47,7 +47,7 @@ FORMS = "chosen and rejected; responses with pairs, comparisons, ranks or scores
 
 
 def to_item(row: Row) -> Task | None:
-    """The task of a row; None for one that says nothing."""
+    """Convert a row to a task; None for one without information."""
     prompt, said = _read(row)
     if said is None:
         return None
@@ -56,13 +56,13 @@ def to_item(row: Row) -> Task | None:
 
 
 def plain(row: Row) -> Row:
-    """A row with what it says as values: every cell of a CSV file is a text, and an empty one says nothing."""
+    """Parse the values of a row: every cell of a CSV file is text, and an empty one is no value."""
     texts = {name: row[name] for name in SAYING if isinstance(row.get(name), str)}
     return {**row, **{name: _value(text) for name, text in texts.items()}} if texts else row
 
 
 def _value(text: str) -> Any:
-    """What a cell says: JSON, or Python's True and False; the text itself where it is neither."""
+    """Parse a cell: JSON, or Python's True and False; the text itself where it is neither."""
     if not text.strip():
         return None
     lowered = text.strip().lower()
@@ -73,31 +73,30 @@ def _value(text: str) -> Any:
 
 
 def to_compared(row: Row) -> Task | None:
-    """The same, of a row that must compare responses to one prompt."""
+    """Convert a row that must compare responses to one prompt."""
     task = to_item(row)
     if task is not None and not task["comparisons"]:
         raise UserError(
-            "it labels a single response, and comparisons are needed: give chosen and rejected, or learn from labels with "
-            "--algorithm kto"
+            "it labels a single response, and comparisons are required: give chosen and rejected, or use --algorithm kto"
         )
     return task
 
 
 def to_judged(row: Row) -> Task | None:
-    """The same, of a row that says which responses are good, be it by comparing them."""
+    """Convert a row with good and bad responses, given as labels or comparisons."""
     task = to_item(row)
     if task is None:
         return None
     if any(isinstance(response, list) for response in task["responses"]):
-        raise UserError("it judges the steps of a solution, and a label of the whole response is needed")
+        raise UserError("the row labels the steps of a solution, and a label of the whole response is required")
     for label in (label for labels in task["labels"] for label in labels):
         if not 0 <= label <= 1:
-            raise UserError(f"its score is {label:g}, and a label is needed: true or false, 1 or 0")
+            raise UserError(f"the score is {label:g}, and a label is required: true or false, 1 or 0")
     return task
 
 
 def _read(row: Row) -> tuple[dict[str, Any], Said | None]:
-    """The prompt of a row, and what it says of responses to it."""
+    """Return the prompt of a row, and the labels of its responses."""
     row = plain(row)
     if _there(row, "chosen") or _there(row, "rejected"):
         for name in ("chosen", "rejected"):
@@ -121,12 +120,12 @@ def _read(row: Row) -> tuple[dict[str, Any], Said | None]:
 
 
 def asked(row: Row) -> dict[str, Any]:
-    """The prompt alone, of a row with responses."""
+    """Return the prompt alone of a row with responses."""
     return said_of(row)[0]
 
 
 def said_of(row: Row) -> tuple[dict[str, Any], list[str], str]:
-    """The prompt of a row, its responses, all of them, and the column that they stand in.
+    """Return the prompt of a row, all of its responses, and their column.
 
     Raises UserError if it has none, or if they are steps.
     """
@@ -140,13 +139,13 @@ def said_of(row: Row) -> tuple[dict[str, Any], list[str], str]:
             return _prompt(row), [_reply(row[name], name)], name
     there = ", ".join(str(name)[:40] for name in list(row)[:12])
     raise UserError(
-        f"the row has {there}, and no responses: posttrain sample makes items, or give chosen and rejected "
+        f"the row has {there}, and no responses: posttrain sample makes them, or give chosen and rejected "
         "(--fields.chosen COLUMN where a column has another name)"
     )
 
 
 def comparisons_of(row: Row, count: int) -> list[list[float]]:
-    """[better, worse, share, margin] of what a row says of its responses, between equal and empty ones too."""
+    """Return [better, worse, share, margin] of a row's responses, between equal and empty ones too."""
     row = plain(row)
     if _there(row, "chosen"):
         return [[0, 1, 1.0, _margin(row)]]
@@ -160,7 +159,7 @@ def comparisons_of(row: Row, count: int) -> list[list[float]]:
     for name, read in ways.items():
         if _there(row, name):
             return read(row[name], count)
-    raise UserError("responses say nothing by themselves: give pairs and preferred, or comparisons, ranks or scores")
+    raise UserError("responses without labels: add pairs and preferred, or comparisons, ranks or scores")
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ def _pair(row: Row) -> tuple[dict[str, Any], Said | None]:
 
 
 def _two(row: Row) -> tuple[dict[str, Any], list[str]]:
-    """The prompt of a pair, and its texts."""
+    """Return the prompt of a pair, and its texts."""
     chosen, rejected = row["chosen"], row["rejected"]
     if type(chosen) is not type(rejected):
         raise UserError("chosen and rejected must both be text, or both messages")
@@ -194,14 +193,13 @@ def _texts_apart(row: Row, chosen: str, rejected: str) -> tuple[dict[str, Any], 
     ends = [text.rfind(TURN) + len(TURN) for text in (chosen, rejected)]
     if min(ends) < len(TURN) or chosen[: ends[0]] != rejected[: ends[1]]:
         raise UserError(
-            "no prompt, and chosen and rejected do not begin with the same one; say which column it is: "
-            "--fields.prompt COLUMN"
+            "no prompt, and chosen and rejected do not begin with the same one; name the column: --fields.prompt COLUMN"
         )
     return {"prompt": chosen[: ends[0]]}, [chosen[ends[0] :], rejected[ends[1] :]]
 
 
 def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[dict[str, Any], list[str]]:
-    """Messages that end with the response; what comes before is the prompt, where the row has none of its own."""
+    """Split messages that end with the response; the earlier ones are the prompt, where the row has none of its own."""
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         last = messages[-1] if messages else None
         if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
@@ -231,7 +229,7 @@ def _several(row: Row) -> Said | None:
 
 
 def _cut(row: Row, count: int) -> list[bool]:
-    """Whether each response was cut off: of "stops", or of the notes of sampling."""
+    """Return whether each response was cut off: by "stops", or by the records of sampling."""
     stops, notes = row.get("stops"), row.get("samples")
     if stops is None and isinstance(notes, list) and all(isinstance(note, dict) for note in notes):
         stops = [note.get("stop") for note in notes] if len(notes) == count else None
@@ -281,7 +279,9 @@ def _given(comparisons: Any, count: int) -> list[list[float]]:
 
 
 def _by_value(values: Any, count: int, name: str, sign: float) -> list[list[float]]:
-    """Every pair whose values differ; of scores, the margin is their difference. One without a value is in no pair."""
+    """Return every pair whose values differ; of scores, the margin is their difference. A response without a value is
+    in no pair.
+    """
     if not isinstance(values, list) or len(values) != count:
         raise UserError(f"{name} must be a list of {count} numbers, one for each response")
     known = {i: sign * _number(value, f"each of {name}") for i, value in enumerate(values) if value is not None}
@@ -302,7 +302,7 @@ def _places(pair: Any, count: int, name: str) -> list[int]:
 
 
 def _compared(responses: Sequence[str], cut: Sequence[bool], comparisons: list[list[float]]) -> Said | None:
-    """Responses that something is said of, without those between equal or empty texts; None if that is nothing."""
+    """Return labelled responses, without comparisons between equal or empty texts; None if nothing is left."""
     told = [c for c in comparisons if responses[int(c[0])] != responses[int(c[1])]]
     told = [c for c in told if all(responses[int(place)].strip() for place in c[:2])]
     if not told:
@@ -330,7 +330,7 @@ def _single(row: Row, name: str) -> Said | None:
         return {**said, "labels": [[_label(row["label"], "label")]]}
     if _there(row, "score"):
         return {**said, "labels": [[_number(row["score"], "score")]]}
-    raise UserError(f"a {name} alone says nothing: give a label (true or false) or a score, or chosen and rejected")
+    raise UserError(f"a {name} without a label: add a label (true or false) or a score, or give chosen and rejected")
 
 
 def _reply(value: Any, name: str) -> str:
@@ -357,7 +357,7 @@ def _steps(row: Row, name: str) -> Said | None:
             raise UserError(f"labels must be a list of {len(steps)}, one for each step")
         labels = [_label(label, "each label") for label in given]
     else:
-        raise UserError(f"{name} say nothing by themselves: give labels, one for each, or mistake_index")
+        raise UserError(f"{name} without labels: add labels, one for each, or mistake_index")
     return {"responses": [list(steps)], "cut": [False], "comparisons": [], "labels": [labels]}
 
 
@@ -377,7 +377,7 @@ def _there(row: Row, name: str) -> bool:
 
 
 def _prompt(row: Row) -> dict[str, Any]:
-    """What is asked, under the names that tasks have; checked where all tasks are."""
+    """Return the prompt, under the names that tasks have; it is checked with all other tasks."""
     return {name: row[name] for name in ("prompt", "messages") if _there(row, name)}
 
 

@@ -1,7 +1,7 @@
-"""From a data file to its rows. Decides which formats are read, and where in a file a row stands.
+"""Reads rows from a data file: the supported formats, and the place of each row.
 
-Formats of text give the number of a row and its text as JSON, which is read when the row is needed; Parquet gives batches
-of Arrow. Whatever is wrong is a UserError of one line that names the place: `train.jsonl:17`, counted from 1.
+Formats of text give the number of a row and its text as JSON, which is parsed when the row is needed; Parquet gives
+batches of Arrow. Every error is a UserError of one line with the place: `train.jsonl:17`, counted from 1.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _raw_decode = json.JSONDecoder().raw_decode
 
 
 def kind_of(path: Path) -> tuple[str, str]:
-    """The name of a file without its ending, and the ending that tells its format: .gz aside."""
+    """Return the name of a file without its ending, and the ending that gives its format: .gz aside."""
     name = Path(path.name.removesuffix(".gz"))
     return name.stem, name.suffix.lower()
 
 
 def read_texts(path: Path) -> Iterator[Text]:
-    """The rows of a file of text in their order."""
+    """Yield the rows of a text file in their order."""
     reader, _ = TEXTS[kind_of(path)[1]]
     try:
         yield from reader(path)
@@ -43,7 +43,7 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 
 def parse_row(text: bytes, name: str, place: str, number: int) -> Row:
-    """The row that `read_texts` gave as text; `place` is what stands between the file's name and the number."""
+    """Parse a row that `read_texts` returned as text; `place` separates the file's name and the number."""
     try:
         decoded = text.decode()
         row, end = _raw_decode(decoded)
@@ -57,14 +57,14 @@ def parse_row(text: bytes, name: str, place: str, number: int) -> Row:
 
 
 def check_row(row: Any, where: str) -> Row:
-    """Whatever was given as a row, as one of our own. Raises UserError if it is none."""
+    """Return a value as a row. Raises UserError if it is not one."""
     if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
         raise UserError(f"{where}: a row must be an object with named columns, not a {type(row).__name__}")
     return dict(row)
 
 
 def read_parquet(path: Path, size: int) -> tuple[pa.Schema, Callable[[], Iterator[pa.RecordBatch]]]:
-    """The schema of a Parquet file, and what reads its batches of `size` rows."""
+    """Return the schema of a Parquet file, and an iterator of its batches of `size` rows."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -92,7 +92,7 @@ def read_parquet(path: Path, size: int) -> tuple[pa.Schema, Callable[[], Iterato
 
 
 def rows_of(batch: pa.RecordBatch, prefix: str, first: int) -> list[Row]:
-    """The rows of a batch, of which `first` stand before it; `prefix` is what stands before the number of a row."""
+    """Return the rows of a batch with `first` rows before it; `prefix` comes before the number of a row."""
     columns = [
         _values(column, name, prefix, first) for name, column in zip(batch.schema.names, batch.columns, strict=True)
     ]
@@ -100,7 +100,7 @@ def rows_of(batch: pa.RecordBatch, prefix: str, first: int) -> list[Row]:
 
 
 def _plainly(batch: pa.RecordBatch, schema: pa.Schema, prefix: str, first: int) -> pa.RecordBatch:
-    """The batch with the types of `schema`: those of its own without dictionaries."""
+    """Return the batch with the types of `schema`: its own without dictionaries."""
     import pyarrow as pa
 
     columns = [
@@ -111,18 +111,18 @@ def _plainly(batch: pa.RecordBatch, schema: pa.Schema, prefix: str, first: int) 
 
 
 def _values(column: pa.Array, name: str, prefix: str, first: int) -> list[Any]:
-    """A column as Python's values. Raises UserError with the first row whose value cannot be one."""
+    """Convert a column to Python's values. Raises UserError with the first row whose value cannot be converted."""
     try:
         values: list[Any] = column.to_pylist()
         return values
-    except Exception as error:  # of Arrow's types, Python's, or those of whoever made the file: each in its own way
+    except Exception as error:  # an error of Arrow's types, Python's, or the file's writer
         for number, value in enumerate(column, first + 1):
             read_value(value, name, f"{prefix}{number}")
         raise UserError(f"{prefix}{first + 1}: column {name} cannot be read: {one_line(error)}") from error
 
 
 def read_value(value: pa.Scalar, column: str, where: str) -> Any:
-    """A value of Arrow's as one of Python's."""
+    """Convert a value of Arrow to one of Python."""
     try:
         return value.as_py()
     except Exception as error:  # as above
@@ -133,7 +133,7 @@ def read_value(value: pa.Scalar, column: str, where: str) -> Any:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type without dictionaries: a file of Arrow takes only one for all batches of a column."""
+    """Return the type without dictionaries: an Arrow file allows only one for all batches of a column."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -144,7 +144,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _lines(path: Path) -> Iterator[Text]:
-    """(line number, line with its end), without a byte order mark."""
+    """Yield (line number, line with its end), without a byte order mark."""
     with user_files.opened(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
         for number, line in enumerate(user_files.lines(file), 1):
             yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -183,7 +183,7 @@ def _read_json(path: Path) -> Iterator[Text]:
 
 
 def _parse(text: str, name: str, line: int) -> Any:
-    """The JSON value of a text that begins at a line of a file."""
+    """Parse a JSON text that begins at a line of a file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -229,6 +229,6 @@ TEXTS: dict[str, tuple[Callable[[Path], Iterator[Text]], str]] = {
     ".csv": (lambda path: _read_table(path, ","), ":"),
     ".tsv": (lambda path: _read_table(path, "\t"), ":"),
 }
-"""Ending of a file -> (what reads it, what stands between its name and the number of a row)."""
+"""Ending of a file -> (its reader, the separator between its name and the number of a row)."""
 
 READ = (*TEXTS, ".parquet")

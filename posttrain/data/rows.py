@@ -1,8 +1,8 @@
-"""From files, folders, datasets and lists to rows: plain dicts, each with the place it came from.
+"""Loads rows from files, folders, datasets and lists: plain dicts, each with its place of origin.
 
-Decides which sources are read, and that a large one is read as its rows are needed: it is taken over once into a file of
-Arrow (see `store.py`), which is mapped into memory. Whatever is wrong is a UserError of one line that names the place:
-`train.jsonl:17`, `train.parquet row 17`, counted from 1.
+Decides which sources are supported. A large one is read lazily: it is converted once to a file of Arrow (see
+`arrow_store.py`), which is mapped into memory. Every error is a UserError of one line with the place: `train.jsonl:17`,
+`train.parquet row 17`, counted from 1.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from posttrain.system.user_code import describe_error
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SMALL = 4 << 20  # bytes: files up to this size are read whole, each time
+SMALL = 4 << 20  # bytes: files up to this size are read completely, each time
 FEW = 10_000  # rows: so are up to so many of a larger one
-BLOCK = 1000  # rows that are read at once when all are gone through; more are slower, as they leave the caches
+BLOCK = 1000  # rows per batch when iterating over all; larger batches are slower, as they leave the caches
 
 
 class RowFile(Protocol):
-    """The rows of one file, dataset or list."""
+    """Rows of one file, dataset or list."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Row: ...
     def where(self, index: int) -> str: ...
-    def blocks(self) -> Iterator[list[Row]]: ...  # all rows in order, not each by itself
+    def blocks(self) -> Iterator[list[Row]]: ...  # all rows in order, faster than one by one
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Listed:
     """Rows in memory."""
 
     rows: Sequence[Row]
-    prefix: str  # what stands before the number of a row: "train.jsonl:"
+    prefix: str  # prefix of the number of a row: "train.jsonl:"
     numbers: Sequence[int]
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class JsonRows:
-    """Rows of an Arrow table that holds the text of each, as JSON: so a row is exactly what its file says."""
+    """Rows of an Arrow table that holds the text of each, as JSON: a row is exactly what its file has."""
 
     table: Table
     file: str
@@ -130,10 +130,12 @@ class JsonRows:
 
 
 class Rows:
-    """Rows as they were read, each with the place it came from: `rows[16]`, `rows.where(16) == "train.jsonl:17"`."""
+    """Rows with the place of each: `rows[16]`, `rows.where(16) == "train.jsonl:17"`."""
 
     def __init__(self, parts: Sequence[RowFile], key: str | None = None) -> None:
-        """`key`: a name for exactly these rows, under which what follows from them can be kept; None: there is none."""
+        """Concatenate parts. `key`: a name for exactly these rows, under which results can be cached; None: there is
+        none.
+        """
         self.key = key
         self._parts = [part for part in parts if len(part)]
         self._ends = list(accumulate(map(len, self._parts)))
@@ -153,7 +155,7 @@ class Rows:
         return part.where(at)
 
     def blocks(self) -> Iterator[list[Row]]:
-        """All rows in order, a thousand at a time."""
+        """Yield all rows in order, a thousand at a time."""
         return (block for part in self._parts for block in part.blocks())
 
     def _find(self, index: int) -> tuple[RowFile, int]:
@@ -206,12 +208,12 @@ def load_rows(
 
 
 def _place(source: str | Path) -> Path:
-    """Where the rows may lie. Raises UserError for what can be no name."""
+    """Return the path of the rows. Raises UserError for an invalid one."""
     try:
         path = Path(source).expanduser()
         path.is_file()
-    except (OSError, RuntimeError) as error:  # too long; the home of somebody that there is not
-        raise UserError(f"{clip(str(source))} can be no name of rows: {clip(one_line(error))}") from error
+    except (OSError, RuntimeError) as error:  # too long; the home of an unknown user
+        raise UserError(f"{clip(str(source))} is not a source of rows: {clip(one_line(error))}") from error
     return path
 
 
@@ -230,8 +232,8 @@ def _in_memory(source: Iterable[Mapping[str, Any]], split: str | None, limit: in
             rows.append(check_row(row, f"row {len(rows) + 1}"))
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a generator is the user's and may fail in any way, or call exit()
-        raise UserError(f"what makes the rows failed after {len(rows)}: {describe_error(error, None)}") from error
+    except BaseException as error:  # a generator is the user's code and may fail in any way, or call exit()
+        raise UserError(f"the row generator failed after {len(rows)}: {describe_error(error, None)}") from error
     return Rows([Listed(rows, "row ", range(1, len(rows) + 1))])
 
 
@@ -246,7 +248,7 @@ def _in_folder(folder: Path, split: str | None, limit: int | None) -> Rows:
             raise UserError(f"{folder} cannot be read as a saved dataset: {one_line(error)}") from error
         return _of_dataset(saved, split, folder.name, limit)
     if (folder / "run.json").is_file() and (folder / "rollouts").is_dir():
-        folder = folder / "rollouts"  # of a run: what it kept is rows too
+        folder = folder / "rollouts"  # of a run: its rollouts are rows too
     splits: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         stem, kind = kind_of(path)
@@ -286,7 +288,7 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
 
 
 def _of_dataset(found: Any, split: str | None, name: str, limit: int | None) -> Rows:
-    """The rows of a `datasets.Dataset`, or of one of a `DatasetDict`: it lies in Arrow already."""
+    """Return the rows of a `datasets.Dataset`, or of one of a `DatasetDict`: it is in Arrow already."""
     if isinstance(found, Mapping):
         split = _choose(found, split, name)
         found, name = found[split], f"{name} {split}"
@@ -297,7 +299,7 @@ def _of_dataset(found: Any, split: str | None, name: str, limit: int | None) -> 
 
 
 def _of_files(paths: Sequence[Path], limit: int | None) -> Rows:
-    """The rows of files, one after the other."""
+    """Return the rows of files, one after the other."""
     parts: list[RowFile] = []
     keys: list[str] = []
     for path in paths:
@@ -317,7 +319,7 @@ def _of_files(paths: Sequence[Path], limit: int | None) -> Rows:
 
 
 def _of_texts(path: Path, limit: int | None, key: str | None) -> RowFile:
-    """The rows of a file of text: kept under `key`, or in memory."""
+    """Return the rows of a text file: cached under `key`, or in memory."""
     place = TEXTS[kind_of(path)[1]][1]
     if key is None:
         texts = list(islice(read_texts(path), limit))
@@ -372,7 +374,7 @@ def _choose(splits: Iterable[str], split: str | None, name: str) -> str:
 
 
 def _library(name: str) -> Any:
-    """A library of the optional extra `datasets`, imported when a source asks for it."""
+    """Import a library of the optional extra `datasets`, when a source needs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

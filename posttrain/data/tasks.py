@@ -1,7 +1,7 @@
-"""From rows to tasks. Decides which rows make one, which tasks are held out, and in which order they are visited.
+"""Tasks of rows: which rows make one, which tasks are held out, and in which order they are visited.
 
-`to_tasks` goes through all rows once, to check them and to find repetitions. What it finds is a few numbers a row, which are
-kept on the disk (see `store.py`); a task itself is made of its row whenever it is asked for. Whatever is wrong is a
+`to_tasks` goes through all rows once, to check them and to find repetitions. The result is a few numbers a row, which
+are cached on disk (see `arrow_store.py`); a task itself is made from its row when it is needed. Every error is a
 UserError of one line that names the row.
 """
 
@@ -28,22 +28,22 @@ from posttrain.system.user_code import describe_error
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
-ENDLESS = 2**62  # the length of what has no end
-HELD_OUT = 500  # tasks that are held out of what has no end
-LARGE = 10_000  # orders of so many tasks are remembered
+ENDLESS = 2**62  # length of an endless source
+HELD_OUT = 500  # tasks that are held out of an endless source
+LARGE = 10_000  # orders of so many tasks are cached
 
 
 @dataclass(frozen=True, eq=False)
 class Tasks(Sequence[Task]):
-    """The tasks of some rows, each made of its row when it is asked for."""
+    """Tasks of rows, each made from its row when it is read."""
 
     rows: Rows
     conversion: Conversion
     at: Integers  # [n], the row of each task: ascending
     left_out: int = 0  # rows for which `convert` returned None
-    merged: int = 0  # rows equal in every column to one before them, kept once
-    draws: tuple[int, Floats] | None = None  # (seed, [n] numbers that decide who is held out), if known
-    chat: AsMessages | None = None  # what makes plain prompts messages
+    merged: int = 0  # rows equal in every column to an earlier one, merged with it
+    draws: tuple[int, Floats] | None = None  # (seed, [n] numbers that decide which tasks are held out), if computed
+    chat: AsMessages | None = None  # converts plain prompts to messages
 
     def __len__(self) -> int:
         return len(self.at)
@@ -64,28 +64,28 @@ class Tasks(Sequence[Task]):
         return self._all()
 
     def where(self, place: int) -> str:
-        """The place of a task's row: "train.jsonl:17"."""
+        """Return the place of a task's row: "train.jsonl:17"."""
         return self.rows.where(int(self.at[place]))
 
     def some(self, places: Integers) -> Tasks:
-        """The tasks at these places, which are ascending."""
+        """Return the tasks at these places, which are ascending."""
         draws = self.draws and (self.draws[0], self.draws[1][places])
         return replace(self, at=self.at[places], draws=draws)
 
     def shown(self, chat: AsMessages | None) -> Tasks:
-        """The same with plain prompts that are messages too, or that are none."""
+        """Return the tasks with plain prompts converted to messages, or unconverted."""
         return replace(self, chat=chat)
 
     def first(self, count: int) -> Tasks:
         return self[:count]
 
     def examples(self, count: int = 3) -> list[Task]:
-        """So many of them, if there are as many, from all over."""
+        """Return that many of them, spread over all, or fewer if there are not as many."""
         last, gaps = len(self) - 1, max(1, count - 1)
         return [self[place] for place in sorted({i * last // gaps for i in range(count)})]
 
     def taken(self) -> str:
-        """What was taken for what, in words: "prompt from 'question', response from 'answer'"."""
+        """Return a description of the columns in use: "prompt from 'question', response from 'answer'"."""
         row = int(self.at[0])
         return self.conversion.taken(self.rows[row], self._make(row, self.rows[row]))
 
@@ -111,11 +111,11 @@ class Tasks(Sequence[Task]):
 
 
 class Stream(Sequence[Task]):
-    """Tasks without an end: a function makes their rows, which are read as far as they are asked for, in its order.
+    """Endless tasks: a function makes their rows, which are read in order, as far as needed.
 
-    It counts as a sequence of `ENDLESS` tasks, so what visits tasks by their places (see `order`) needs to know nothing
-    of it. A function that does end is called again. So it is for a place before the last one asked for, and when a run is
-    resumed: it must make the same rows each time. Repetitions are not looked for.
+    It counts as a sequence of `ENDLESS` tasks, so code that visits tasks by their places (see `order`) needs no special
+    case. A function that ends is called again. So it is for a place before the last one read, and when a run is
+    resumed: it must make the same rows each time. Repetitions are not detected.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Stream(Sequence[Task]):
         return self._last[2] if self.chat is None else self.chat(self._last[2])
 
     def shown(self, chat: AsMessages | None) -> Stream:
-        """The same with plain prompts that are messages too, or that are none."""
+        """Return the stream with plain prompts converted to messages, or unconverted."""
         return Stream(self.make, self.conversion, self.keep, chat)
 
     def where(self, place: int) -> str:
@@ -155,7 +155,7 @@ class Stream(Sequence[Task]):
         return f"row {self._last[0]}"
 
     def examples(self, count: int = 3) -> list[Task]:
-        """The first so many."""
+        """Return the first `count`."""
         return self[:count]
 
     def taken(self) -> str:
@@ -171,7 +171,7 @@ class Stream(Sequence[Task]):
         self._made, self._count, self._last = self._read(), 0, (0, Row(), Task())
 
     def _read(self) -> Iterator[tuple[int, Row, Task]]:
-        """(number of a row, the row, its task)."""
+        """Yield (number of a row, the row, its task)."""
         number = kept = 0
         while True:
             before = kept
@@ -187,10 +187,10 @@ class Stream(Sequence[Task]):
                 raise UserError(f"row {number}: {error}") from error
             except (KeyboardInterrupt, GeneratorExit):
                 raise
-            except BaseException as error:  # the function is the user's and may fail in any way, or call exit()
-                raise UserError(f"what makes the rows failed after {number}: {describe_error(error, None)}") from error
+            except BaseException as error:  # the function is the user's code and may fail in any way, or call exit()
+                raise UserError(f"the row generator failed after {number}: {describe_error(error, None)}") from error
             if kept == before:
-                raise UserError(f"what makes the rows ended after {number}, and none of them makes a task")
+                raise UserError(f"the row generator ended after {number}, and none of them makes a task")
 
 
 def to_tasks(
@@ -282,10 +282,10 @@ def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tas
 
 
 def order(n: int, epoch: int, seed: int) -> Sequence[int]:
-    """The order [n] in which epoch `epoch` (0, 1, ...) visits n tasks: a permutation, the same on every machine.
+    """Return the order [n] in which epoch `epoch` (0, 1, ...) visits n tasks: a permutation, the same on every machine.
 
     It sorts the raw output of a Philox generator, which numpy keeps stable between releases; `permutation` is not.
-    What has no end is visited as it comes.
+    Endless tasks are visited in their own order.
     """
     assert n >= 0 and epoch >= 0
     if n == ENDLESS:
@@ -296,10 +296,10 @@ def order(n: int, epoch: int, seed: int) -> Sequence[int]:
 def draw(
     n: int, first: int, count: int, seed: int, fits: Callable[[int], bool] = lambda place: True
 ) -> tuple[list[tuple[int, int]], int]:
-    """The next `count` of n tasks that fit, as (visit, place), in the endless row of the epochs' orders.
+    """Return the next `count` of n tasks that fit, as (visit, place), in the endless sequence of the epochs' orders.
 
-    `first` is the number in that row to begin with, and the second result the one to go on with: so what is drawn
-    follows from one number. Equal places have different visits: their epochs, or, where there is no end, their numbers.
+    `first` is the number in that sequence to begin with, and the second result the one to continue with: so the draw
+    follows from one number. Equal places have different visits: their epochs, or, for endless tasks, their numbers.
     Raises UserError where nothing fits.
     """
     drawn: list[tuple[int, int]] = []
@@ -335,16 +335,16 @@ _remembered = lru_cache(maxsize=2)(_permutation)  # two epochs may meet in a ste
 
 
 class _Found(NamedTuple):
-    """What some rows give, of each that makes a task."""
+    """Results of a survey, for each row that makes a task."""
 
     at: Integers  # the row
     keys: Integers  # see `key_of`
     own: NDArray[np.bool_]  # whether the id is the row's own
-    draws: Floats  # see `hold_out`; empty where nobody asked for them
+    draws: Floats  # see `hold_out`; empty where they were not requested
 
 
 def _survey(rows: Rows, conversion: Conversion, split_seed: int | None) -> Arrays:
-    """Which rows make a task ("at", without repetitions), how many do with them ("made"), and "draws"."""
+    """Return the rows that make a task ("at", without repetitions), how many do with them ("made"), and "draws"."""
     found: list[_Found] = []
     first = 0
     for block in rows.blocks():
@@ -356,7 +356,7 @@ def _survey(rows: Rows, conversion: Conversion, split_seed: int | None) -> Array
 
 
 def _plain(conversion: Conversion, block: Sequence[Row], first: int, split_seed: int | None) -> _Found | None:
-    """As `_each`, at once for rows that are tasks as they stand; None where some may not be."""
+    """Survey rows that are tasks as they are, all at once; None where some may not be."""
     plain = conversion.plain(block)
     if plain is None or (split_seed is not None and plain.prompts is None):
         return None
@@ -384,7 +384,7 @@ def _each(rows: Rows, conversion: Conversion, block: Sequence[Row], first: int, 
 
 
 def _without_repetitions(tasks: Tasks, keys: Integers, own: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which tasks stay, [n]. Raises UserError where an id is its row's own and another task has it too."""
+    """Return which tasks stay, [n]. Raises UserError where an id is its row's own and another task has it too."""
     if own.any() and not own.all():  # an own id may read like a hash
         keys[~own] = [hash(tasks[place]["id"]) for place in np.flatnonzero(~own).tolist()]
     ordered = np.argsort(keys, kind="stable")
@@ -410,6 +410,6 @@ def _asked(task: Task) -> str:
 
 
 def _draws(seed: int, asked: Iterable[str]) -> Floats:
-    """A number in [0, 1) for each question, uniform over questions."""
+    """Return a number in [0, 1) for each question, uniform over questions."""
     digests = b"".join(blake2b(f"[{seed}, {question}]".encode(), digest_size=8).digest() for question in asked)
     return np.frombuffer(digests, ">u8") / 2**64

@@ -1,6 +1,6 @@
-"""From a row to a task. Decides what makes a row a task, and what its id is.
+"""Converts a row to a task: the conditions for being one, and its id.
 
-Whatever is wrong with a row is a UserError of one line; `tasks.py` puts the row's place before it.
+Every error in a row is a UserError of one line; `tasks.py` puts the row's place before it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from posttrain.data.arrow_store import digest
 from posttrain.data.row_files import Row
 from posttrain.data.rows import no_column
 
-Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column to put after it
+Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column after it
 Convert = Callable[[Row], Task | None]
 
 READ = ("id", "prompt", "messages", "response", "completion", "stop")  # columns that are read wherever they stand
-REPLIES = ("response", "completion")  # what a row may call the text to imitate; the second is TRL's word
+REPLIES = ("response", "completion")  # columns with the text to imitate; the second is TRL's name
 SCALARS = {str, int, float, bool, type(None)}
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii  # a text as JSON
 
 
 class Plain(NamedTuple):
-    """What is found of rows that are tasks as they stand."""
+    """Keys of rows that are tasks without conversion."""
 
     keys: list[int]  # see `key_of`
     own: bool  # whether their ids are their own
@@ -46,7 +46,7 @@ class Plain(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What makes tasks of rows: see `to_tasks` for what it does, and in which order."""
+    """Conversion of rows to tasks: see `to_tasks` for its steps, and their order."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     prompt_template: str | None = None
@@ -54,11 +54,13 @@ class Conversion:
     teacher_prompt_template: str | None = None
     convert: Convert | None = None
     need: Sequence[str] = ("prompt",)
-    left_out: str = ""  # which rows `convert` leaves out, in words
+    left_out: str = ""  # a description of the rows that `convert` leaves out
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """Columns that a task has under their old names too, for the user's code. They are no part of its identity."""
+        """Return the columns that a task has under their old names too, for the user's code. They do not count for its
+        identity.
+        """
         return frozenset() if self.convert else frozenset(self.fields.values()) - {*self.fields, *READ}
 
     @cached_property
@@ -71,7 +73,7 @@ class Conversion:
         return {key: parse_template(text, f"{key}_template") for key, text in templates.items() if text is not None}
 
     def __call__(self, row: Row) -> Task | None:
-        """The task of a row, still without an id; None if `convert` leaves it out."""
+        """Convert a row to a task, still without an id; None if `convert` leaves it out."""
         task = self._renamed(row) if self.fields else row
         if self.convert is not None:
             converted = _converted(dict(task), self.convert)
@@ -85,15 +87,15 @@ class Conversion:
         if "response" in self.need:
             task = _with_reply(task)
         task = _met(_checked(task), self.need)
-        if "prompt" in self.need and "response" not in self.need:  # an environment of one turn, which asks with it
+        if "prompt" in self.need and "response" not in self.need:  # an environment of one turn, which shows it
             _check_stop(task.get("stop"))
         return task
 
     def plain(self, rows: Sequence[Row]) -> Plain | None:
-        """What the keys of rows are that are tasks as they stand; None where some may not be.
+        """Return the keys of rows that are tasks as they are; None where some may not be.
 
-        It looks at columns instead of rows, ten times as fast. So it takes only what is beyond doubt: rows with equal
-        columns of text and numbers, those that are needed all of text that is not blank.
+        It reads columns instead of rows, ten times as fast. So it accepts only clear cases: rows with equal columns of
+        text and numbers, with all required ones text that is not blank.
         """
         columns = self._columns(rows)
         if columns is None or self.convert is not None or self.patterns or {"messages", "stop"} & columns.keys():
@@ -114,7 +116,7 @@ class Conversion:
         return Plain(list(map(hash, zip(repeat(tuple(names), len(rows)), *written, strict=True))), False, prompts)
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]] | None:
-        """The columns of rows under the names of `fields`; None if not all rows have the same."""
+        """Return the columns of rows under the names of `fields`; None if not all rows have the same."""
         width = len(rows[0])
         if any(len(row) != width for row in rows):
             return None
@@ -126,7 +128,7 @@ class Conversion:
         return {name: columns[name] for name in columns.keys() - set(self.fields.values())} | renamed
 
     def taken(self, row: Row, task: Task) -> str:
-        """What was taken for what, in words, by the example of a row and its task."""
+        """Describe the columns in use, by the example of a row and its task."""
 
         def columns(*names: str) -> list[str]:
             return [column for name in names if not _blank(row.get(column := self.fields.get(name, name)))]
@@ -146,7 +148,7 @@ class Conversion:
         return words or "the environment makes the prompts"
 
     def _renamed(self, row: Row) -> Row:
-        """The row with the names of `fields`. The columns stay under their old names too: see `kept`."""
+        """Return the row with the names of `fields`. The columns stay under their old names too: see `kept`."""
         for column in self.fields.values():
             if column not in row:
                 raise UserError(no_column(column, row))
@@ -156,7 +158,9 @@ class Conversion:
         }
 
     def key(self) -> str | None:
-        """A name for this conversion, another one whenever code or options change; None if its code cannot be known."""
+        """Return a name for this conversion, which changes whenever code or options change; None if its code cannot be
+        hashed.
+        """
         code = _code(self.convert)
         templates = self.prompt_template, self.response_template, self.teacher_prompt_template
         options = (sorted(self.fields.items()), *templates, list(self.need))
@@ -164,7 +168,7 @@ class Conversion:
 
 
 def identified(task: Task, copies: Set[str] = frozenset()) -> Task:
-    """The task with its id: the row's own as text, or a hash of all its columns but these copies of others."""
+    """Return the task with its id: the row's own as text, or a hash of all its columns but these copies of others."""
     id, rest = own_id(task), {key: value for key, value in task.items() if key != "id"}
     if id is None:
         id = _hash({key: value for key, value in rest.items() if key not in copies} if copies else rest)
@@ -172,7 +176,7 @@ def identified(task: Task, copies: Set[str] = frozenset()) -> Task:
 
 
 def own_id(task: Task) -> str | None:
-    """The id that the row itself has."""
+    """Return the row's own id."""
     id = task.get("id")
     if id is None or id == "":
         return None
@@ -185,7 +189,9 @@ def own_id(task: Task) -> str | None:
 
 
 def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
-    """A number that is equal for tasks with equal ids, except where one of them is its row's own; cheaper than an id."""
+    """Return a number that is equal for tasks with equal ids, except where one of them is its row's own; cheaper than
+    an id.
+    """
     id = own_id(task)
     if id is not None:
         return hash(id)
@@ -197,7 +203,7 @@ def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
 
 
 def question(task: Task) -> str | None:
-    """What the policy is asked, as JSON, by which tasks are told apart when they are split; None: the id is."""
+    """Return the prompt as JSON, by which tasks are assigned to a split; None: the id is used."""
     if "prompt" in task:
         return quoted(task["prompt"])
     if "messages" not in task:
@@ -216,7 +222,9 @@ def _converted(row: Row, convert: Convert) -> Task | None:
         raise
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the function may be the user's and fail in any way; what helps is to know the row
+    except (
+        BaseException
+    ) as error:  # the function may be the user's and fail in any way; the row helps to find the error
         problem = f"{type(error).__name__}: {one_line(error)}"
         if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
             problem = no_column(error.args[0], row)
@@ -227,7 +235,7 @@ def _converted(row: Row, convert: Convert) -> Task | None:
 
 
 def parse_template(template: str, name: str) -> Pattern:
-    """The literal texts and columns of a template. Raises UserError, in a line that begins with `name`."""
+    """Return the literal texts and columns of a template. Raises UserError, in a line that begins with `name`."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -239,7 +247,7 @@ def parse_template(template: str, name: str) -> Pattern:
 
 
 def _filled(task: Task, patterns: Mapping[str, Pattern]) -> Task:
-    """The task with the texts that templates make of it; a templated prompt takes the place of any conversation."""
+    """Fill in templates; a prompt from a template replaces any conversation."""
     filled = {}
     for key, pattern in patterns.items():
         filled[key] = "".join(
@@ -249,7 +257,7 @@ def _filled(task: Task, patterns: Mapping[str, Pattern]) -> Task:
 
 
 def _cell(task: Task, column: str, place: str) -> str:
-    # The name is looked up as it stands: "a.b" and "a[0]" are columns of that name, never an access into a value.
+    # The name is looked up literally: "a.b" and "a[0]" are columns of that name, never an access into a value.
     if column not in task:
         raise UserError(f"{place}: {no_column(column, task)}")
     if not isinstance(task[column], str | int | float):
@@ -258,7 +266,8 @@ def _cell(task: Task, column: str, place: str) -> str:
 
 
 def _with_reply(task: Task) -> Task:
-    """The task with what is to be imitated as "response", or as the last of its "messages" if the prompt holds messages.
+    """Return the task with the text to imitate as "response", or as the last of its "messages" if the prompt holds
+    messages.
 
     These are TRL's two forms of rows with a prompt and a completion.
     """
@@ -276,7 +285,9 @@ def _with_reply(task: Task) -> Task:
 
 
 def _checked(task: Task) -> Task:
-    """The task without null prompt and messages, a list for a prompt taken as messages, and both of the right type."""
+    """Return the task without null prompt and messages, a list for a prompt taken as messages, and both of the right
+    type.
+    """
     if any(name in task and task[name] is None for name in ("prompt", "messages")):
         task = {key: value for key, value in task.items() if value is not None or key not in ("prompt", "messages")}
     if isinstance(task.get("prompt"), list):
@@ -287,7 +298,7 @@ def _checked(task: Task) -> Task:
             raise UserError("the prompt is empty")
     if "messages" in task:
         task = {**task, "messages": _messages(task["messages"])}
-    if isinstance(task.get("tools"), str):  # JSON, as table formats keep what differs in form from row to row
+    if isinstance(task.get("tools"), str):  # JSON, as table formats keep values whose form differs from row to row
         try:
             task = {**task, "tools": json.loads(task["tools"])}
         except ValueError:
@@ -315,7 +326,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, role: str, name: str) -> str | list[dict[str, Any]]:
-    """Text, or parts where there is a picture among them."""
+    """Return text, or parts where there is a picture among them."""
     if not isinstance(content, list):
         return _text(content, name)
     try:  # table formats give every part the keys of all
@@ -330,7 +341,7 @@ def _content(content: Any, role: str, name: str) -> str | list[dict[str, Any]]:
 
 
 def _check_stop(stop: Any) -> None:
-    """Null, or one stop string or several, as a turn may have them."""
+    """Check stop: null, or one stop string or several, as a turn may have them."""
     if stop is None:
         return
     stops = [stop] if isinstance(stop, str) else stop
@@ -342,14 +353,14 @@ def _check_stop(stop: Any) -> None:
 
 
 def not_text(value: Any, what: str) -> UserError:
-    """What is said of a value that should have been a text; `what`: "prompt must be text"."""
+    """Return the error about a value that should be text; `what`: "prompt must be text"."""
     return UserError(
         f"{what}, and is {short(value)}" + ("; put it in quotes" if isinstance(value, int | float) else "")
     )
 
 
 def _text(value: Any, name: str) -> str:
-    """It as a plain string: what a converter made may be of a class with methods of its own."""
+    """Return a plain string: a converter may return a subclass with methods of its own."""
     if not isinstance(value, str):
         raise not_text(value, f"{name} must be text")
     value = str.__str__(value)
@@ -369,7 +380,7 @@ def _is_text(value: str) -> bool:
 
 
 def _met(task: Task, need: Sequence[str]) -> Task:
-    """The task with one prompt: "prompt" or "messages", whichever meets the need."""
+    """Return the task with one prompt: "prompt" or "messages", whichever meets the need."""
     if "response" in need and _blank(task.get("response")) and _is_played(task):
         return task
     missing = [key for key in need if _blank(task.get(key))]
@@ -395,19 +406,21 @@ def _met(task: Task, need: Sequence[str]) -> Task:
 
 
 def _is_played(task: Task) -> bool:
-    """Whether it is an episode to imitate: a rollout as a run keeps it, or the replies of one."""
+    """Return whether it is an episode to imitate: a rollout of a run, or the replies of one."""
     if isinstance(task.get("transcripts"), list) and isinstance(task.get("turns"), list):
         return True
     return is_script(task) and bool(script(task))
 
 
 def is_script(task: Task) -> bool:
-    """Whether a row has the replies of an episode. A table has such a column in its other rows too, and nothing in it."""
+    """Return whether a row has the replies of an episode. A table has such a column in its other rows too, and nothing
+    in it.
+    """
     return isinstance(task.get("replies"), list | tuple) and bool(task["replies"])
 
 
 def script(task: Task) -> Sequence[str]:
-    """The replies of such a row. Raises UserError."""
+    """Return the replies of such a row. Raises UserError."""
     replies: Sequence[str] = task["replies"]
     for number, reply in enumerate(replies, 1):
         if not _text(reply, f"reply {number}"):
@@ -416,7 +429,7 @@ def script(task: Task) -> Sequence[str]:
 
 
 def _hash(value: Any) -> str:
-    """64 bits in hexadecimal, the same in every process and for every order of keys."""
+    """Return 64 bits in hexadecimal, the same in every process and for every order of keys."""
     return hashlib.blake2b(_dumps(value).encode(), digest_size=8).hexdigest()
 
 
@@ -439,12 +452,14 @@ def _json(value: Any) -> Any:
 
 
 def _code(convert: Convert | None) -> str | None:
-    """A digest of our own code and, where rows are converted, of all modules that are not installed: the user's."""
+    """Return a digest of our own code and, where rows are converted, of all modules that are not installed:
+    the user's.
+    """
     files = set(Path(__file__).parents[1].rglob("*.py"))
     if convert is not None:
         module = sys.modules.get(convert.__module__)
         if getattr(module, "__file__", None) is None or getattr(module, _name(convert), None) is not convert:
-            return None  # of a notebook, or made by another function: what it does cannot be told from a file
+            return None  # of a notebook, or made by another function: its behaviour is not in a file
         installed = tuple(
             map(str, {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
         )

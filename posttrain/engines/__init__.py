@@ -1,1 +1,1 @@
-"""Rollout engines: what samples. The protocol is `posttrain.core.protocols.Engine`."""
+"""Rollout engines, which sample replies. Their protocol is `posttrain.core.protocols.Engine`."""

@@ -1,4 +1,4 @@
-"""A process in which an engine runs, as its parent sees it: a socket to it, and a file for what it prints."""
+"""The parent's side of a process in which an engine runs: a socket to it, and a log file with its output."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from posttrain.system.child_processes import Child, pair
 from posttrain.system.temp_folders import temp_log
 
-CLOSE_SECONDS = 5.0  # for an idle process to leave by itself
+CLOSE_SECONDS = 5.0  # for an idle process to exit by itself
 
 
 class EngineProcess:
-    """`target`: "package.module:function", called with the number of the socket and with `descriptors`."""
+    """An engine's process. `target`: "package.module:function", called with the number of the socket and with
+    `descriptors`.
+    """
 
     def __init__(self, target: str, name: str, descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
         descriptor, log = temp_log(name)
@@ -27,12 +29,12 @@ class EngineProcess:
             os.close(descriptor)
 
     def kill(self) -> None:
-        """End it; what it printed stays."""
+        """Kill the process; its log stays."""
         self.child.kill()
         self.socket.close()
 
     def leave(self) -> None:
-        """Let it end, which it does as soon as its socket is closed, or is made to; what it printed goes."""
+        """End the process, by closing its socket and, if need be, by force; its log is removed."""
         self.socket.close()
         self.child.wait(CLOSE_SECONDS)
         self.child.kill()

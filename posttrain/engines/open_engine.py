@@ -1,4 +1,4 @@
-"""Which engine samples, by its name in the options."""
+"""Opens the engine that samples, by its name in the options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from posttrain.core.protocols import Engine, Model
 from posttrain.core.types import UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.engines.local.prefix_cache import KEPT_BYTES
-from posttrain.engines.model_manifest import announced
+from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.pool.replicas import Many, open_pool
 from posttrain.engines.vllm.vllm_engine import VLLMEngine
 from posttrain.engines.vllm.vllm_worker import POLL_STEPS
@@ -28,16 +28,17 @@ def open_engine(
     own: bool = False,
     many: Many = Many(),  # noqa: B008  frozen
 ) -> Engine:
-    """`seconds`: limit of silence of an engine in another process, in a weight sync and in a decoding step.
+    """Open an engine.
 
-    `serving`: requests come at any time, and nothing but sampling needs the memory. `own`: the weights that are loaded last
-    are sampled with, whatever becomes of the model meanwhile. `many`: a pool, if it names engines.
+    `seconds`: timeout of an engine in another process, in a weight sync and in a decoding step. `serving`: requests
+    come at any time, and memory is used for sampling alone. `own`: sample with the weights that were loaded last,
+    whatever happens to the model meanwhile. `many`: open a pool, if it names engines.
     """
     if kind == "local" and many.weight_sync == "adapter":
         raise UserError("--weight-sync adapter requires --engine vllm")
     if kind == "local" and not many:
         return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
-    if (decoder := announced(model)).sees:
+    if (decoder := backbone_of(model)).sees:
         raise UserError(
             f"engines in other processes sample from models of text alone, and a {decoder.family} sees: leave out "
             "--replicas, --engines and --engine"

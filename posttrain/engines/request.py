@@ -1,6 +1,6 @@
-"""What is asked of an engine, and when and how a reply ends: the same for every engine.
+"""A request to an engine, its checks, and how its reply ends: the same for every engine.
 
-An engine samples tokens; whether a prompt may be asked, whether a stop string has been reached, why a reply ended and what
+An engine samples tokens; whether a prompt is valid, whether a stop string has been reached, why a reply ended and what
 its text is are decided here, with the run's own tokenizer.
 """
 
@@ -14,21 +14,21 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 @value_type
 class Request:
-    """One reply that an engine owes."""
+    """A request for one reply."""
 
     id: int
     prompt: tuple[int, ...]
     sampling: Sampling
-    own: tuple[int, ...] = ()  # what follows the prompt and is given too, where an earlier request goes on
-    keep: bool = False  # whether another one may go on from where this one ends
-    media: tuple[Media, ...] = ()  # what stands in the prompt
+    own: tuple[int, ...] = ()  # tokens that follow the prompt and are given too, where an earlier request is continued
+    keep: bool = False  # whether another request may continue this one
+    media: tuple[Media, ...] = ()  # pictures in the prompt
 
     def check(self, context: int, vocab: int) -> Request:
-        """Itself. Raises UserError if the prompt leaves no room for a reply, or holds a token the model lacks."""
+        """Return the request. Raises UserError if the prompt leaves no room for a reply, or holds a token the model
+        lacks.
+        """
         if not self.prompt:
-            raise UserError(
-                "an empty prompt: there is nothing to continue; give the task a prompt or the tokenizer a BOS"
-            )
+            raise UserError("empty prompt: give the task a prompt, or the tokenizer a BOS token")
         if self.given >= context:
             raise UserError(
                 f"a prompt of {self.given} tokens leaves no room in the model's context of {context}: "
@@ -42,28 +42,32 @@ class Request:
         return self
 
     def budget(self, context: int) -> int:
-        """Tokens that may be sampled."""
+        """Return the most tokens that may be sampled."""
         return min(self.sampling.max_tokens, context - self.given)
 
     @property
     def given(self) -> int:
-        """Tokens before the first that is sampled."""
+        """Number of tokens before the first that is sampled."""
         return len(self.prompt) + len(self.own)
 
     @property
     def begun(self) -> tuple[int, ...]:
-        """Those of them with which the reply began."""
+        """The given tokens with which the reply begins."""
         count = self.sampling.begun
         return (*self.prompt, *self.own)[-count:] if count else ()
 
 
 def stop_window(stop: Iterable[str]) -> int:
-    """How many last tokens to look at: each is at least one byte of text, so a stop string that ends here lies in them."""
+    """Return how many last tokens to search: each is at least one byte of text, so a stop string that ends here is in
+    them.
+    """
     return max(len(s.encode()) for s in stop) + 4
 
 
 def reached_stop(tokenizer: Tokenizer, tail: Sequence[int], stop: Iterable[str]) -> bool:
-    """Whether the last `stop_window` tokens of a reply hold a stop string. What it began with in another request counts."""
+    """Return whether the last `stop_window` tokens of a reply hold a stop string, tokens of an earlier request
+    included.
+    """
     text = tokenizer.decode(tail)
     return any(s in text for s in stop)
 
@@ -78,7 +82,9 @@ def complete(
     tokenizer: Tokenizer,
     version: int,
 ) -> Completion:
-    """The answer to a request that ended. `stopped`: whether its text reached a stop string with the last token."""
+    """Build the completion of a request that ended. `stopped`: whether its text reached a stop string with the last
+    token.
+    """
     sampling = request.sampling
     if stopped:
         stop = StopReason.STOP
@@ -89,6 +95,6 @@ def complete(
     whole = [*request.begun, *tokens]
     text = tokenizer.decode(whole[:-1] if stop is StopReason.EOS else whole)
     if stopped:
-        # Where the tail alone showed the string, the whole text may not: bytes that do not form a character swallow it.
+        # The whole text may lack a stop string that the tail showed: bytes that do not form a character swallow it.
         text = text[: min((text.find(s) + len(s) for s in sampling.stop if s in text), default=len(text))]
     return Completion(request.id, tokens, logp, text, stop, version)

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to: replies that were written beforehand, ended as sampled ones are.
+"""An engine that returns replies that were written beforehand, ended as sampled ones are.
 
 So a demonstration of an episode gets the tokens, stops and masks that a policy would have had in its place.
 """
@@ -16,7 +16,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 class ScriptedEngine:
-    """See `posttrain.core.protocols.Engine`. `replies`: of one episode, in order.
+    """Engine of written replies; implements `posttrain.core.protocols.Engine`. `replies`: of one episode, in order.
 
     A reply ends behind the first stop string in it, after as many tokens as are allowed, or else with `eos_ids[0]`.
     """
@@ -26,7 +26,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], replies: Iterable[str]) -> None:
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self._replies = deque(replies)
-        self._said = 0
+        self._count = 0
         self._done: list[Completion] = []
 
     @property
@@ -35,21 +35,21 @@ class ScriptedEngine:
 
     @property
     def left(self) -> int:
-        """Replies that nobody asked for."""
+        """Number of replies that were not requested yet."""
         return len(self._replies)
 
     def load(self, weights: Any, version: int) -> None:
         pass
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
-        """Raises UserError if there are no more replies."""
+        """Answer with the next reply. Raises UserError if there are no more."""
         if not self._replies:
-            raise UserError(f"the environment asks for reply {self._said + 1}, and the row has {self._said}")
+            raise UserError(f"the environment asks for reply {self._count + 1}, but the row has {self._count}")
         text = self._replies.popleft()
-        self._said += 1
+        self._count += 1
         ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
         if ends and text[min(ends) :].strip():
-            raise UserError(f"reply {self._said} goes on behind {text[: min(ends)][-20:]!r}, where it is stopped")
+            raise UserError(f"reply {self._count} has text after the stop string {text[: min(ends)][-20:]!r}")
         tokens = self.tokenizer.encode(text[: min(ends)] if ends else text)
         tokens = tokens if ends else [*tokens, self.eos_ids[0]]
         stopped = bool(ends) and len(tokens) <= sampling.max_tokens
@@ -69,7 +69,7 @@ class ScriptedEngine:
     def submit_seen(
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
     ) -> None:
-        """See `posttrain.core.protocols.Seeing`. What is written does not depend on what is seen."""
+        """Answer with the next reply, whatever the pictures are. See `posttrain.core.protocols.Seeing`."""
         self.submit(id, prompt, sampling, keep)
 
     def forget(self, id: int) -> None:

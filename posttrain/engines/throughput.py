@@ -1,6 +1,6 @@
-"""How fast an engine works: seconds and steps of decoding by the number of running requests, and of reading prompts.
+"""Throughput of an engine: seconds and decoding steps by the number of running requests, and seconds of prefill.
 
-`posttrain plan` predicts other machines from these figures. Numbers of requests are put together by powers of two, so that a
+`posttrain plan` predicts other machines from these figures. Numbers of requests are grouped by powers of two, so that a
 step of a run records a handful of them, whatever it sampled.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class Throughput:
-    """Counts since the beginning. Costs two looks at the clock a step."""
+    """Counters since the beginning. They cost two looks at the clock a step."""
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}  # by the power of two: 3 for 4 to 7 requests
@@ -17,19 +17,19 @@ class Throughput:
         self._read_tokens, self._read_seconds = 0, 0.0
 
     def decoded(self, running: int, seconds: float) -> None:
-        """A decoding step of so many requests."""
+        """Count a decoding step with `running` requests."""
         power = running.bit_length()
         self._steps[power] = self._steps.get(power, 0) + 1
         self._rows[power] = self._rows.get(power, 0) + running
         self._seconds[power] = self._seconds.get(power, 0.0) + seconds
 
     def read(self, tokens: int, seconds: float) -> None:
-        """So many tokens of prompts, and of what environments said, went through the model."""
+        """Count the prefill of tokens, of prompts or of what environments returned."""
         self._read_tokens += tokens
         self._read_seconds += seconds
 
     def counts(self) -> dict[str, float]:
-        """By name, as timing.jsonl has them: `decoding/4/steps` counts the steps of 4 to 7 requests."""
+        """Return counters by name, as timing.jsonl has them: `decoding/4/steps` counts the steps of 4 to 7 requests."""
         found: dict[str, float] = {}
         for power, steps in sorted(self._steps.items()):
             name = f"decoding/{1 << power - 1}"

@@ -1,8 +1,8 @@
-"""Whether an engine samples with the weights that it was given: a few tokens, scored by the learner too.
+"""Weight probe: verifies that an engine samples with the synced weights, by a few tokens that the learner scores too.
 
-The engine is asked for one token behind each beginning of a fixed text. What it says of the log-probability of that token
-is compared with the learner's, of which the whole table is computed once for each version. A weight sync that reaches no
-weight in use is caught in two ways: the difference is above a limit, or it is that of the weights before.
+The engine samples one token behind each prefix of a fixed text. Its log-probability of that token is compared with the
+learner's, whose whole table is computed once for each version. A weight sync that never reaches the weights in use is
+caught in two ways: the difference is above a limit, or the engine agrees with the weights before.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from posttrain.models.row_shards import asked_by_all
 
 TOKENS = 32
 LIMIT = 0.05  # nats, in float32: kernels differ by some 1e-5
-LIMIT_BFLOAT16 = 0.5  # whose weights are rounded to 8 bits; seen: up to 0.1
-OLD = 10.0  # so many times nearer to the weights before than to those that were handed over: they are still in use
+LIMIT_BFLOAT16 = 0.5  # for weights rounded to 8 bits; seen: up to 0.1
+OLD = 10.0  # so many times nearer to the old weights than to the new ones: the old ones are still in use
 NOTICED = 1e-4  # nats: less than that is noise
 
 
@@ -32,11 +32,11 @@ class WeightProbe:
         self.limit = limit
         vocab, count = model.config.vocab, min(TOKENS, model.config.context - 1)
         self.text = tuple(7919 * (place + 1) % vocab for place in range(count))
-        self._table: Tensor | None = None  # float32 [n, V] of the version that is handed over: behind text[: i + 1]
+        self._table: Tensor | None = None  # float32 [n, V] of the version being synced: behind text[: i + 1]
         self._before: Tensor | None = None  # of the version before
 
     def look(self, weights: Model) -> None:
-        """The learner's side of it. Reads the weights, and keeps none of them.
+        """Compute the learner's log-probabilities. Reads the weights, and keeps none of them.
 
         Raises UserError if they are damaged, or another process that holds some of them is lost.
         """
@@ -44,7 +44,7 @@ class WeightProbe:
         place = torch.arange(count, device=device)
         layout = Layout(torch.tensor(self.text, device=device), place, (0,), (count,), (-1,))
         with asked_by_all(weights), torch.no_grad():
-            hidden = weights.hidden(layout, place)  # a sharded head is there only behind this
+            hidden = weights.hidden(layout, place)  # a sharded head exists only after this call
             logits = weights.head.logits(hidden)
         if not logits.isfinite().all():
             raise UserError(
@@ -54,22 +54,24 @@ class WeightProbe:
         self._before, self._table = self._table, logits.float().log_softmax(-1).cpu()
 
     def requests(self) -> list[tuple[list[int], Sampling]]:
-        """What an engine is asked, by place."""
+        """Return the requests to the engine, by place."""
         return [
             (list(self.text[: place + 1]), Sampling(max_tokens=1, seed=seed_of("canary", place)))
             for place in range(len(self.text))
         ]
 
-    def deviation(self, found: Mapping[int, Completion], knew: bool = False) -> tuple[float, str | None]:
-        """Most nats between the two, and what is wrong with that. `knew`: the engine had the version before."""
+    def deviation(self, found: Mapping[int, Completion], had_previous: bool = False) -> tuple[float, str | None]:
+        """Return the most nats between engine and learner, and the problem, if any. `had_previous`: the engine had the
+        version before.
+        """
         assert self._table is not None and len(found) == len(self.text)
         far = self._far(self._table, found)
         if not far <= self.limit:
-            return far, f"is {far:.3g} nats off the learner's log-probabilities, and may be {self.limit:g}"
-        if knew and self._before is not None:
+            return far, f"is {far:.3g} nats off the learner's log-probabilities, above the limit of {self.limit:g}"
+        if had_previous and self._before is not None:
             old = self._far(self._before, found)
             if far > max(NOTICED, OLD * old):
-                return far, f"still samples with the weights before ({old:.1g} nats off those, {far:.3g} off the new)"
+                return far, f"still samples with the old weights ({old:.1g} nats off those, {far:.3g} off the new)"
         return far, None
 
     def _far(self, table: Tensor, found: Mapping[int, Completion]) -> float:

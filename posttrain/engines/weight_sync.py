@@ -1,8 +1,8 @@
-"""How weights reach an engine in another process: end to end in memory that both see, or in a file on a disk that both see.
+"""Weight sync with engines in other processes: tensors end to end in shared memory, or in a file on a shared disk.
 
-What is handed over is an *offer*: where the weights lie, their version, and their checksum. An engine takes them over and
-gives version and checksum back, the latter computed from what it got. One layout serves both ways: a file is mapped like
-memory. Weights of a version stay until the next one is put, so an engine that comes back gets them without the learner.
+Each sync makes an *offer*: where the weights are, their version, and their checksum. An engine loads them and returns
+version and checksum, the latter computed from what it read. One layout serves both: a file is mapped like memory.
+Weights of a version stay until the next one is put, so a restarted engine gets them without the learner.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from posttrain.models.row_shards import whole
 
 Named = Iterable[tuple[str, Tensor]]
 Offer = dict[str, Any]
-"""What an engine is told: plain JSON data."""
+"""Description of the offered weights: plain JSON data."""
 Call = Callable[[str, Any], None]
-"""Has an engine call a method of its own, by name, with plain JSON data or None; returns when it has."""
+"""Calls a method of an engine by name, with plain JSON data or None; returns when it has ended."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies in memory that two processes see."""
+    """Place of a tensor in memory that two processes share."""
 
     name: str
     shape: tuple[int, ...]
     offset: int  # bytes
 
     def bytes_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 [n], a view."""
+        """Return the bytes of the tensor, a view uint8 [n]."""
         return memory[self.offset : self.offset + size_of(self.shape, dtype)]
 
     def tensor_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
-        """A view of the shape."""
+        """Return the tensor, a view of its shape."""
         return self.bytes_in(memory, dtype).view(dtype).view(self.shape)
 
     def checksum(self, memory: Tensor, dtype: torch.dtype, before: int) -> int:
-        """CRC-32 of name and content, continued. It notices mistakes, not malice, and is quicker than the copy."""
+        """Continue a CRC-32 with name and content. It detects mistakes, not malice, and is faster than the copy."""
         return zlib.crc32(self.bytes_in(memory, dtype).numpy().data, zlib.crc32(self.name.encode(), before))
 
 
 def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes."""
+    """Return the size in bytes."""
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-class Laid:
-    """How the tensors of a model lie end to end, on boundaries of 64 bytes."""
+class WeightLayout:
+    """Layout of a model's tensors, end to end, on boundaries of 64 bytes."""
 
     def __init__(
         self,
@@ -68,7 +68,9 @@ class Laid:
         named: Callable[[Any], Named],
         same: tuple[str, str] | None = None,
     ) -> None:
-        """`named`: the tensors, in their order. `same`: of two names, the second lies where the first does."""
+        """Lay out the tensors. `named`: the tensors, in their order. `same`: of two names, the second shares the place
+        of the first.
+        """
         self.dtype, self.named, self.stored, self.bytes = dtype, named, list[Stored](), 0
         places: dict[str, int] = {}
         for name, tensor in named(model):
@@ -78,12 +80,12 @@ class Laid:
             self.bytes += 0 if shared else -(-size_of(tensor.shape, dtype) // 64) * 64
 
     @property
-    def said(self) -> dict[str, Any]:
-        """As plain JSON data."""
+    def described(self) -> dict[str, Any]:
+        """The layout as plain JSON data."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "stored": [asdict(s) for s in self.stored]}
 
     def write(self, weights: Any, memory: Tensor) -> int:
-        """Copy the weights into memory; returns their checksum."""
+        """Copy the weights into memory; return their checksum."""
         checksum = 0
         with torch.no_grad():
             for stored, (name, tensor) in zip(self.stored, self.named(weights), strict=True):
@@ -94,12 +96,12 @@ class Laid:
 
 
 def shared_memory(descriptor: int) -> Tensor:
-    """uint8 [n]: the memory behind a file descriptor."""
+    """Map the memory behind a file descriptor, uint8 [n]."""
     return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
 
 
 def checksum_of(tensors: Named) -> int:
-    """CRC-32 of names and contents, as `Stored.checksum` has it."""
+    """Return the CRC-32 of names and contents, as `Stored.checksum` computes it."""
     found = 0
     for name, tensor in tensors:
         content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -112,30 +114,30 @@ def checksum_of_names(names: Sequence[str], dtypes: Sequence[str], shapes: Seque
 
 
 class Transport(Protocol):
-    """Makes weights available to the engines of a pool."""
+    """Transport of weights to the engines of a pool."""
 
-    offer: Offer | None  # of the version that was put last; None: there is none to be had
+    offer: Offer | None  # of the version that was put last; None: there is none
 
     @property
-    def layout(self) -> dict[str, Any]: ...  # what is handed over, as an engine is told: plain JSON data
-    def put(self, weights: Any, version: int) -> None: ...  # weights of a version, for all engines
+    def layout(self) -> dict[str, Any]: ...  # the layout of the weights, as engines get it: plain JSON data
+    def put(self, weights: Any, version: int) -> None: ...  # makes the weights of a version available to all engines
     def send(self, name: str, first: bool, call: Call) -> None:
-        """What comes before an engine is told the offer. `first`: it has just started. Raises `wire.Gone`."""
+        """Send what an engine needs before the offer. `first`: it has just started. Raises `pool_protocol.Gone`."""
 
     def done(self) -> None: ...  # the weights that were put may change from now on
     def close(self) -> None: ...
 
 
 class Copied:
-    """What the transports share that copy weights to where engines see them, end to end."""
+    """Base class of transports that copy weights end to end into memory or a file."""
 
-    def __init__(self, laid: Laid) -> None:
-        self.laid = laid
+    def __init__(self, weight_layout: WeightLayout) -> None:
+        self.weight_layout = weight_layout
         self.offer: Offer | None = None
 
     @property
     def layout(self) -> dict[str, Any]:
-        return self.laid.said
+        return self.weight_layout.described
 
     def send(self, name: str, first: bool, call: Call) -> None:
         pass  # engines fetch them
@@ -145,18 +147,18 @@ class Copied:
 
 
 class SharedMemory(Copied):
-    """See `Transport`. For processes of this machine, which get the descriptor when they are started."""
+    """Transport through shared memory, for processes of this machine, which inherit the descriptor."""
 
-    def __init__(self, laid: Laid) -> None:
-        super().__init__(laid)
+    def __init__(self, weight_layout: WeightLayout) -> None:
+        super().__init__(weight_layout)
         self.descriptor = os.memfd_create(
             "posttrain weights"
         )  # no file: nothing to clean up, and /dev/shm may be small
-        os.truncate(self.descriptor, laid.bytes)
+        os.truncate(self.descriptor, weight_layout.bytes)
         self.memory = shared_memory(self.descriptor)
 
     def put(self, weights: Any, version: int) -> None:
-        self.offer = {"version": version, "checksum": self.laid.write(weights, self.memory)}
+        self.offer = {"version": version, "checksum": self.weight_layout.write(weights, self.memory)}
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -165,24 +167,26 @@ class SharedMemory(Copied):
 
 
 class Files(Copied):
-    """See `Transport`. For engines that see the same disk: a file for each version, whole as soon as it has its name.
+    """Transport through files, for engines that share a disk: a file for each version, renamed when it is complete.
 
     `rank`: of the process whose engines these are.
     """
 
-    def __init__(self, folder: Path, rank: int, laid: Laid) -> None:
-        super().__init__(laid)
+    def __init__(self, folder: Path, rank: int, weight_layout: WeightLayout) -> None:
+        super().__init__(weight_layout)
         self.folder, self.rank = folder.absolute(), rank
 
     def put(self, weights: Any, version: int) -> None:
-        """Raises UserError where the file cannot be written."""
+        """Write the weights to a file. Raises UserError where it cannot be written."""
         path = self.folder / f"weights-{self.rank}-{version}"
         partial = path.with_name(f"{path.name}.partial")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with user_files.opened(partial, "w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, self.laid.bytes)  # a full disk is told here, not by a signal
-                checksum = self.laid.write(weights, shared_memory(file.fileno()))
+                os.posix_fallocate(
+                    file.fileno(), 0, self.weight_layout.bytes
+                )  # a full disk raises here, and sends no signal
+                checksum = self.weight_layout.write(weights, shared_memory(file.fileno()))
                 os.fsync(file.fileno())
             partial.rename(path)
         except OSError as error:
@@ -196,21 +200,21 @@ class Files(Copied):
             self.folder.rmdir()
 
     def _forget(self, but: Path | None = None) -> None:
-        """The file of the last version, unless it has just been written again."""
+        """Remove the file of the last version, unless it has just been written again."""
         if self.offer is not None and self.offer["file"] != str(but):
             Path(self.offer["file"]).unlink(missing_ok=True)
         self.offer = None
 
 
 def stored_in(layout: Any) -> tuple[torch.dtype, tuple[Stored, ...]]:
-    """What a layout says, as it came: the inverse of `Laid.said`."""
+    """Parse a layout: the inverse of `WeightLayout.described`."""
     return getattr(torch, layout["dtype"]), tuple(
         Stored(s["name"], tuple(s["shape"]), s["offset"]) for s in layout["stored"]
     )
 
 
 class Received:
-    """The other side: weights that lie as a layout says, with the names that a model has for them."""
+    """Received weights, with the names that the model has for them."""
 
     def __init__(self, layout: Any, memory: Tensor) -> None:
         self.memory, self.dtype, self.stored = memory, *stored_in(layout)
@@ -221,7 +225,7 @@ class Received:
 
 
 def offered(offer: Offer, memory: Tensor | None) -> Tensor:
-    """The memory in which the weights of an offer lie. `memory`: that which is shared. Raises UserError for a lost file."""
+    """Return the memory of the weights of an offer. `memory`: the shared one. Raises UserError for a lost file."""
     if "file" not in offer:
         assert memory is not None, "no memory is shared with this engine"
         return memory

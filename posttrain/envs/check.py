@@ -75,7 +75,7 @@ class _Trial:
     first: Turn | None = None  # that was shown
 
     def play(self, number: int, task: Task, kind: str, script: Sequence[str]) -> None:
-        """One case, twice: the `number`-th task with these replies."""
+        """Play one case twice: the `number`-th task with these replies."""
         reply = ", ".join(script[:-1]) if kind == SCRIPT else script[0]
         seen = self.viewer.watch(task) if self.viewer is not None else None
         shown, result, slowest = _play(self.pool, task, script, self.answers, seen)
@@ -90,15 +90,17 @@ class _Trial:
         side = shown[0].side if result and result.sides and shown else None
         steps = tuple(turn.reward for turn in shown if turn.reward and side in (None, turn.side))
         ends = None if result is None else _first(shown, result)
-        self.cases.append(Case(name, kind, reply, *_told(shown), ends, steps, slowest, repeats, seen))
+        self.cases.append(Case(name, kind, reply, *_shown_text(shown), ends, steps, slowest, repeats, seen))
         if self.answers.asked and self.unanswered is None:
             shown, result, slowest = _play(self.pool, task, script, None)
             ends = None if result is None else _first(shown, result)
-            self.unanswered = Case(name, kind, reply, *_told(shown), ends, (), slowest, True)
+            self.unanswered = Case(name, kind, reply, *_shown_text(shown), ends, (), slowest, True)
 
 
 def _first(shown: Sequence[Turn], result: Done) -> Done:
-    """The verdict on the side that was asked first, with what all sides earned as its parts. Invalid, if one of them is."""
+    """Return the verdict on the first side, with the rewards of all sides as its components. Invalid, if one of them
+    is.
+    """
     if not result.sides:
         return result
     ends = {turn.side: result.of(turn.side) for turn in shown}
@@ -112,7 +114,7 @@ def _first(shown: Sequence[Turn], result: Done) -> Done:
 
 @dataclass
 class _Answers:
-    """Who answers questions to services."""
+    """Stand-in that answers requests to services."""
 
     services: Services
     asked: dict[str, None] = field(default_factory=dict)  # services by name, in order
@@ -130,7 +132,7 @@ class _Answers:
 
 
 def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str, list[str]]]:
-    """Kinds of replies, each with what is said turn by turn."""
+    """Return kinds of replies, each with its text turn by turn."""
     if replies is not None:
         return [(f"reply {number}", [reply]) for number, reply in enumerate(replies, 1)]
     own = [(key, [str(task[key])]) for key in OWN if isinstance(task.get(key), str | int | float)]
@@ -141,7 +143,7 @@ def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str
 
 
 def _in_forms(task: Task) -> list[tuple[str, str]]:
-    """Kinds of replies that say a task's answer."""
+    """Return kinds of replies with a task's answer."""
     answer = task.get(OWN[1])
     return [(kind, form % answer) for kind, form in FORMS.items()] if isinstance(answer, str | int | float) else []
 
@@ -149,7 +151,7 @@ def _in_forms(task: Task) -> list[tuple[str, str]]:
 def _play(
     pool: EnvPool, task: Task, script: Sequence[str], answer: _Answers | None, seen: Seen | None = None
 ) -> tuple[list[Turn], Done | None, float]:
-    """One episode -> its turns, its end if it came within `TURNS`, and the seconds of its slowest call.
+    """Play one episode; return its turns, its end if it came within `TURNS`, and the seconds of its slowest call.
 
     `script`: the replies, of which the last is given again and again. Without `answer`, questions have none. `seen`: by a
     model, as whose replies they are read; without one calls of tools are read in Hermes' form.
@@ -189,8 +191,8 @@ def _timed(pool: EnvPool, ask: Callable[[], None]) -> tuple[Event, float]:
     return event, time.perf_counter() - began
 
 
-def _told(shown: Sequence[Turn]) -> tuple[tuple[str, ...], str]:
-    """What was shown, turn by turn, and what of the first turn tells it from those of other tasks."""
+def _shown_text(shown: Sequence[Turn]) -> tuple[tuple[str, ...], str]:
+    """Return the text of each turn, and the part of the first turn that differs from those of other tasks."""
     texts = tuple(map(_text, shown))
     asked = last_asked(shown[0].messages) if shown and shown[0].messages else ""
     return texts, asked or next(iter(texts), "")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcript:
-    """The same conversation, of which only what was said last is scored, and that up to a final token of `without`."""
+    """Return the same conversation, with only the last reply scored, and that up to a final token of `without`."""
     last = max(place for place, span in enumerate(transcript.spans) if span.learned)
     before = [replace(span, kind=SpanKind.PROMPT, learned=False) for span in transcript.spans[:last]]
     span = transcript.spans[last]
@@ -68,7 +68,7 @@ class _Piece(NamedTuple):
 
 
 def _shown(tokenizer: Tokenizer, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> _Piece:
-    """What a template made of messages."""
+    """Tokenize the rendered text of messages."""
     if not (pictures := digests(messages)):
         return _Piece(tokenizer.encode(text, start=start), False)
     tokens, media = tokenizer.encode_seen(text, pictures, start)
@@ -76,7 +76,7 @@ def _shown(tokenizer: Tokenizer, text: str, messages: Sequence[Mapping[str, Any]
 
 
 def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Every token but the first and those that stand for pictures."""
+    """Yield every token but the first and placeholders of pictures."""
     first = True
     for piece in pieces:
         done = int(first)
@@ -92,7 +92,7 @@ def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
 
 
 def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterator[_Piece]:
-    """Runs of tokens in order, and whether they are imitated."""
+    """Yield runs of tokens in order, and whether they are imitated."""
     if "messages" not in task:
         yield _Piece(tokenizer.encode(task.get("prompt", ""), start=True), False)
         yield _Piece([*tokenizer.encode(task["response"]), eos_ids[0]], True)
@@ -129,7 +129,7 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
 
 
 def _calls(message: Mapping[str, Any]) -> list[ToolCall]:
-    """The calls of a message in OpenAI's form. Raises UserError."""
+    """Return the calls of a message in OpenAI's form. Raises UserError."""
     found: list[ToolCall] = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)

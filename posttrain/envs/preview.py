@@ -1,4 +1,4 @@
-"""What a model sees of an episode that is only tried: its turns as tokens, and calls of tools as its template writes them.
+"""Preview of an episode as a model sees it: its turns as tokens, and calls of tools as its template writes them.
 
 So a chat template that is missing, that shows no tools, or that shows nothing of a message, and a context that is too short,
 are told before a model is loaded.
@@ -16,19 +16,19 @@ from posttrain.envs.play.episode import Episode, RunningEpisode
 
 @dataclass(frozen=True)
 class Viewer:
-    """A model as far as its folder tells without its weights."""
+    """View of a model without its weights."""
 
     tokenizer: TextEncoder
     context: int  # tokens of prompt and replies together
     ends: Sequence[int] = ()  # the id that ends a reply, if it is known
 
     def watch(self, task: Task) -> Seen:
-        """An episode that begins."""
+        """Begin the preview of an episode."""
         return Seen(self, task)
 
 
 class Seen:
-    """What it has seen of one episode so far."""
+    """State of the preview of one episode."""
 
     def __init__(self, viewer: Viewer, task: Task) -> None:
         self._viewer = viewer
@@ -39,7 +39,7 @@ class Seen:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest of its contexts."""
+        """Number of tokens of the longest of its contexts."""
         return max(map(len, self._playing.transcripts))
 
     @property
@@ -48,7 +48,7 @@ class Seen:
         return len(self._playing.context.transcript) >= self._viewer.context
 
     def show(self, turn: Turn) -> None:
-        """A turn is put before it. Notes why it cannot be."""
+        """Add a turn, or record why it cannot be shown."""
         if self.problem is not None:
             return
         first = not self._playing.turns
@@ -64,7 +64,7 @@ class Seen:
         self.prompt = len(tokens) if first else self.prompt
 
     def say(self, text: str) -> Reply | None:
-        """What an environment gets where this is said; None where the last turn could not be shown."""
+        """Return the reply that an environment gets for this text; None where the last turn could not be shown."""
         if self.problem is not None:
             return None
         try:

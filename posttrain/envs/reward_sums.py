@@ -1,4 +1,4 @@
-"""Reads rewards that are named by what they are made of: "verify:exact_match*0.9 + verify:tags,only=false*0.1"."""
+"""Parses rewards that are sums: "verify:exact_match*0.9 + verify:tags,only=false*0.1"."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _WEIGHT = re.compile(r"(.+?)\s*\*\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)")
 
 
 class RewardTerm(NamedTuple):
-    """A summand: the reward that it names, and its weight; None: none is written."""
+    """A summand: the name of a reward, and its weight; None: no weight is given."""
 
     spec: str
     weight: float | None
 
 
 def names_verifiers(spec: str) -> bool:
-    """Whether this names a verifier of ours, or a sum that has one."""
+    """Return whether the name is one of our verifiers, or a sum with one."""
     return any(term.startswith(PREFIX) for term in _SUM.split(spec.strip()))
 
 
 def terms_of(spec: str) -> list[RewardTerm]:
-    """The summands, in their order. Raises UserError for one that is empty, or whose weight is no number."""
+    """Return the summands, in their order. Raises UserError for an empty one, or a weight that is not a number."""
     return [_term(text.strip(), spec) for text in _SUM.split(spec.strip())]
 
 

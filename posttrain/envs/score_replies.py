@@ -1,4 +1,4 @@
-"""Scores replies that are there already: environments are played with them in the place of a policy."""
+"""Scores existing replies: environments are played with them in the place of a policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_ASKS = 1024  # questions about one reply
 
 
 def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, Reply]]) -> list[Done]:
-    """What the environment makes of each (task, reply), in their order; an environment of one turn."""
+    """Score each (task, reply), in their order, by an environment of one turn."""
     found: dict[int, Done] = {}
     turns, asks = [0] * len(replies), [0] * len(replies)
     for place, (task, _) in enumerate(replies):
@@ -39,7 +39,9 @@ def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, Reply
 
 
 def compare(services: Services, name: str, pairs: Sequence[dict[str, object]]) -> list[object]:
-    """The answers of a pairwise judge to each of these questions, in their order: 1, 0.5, 0, a dict, or Invalid."""
+    """Return the answers of a pairwise judge to each of these requests, in their order: 1, 0.5, 0, a dict, or
+    Invalid.
+    """
     answers: dict[int, object] = {}
     for place, content in enumerate(pairs):
         services.ask(place, Ask(name, content))

@@ -146,7 +146,7 @@ def _of_union(args: Sequence[Any], name: str) -> dict[str, Any]:
 
 
 def validator_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema that arguments are held against: no others than its own, and null where it says nullable."""
+    """Return the schema by which arguments are validated: no others than its own, and null where it says nullable."""
     closed = {"additionalProperties": False} if "properties" in parameters else {}
     strict: dict[str, Any] = _strict({**closed, **parameters})
     return strict

@@ -24,7 +24,9 @@ from posttrain.envs.play.env_outputs import cleaned, read_schema
 from posttrain.envs.tool_schemas import validator_of
 
 Then = Literal["answer", "end", "invalid"]
-"""What becomes of an episode: the model is told and goes on, it ends and is scored, or it is invalid."""
+"""Outcome of an episode after a failed call: the model sees the error and continues, it ends and is scored, or it is
+invalid.
+"""
 
 
 class ToolFailed(Exception):
@@ -103,7 +105,7 @@ class Tools:
         return self._turn(made)
 
     async def answer_async(self, reply: Reply) -> Turn | None:
-        """As `answer`, for environments that wait: all calls of the reply are under way together."""
+        """Answer the calls, as `answer` does, for async environments: all calls of the reply run concurrently."""
         checked = [(call, self._checked(call)) for call in reply.tool_calls]
         waiting = [
             recorded(_outcome_async, function, dict(call.arguments))
@@ -167,7 +169,7 @@ class Tools:
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, str]:
     try:
-        return {"answer": _said(function(**arguments))}
+        return {"answer": _result_text(function(**arguments))}
     except Exception as error:
         return {"raised": _reason(error)}
 
@@ -175,7 +177,7 @@ def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[st
 async def _outcome_async(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, str]:
     try:
         result = function(**arguments)
-        return {"answer": _said(await result if inspect.isawaitable(result) else result)}
+        return {"answer": _result_text(await result if inspect.isawaitable(result) else result)}
     except Exception as error:
         return {"raised": _reason(error)}
 
@@ -187,8 +189,8 @@ def _reason(error: Exception) -> str:
         return type(error).__name__
 
 
-def _said(result: Any) -> str:
-    """What the model is told: text as it stands, anything else as JSON."""
+def _result_text(result: Any) -> str:
+    """Return a result as the model sees it: text unchanged, anything else as JSON."""
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     if len(text) > LONGEST_RESULT:
         raise ValueError(f"the result has {len(text):,} characters; a tool may return {LONGEST_RESULT:,}")

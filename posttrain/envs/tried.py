@@ -1,4 +1,4 @@
-"""What trying an environment found, case by case, and what it amounts to in words."""
+"""Results of a trial of an environment, case by case, and their summary in words."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Report:
 
     @property
     def known(self) -> bool:
-        """Whether one of the replies is a task's own, and whole: it ought to be right."""
+        """Whether one of the replies is a task's own, and complete: it should be right."""
         return any(case.kind in (OWN[0], SCRIPT) for case in self.cases)
 
     @property
     def answered(self) -> bool:
-        """Whether one of them is a task's answer, which a right reply says."""
+        """Whether one of the replies contains a task's answer, as a right reply does."""
         return any(case.kind == OWN[1] for case in self.cases)
 
     @property
@@ -79,12 +79,12 @@ class Report:
 
     @property
     def rewards(self) -> list[float]:
-        """What training counts of each case with a valid reward: step rewards included."""
+        """Reward of each case with a valid reward, as training counts it: step rewards included."""
         return [total for case in self.cases if (total := _total(case)) is not None]
 
     @property
     def constant(self) -> bool:
-        """Whether no two replies to a task were told apart: what a group of rollouts would learn from."""
+        """Whether all replies to each task got the same reward: a group of rollouts would have no signal."""
         if not self.rewards:
             return False  # a different complaint
         by_task: dict[str, set[float]] = {}
@@ -141,7 +141,7 @@ class Report:
         return lines
 
     def _services(self) -> list[str]:
-        """What it asked, and what becomes of an episode whose question has no answer."""
+        """Describe its requests to services, and what happens to an episode whose request has no answer."""
         lines = []
         for name in self.asked:
             what = "passages" if "retriever" in name else "numbers from 0 to 1"
@@ -154,7 +154,7 @@ class Report:
         return lines
 
     def _unseen(self) -> list[str]:
-        """What the model could not be shown, or has no room for, and why."""
+        """Describe turns that the model could not be shown, or has no room for."""
         problems = []
         for case in self.cases:
             if case.seen is None or self.context is None:
@@ -167,7 +167,7 @@ class Report:
         return list(dict.fromkeys(problems))
 
     def _model(self) -> list[str]:
-        """What the model sees."""
+        """Describe what the model sees."""
         seen = [case.seen for case in self.cases if case.seen is not None]
         if not seen or self.context is None:
             return []
@@ -216,7 +216,7 @@ class Report:
         return lines
 
     def _advice(self) -> str:
-        """What equal rewards amount to."""
+        """Explain the consequence of equal rewards."""
         if self.known:
             return ": nothing can be learned from it"
         if self.given:
@@ -225,7 +225,7 @@ class Report:
         return f": {which}; give some with --replies FILE, or name a column that has them with --fields.response COLUMN"
 
     def _in_form(self) -> list[str]:
-        """How an answer is to be said, where that alone makes the difference."""
+        """Describe the format of an answer, where that alone makes the difference."""
         for case in self.cases:
             plain = next((c for c in self.cases if c.task == case.task and c.kind == OWN[1]), None)
             if case.kind in FORMS and plain is not None and _total(case) != _total(plain):
@@ -235,7 +235,7 @@ class Report:
 
 
 def _steps(case: Case) -> list[float]:
-    """What the turns and parts of the replies of a finished episode earned besides."""
+    """Return the rewards of turns and components besides the final one."""
     assert case.result is not None
     return [*case.steps, *(span.reward for span in case.result.spans if span.reward)]
 
@@ -266,7 +266,7 @@ def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
 
 
 def _wrong(case: Case) -> str:
-    """What is wrong with it; "": nothing."""
+    """Return the problem of a case; "": none."""
     if case.result is not None and isinstance(case.result.reward, Invalid):
         return case.result.reward.reason
     return "no end" if case.result is None else "" if case.repeats else "another result"

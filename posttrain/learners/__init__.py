@@ -1,1 +1,1 @@
-"""Learners: what holds the weights, scores batches and improves. See `posttrain.core.protocols.Learner`."""
+"""Learners, which hold the weights, score batches and make updates. See `posttrain.core.protocols.Learner`."""

@@ -1,6 +1,6 @@
 """AdamW over torch's fused kernel.
 
-torch.optim's own class imports the compiler when it is made, which takes longer than the first steps of a small run.
+torch.optim's own class imports the compiler when it is created, which takes longer than the first steps of a small run.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ class AdamW:
                 amsgrad=False,
                 maximize=False,
             )
-            torch.autograd.graph.increment_version(moved)  # the kernel does not: whoever keeps a copy must notice
+            torch.autograd.graph.increment_version(
+                moved
+            )  # the kernel does not increment it: users of copies must notice
 
     def begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The state of a parameter, zeros before its first step."""
+        """Return the state of a parameter, zeros before its first step."""
         if parameter not in self.state:
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

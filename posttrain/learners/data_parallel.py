@@ -1,4 +1,4 @@
-"""The learner of several processes: each gets all micro-batches, and computes its share of them."""
+"""Learner of several processes: each gets all micro-batches, and computes its share of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ P = TypeVar("P", bound=Packed)
 
 
 class DataParallelLearner(LocalLearner):
-    """See `posttrain.core.protocols.Learner`. Alone it is a `LocalLearner`.
+    """Data-parallel learner; implements `posttrain.core.protocols.Learner`. In one process it equals a `LocalLearner`.
 
-    Every process makes the same calls with the same micro-batches, and gets the same answers: what the whole of them gave.
-    Gradients are sums, so who computes what changes nothing but the order of additions.
+    Every process makes the same calls with the same micro-batches, and gets the same results: those of all
+    micro-batches. Gradients are sums, so the assignment of micro-batches changes nothing but the order of additions.
     """
 
     def evaluate(
@@ -58,7 +58,7 @@ class DataParallelLearner(LocalLearner):
     def _together(
         self, batches: Sequence[P], compute: Callable[[Sequence[P]], list[Any]], here: Callable[[Any], Any]
     ) -> list[Any]:
-        """What is computed of each micro-batch, in their order; each by one process."""
+        """Compute a function of each micro-batch, each in one process; return all results, in their order."""
         if self.world.size == 1:
             return compute(batches)
         shares = self._shares(batches)
@@ -72,11 +72,7 @@ class DataParallelLearner(LocalLearner):
 
 
 def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The places of these sizes as `count` shares of about the same sum; each share in ascending order.
-
-    >>> deal([5, 1, 1, 1, 4], 2)
-    [[0, 3], [1, 2, 4]]
-    """
+    """Split the indices of these sizes into `count` shares of about the same sum; each share in ascending order."""
     shares: list[list[int]] = [[] for _ in range(count)]
     total = [0] * count
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):

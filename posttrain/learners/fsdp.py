@@ -1,12 +1,12 @@
-"""The learner of several processes each of which holds some rows of every weight: torch's FSDP2 under the dealing learner.
+"""Learner of several processes that shard every weight: torch's FSDP2 beneath the data-parallel learner.
 
-A decoder layer is gathered when it is its turn, in the forward and in the backward pass, and its gradients are summed to
-where their rows lie. What lies outside of the layers (embedding, last norm, output head) stays gathered from the first pass
-of a call to its end, since the head is read outside of the model's forward. What is no decoder (heads of critics and reward
-models) is whole everywhere, and so are teachers where there are several.
+A decoder layer is gathered when it is its turn, in the forward and in the backward pass, and its gradients are reduced
+to the processes with their rows. Weights outside of the layers (embedding, last norm, output head) stay gathered from
+the first pass of a call to its end, since the head is used outside of the model's forward. Other modules than decoders
+(heads of critics and reward models) are replicated, and so are teachers where there are several.
 
-All processes have to make the same forward and backward passes. So each makes as many as the one with most micro-batches,
-and each backward pass goes through every decoder that learns, also where the loss does not reach it.
+All processes have to make the same forward and backward passes. So each makes as many as the one with most
+micro-batches, and each backward pass goes through every trained decoder, also where the loss does not reach it.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ OWN_PAGES = 2**20  # bytes
 
 
 def shard(decoder: Backbone, size: int, device: torch.device) -> None:
-    """Leave to this process its rows of each weight. Of a decoder on "meta" none is whole at any time.
+    """Shard each weight of a decoder over the processes. Of a decoder on "meta" no weight is whole at any time.
 
-    Raises UserError for a model of transformers that cannot be dealt out by its layers.
+    Raises UserError for a model of transformers that cannot be sharded by its layers.
     """
     decoder.prepare_shards()
     if device.type == "cpu":
-        _give_back()
+        _return_freed_memory()
     mesh = init_device_mesh(device.type, (size,))
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(cast(nn.Module, decoder), mesh=mesh, reshard_after_forward=False)
     for module in decoder.modules():
-        if isinstance(module, FSDPModule):  # losses are divided already, by what the whole batch has
+        if isinstance(module, FSDPModule):  # losses are divided already, by the counts of the whole batch
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 @cache
-def _give_back() -> None:
-    """Let what is freed go back to the system at once, where the C library can be told so.
+def _return_freed_memory() -> None:
+    """Make glibc return freed memory to the system at once, where that is possible.
 
-    Gathered layers come and go. glibc soon keeps blocks of their size for itself, in pieces that do not fit the next ones:
-    processes then take more memory than without sharding.
+    Gathered layers are allocated and freed again and again. glibc soon keeps blocks of their size for itself, in pieces
+    that do not fit the next ones: processes then take more memory than without sharding.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -74,9 +74,9 @@ def _give_back() -> None:
 
 
 class FSDPLearner(DataParallelLearner):
-    """See `posttrain.core.protocols.Learner`. What is asked of it gives what `DataParallelLearner` gives.
+    """FSDP learner; implements `posttrain.core.protocols.Learner`. Its results are those of `DataParallelLearner`.
 
-    The tensors of `parts`, which are clipped, moved and saved, are this process's rows of the parameters, in place.
+    The tensors of `parts`, which are clipped, updated and saved, are this process's rows of the parameters, in place.
     """
 
     world: Processes
@@ -92,22 +92,22 @@ class FSDPLearner(DataParallelLearner):
         critic: Any = None,
         **options: Any,
     ) -> None:
-        """Shards the decoders of what it is given, where that has not been done yet."""
+        """Shard the decoders of all models that are not sharded yet."""
         assert options.get("trust_region") is None, "a natural step needs whole gradients"
         others = dict(others or {})
         teachers = [name for name in others if name != REFERENCE]
-        kept = set(teachers if len(teachers) > 1 else [])  # a micro-batch reads some of several, and another one others
+        kept = set(teachers if len(teachers) > 1 else [])  # a micro-batch uses some of several, and another one others
         self._held: dict[nn.Parameter, nn.Parameter] = {}  # this process's rows -> the parameter
         self._decoders: list[Backbone] = []
         for held in (model, critic, *(other for name, other in others.items() if name not in kept)):
             self._decoders += [] if held is None else self._sharded(cast(nn.Module, held), world)
         self._learning = [d for d in self._decoders if any(p.requires_grad for p in d.parameters())]
         self._idle: list[Batch] = []  # passes that this process makes because others make them
-        self._passes: list[Tensor] = []  # what the decoders that learn gave for a micro-batch
+        self._passes: list[Tensor] = []  # hidden states of the trained decoders for a micro-batch
         self._reached: set[Backbone] = set()  # those into which a loss of this update has a gradient
         super().__init__(model, optimization, world=world, others=others, critic=critic, **options)
         for decoder in self._learning:
-            decoder.register_forward_hook(self._hear)
+            decoder.register_forward_hook(self._record_hidden)
 
     def _sharded(self, held: nn.Module, world: Processes) -> list[Backbone]:
         decoders = decoders_in(held)
@@ -115,7 +115,7 @@ class FSDPLearner(DataParallelLearner):
             for decoder in decoders:
                 if not isinstance(decoder, FSDPModule):
                     shard(decoder, world.size, decoder.head.device)
-                _state(cast(nn.Module, decoder))._lazy_init()  # lays the rows out for good
+                _state(cast(nn.Module, decoder))._lazy_init()  # initialises FSDP's parameters
                 setattr(decoder, MEETING, world.meeting)
                 for parameter in decoder.parameters():
                     setattr(parameter, GATHER, partial(_gathered, parameter, world))
@@ -137,14 +137,18 @@ class FSDPLearner(DataParallelLearner):
             return super().update(batches, objective)
 
     def _mixture(self) -> None:
-        """Routers are not watched: what is said of them would have to be gathered in the middle of a pass."""
+        """Return None: routers are not recorded, since their records would have to be gathered in the middle
+        of a pass.
+        """
         return None
 
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
         raise AssertionError("gradients of single rollouts are whole nowhere")
 
     def _own(self, batches: Sequence[P]) -> list[P]:
-        """As many for each process: who has fewer computes the smallest one as well, and nothing comes of it."""
+        """Return as many micro-batches for each process: one with fewer computes the smallest one again, without
+        effect.
+        """
         shares = self._shares(batches)
         own = [batches[place] for place in shares[self.world.rank]]
         missing = max(map(len, shares)) - len(own)
@@ -158,7 +162,7 @@ class FSDPLearner(DataParallelLearner):
             outputs = self._tapped(batch if mine else replace(batch, tap=None), objective.wants)
             loss = objective(outputs, batch, stats) if mine else outputs.logp.new_zeros(())
             del outputs
-            for decoder in self._learning:  # all sum the same gradients, also where a loss does not read a head
+            for decoder in self._learning:  # all reduce the same gradients, also where a loss does not use a head
                 for own in (decoder.head.weight, decoder.head.bias):
                     _ = own is None or collected(own)
             anchored: Tensor = _Anchored.apply(loss, *self._passes)
@@ -169,12 +173,12 @@ class FSDPLearner(DataParallelLearner):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        with self.world.meeting(), super()._computing():  # what follows is a chain of collectives
+        with self.world.meeting(), super()._computing():  # a sequence of collectives follows
             yield
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Within it what lies outside of the layers is gathered; behind it nothing is."""
+        """Gather the weights outside of the layers within it; they are sharded again behind it."""
         try:
             with self.world.meeting():
                 yield
@@ -186,16 +190,16 @@ class FSDPLearner(DataParallelLearner):
             cast(FSDPModule, decoder).reshard()
             _forget(decoder)
 
-    def _hear(self, decoder: nn.Module, arguments: Any, hidden: Tensor) -> Tensor | None:
-        """Note what a decoder gave, and later whether a gradient comes back for it."""
+    def _record_hidden(self, decoder: nn.Module, arguments: Any, hidden: Tensor) -> Tensor | None:
+        """Record the hidden states of a decoder, and later whether a gradient reaches them."""
         if not hidden.requires_grad:
             return None
         self._passes.append(hidden)
-        heard: Tensor = _Heard.apply(hidden, partial(self._reached.add, cast(Backbone, decoder)))
+        heard: Tensor = _GradientProbe.apply(hidden, partial(self._reached.add, cast(Backbone, decoder)))
         return heard
 
     def _share_gradients(self) -> None:
-        """Take over the rows of the sums that FSDP2 has made, and sum what is whole everywhere."""
+        """Take the rows of the sums that FSDP2 has reduced, and sum gradients of replicated parameters."""
         self._let_go()
         for part in self.parts:
             held = {rows: self._held[rows] for rows in part.parameters.values() if rows in self._held}
@@ -215,9 +219,9 @@ class FSDPLearner(DataParallelLearner):
                 parameter.grad = None
 
     def _clip_part(self, part: TrainedModule, limit: float) -> float:
-        """As torch.nn.utils.clip_grad_norm_, by the norm over all rows."""
+        """Clip as torch.nn.utils.clip_grad_norm_, by the norm over all rows."""
         gradients = {p: p.grad for p in part.parameters.values() if p.grad is not None}
-        squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of rows, and of what is whole everywhere
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of rows, and of replicated parameters
         for parameter, gradient in gradients.items():
             squares[0 if parameter in self._held else 1] += gradient.double().square().sum()
         norm = float((self.world.sum(squares[:1]) + squares[1]).sqrt().item())
@@ -227,7 +231,7 @@ class FSDPLearner(DataParallelLearner):
                 gradient.mul_(share)
         return norm
 
-    # -- what is held --------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def _trained(self, model: Model | nn.Module) -> dict[str, nn.Parameter]:
         return {name: self._rows(parameter) for name, parameter in super()._trained(model).items()}
@@ -240,7 +244,7 @@ class FSDPLearner(DataParallelLearner):
         return rows
 
     def refresh_reference(self) -> None:
-        self._let_go()  # others may have asked the model since
+        self._let_go()  # other code may have called the model since
         with torch.no_grad():
             pairs = zip(self.others[REFERENCE].parameters(), self.model.parameters(), strict=True)
             for reference, own in pairs:
@@ -248,7 +252,7 @@ class FSDPLearner(DataParallelLearner):
         self.reference_moved = True
 
     def save(self, folder: Path | None) -> None:
-        """See `LocalLearner`. Every process calls it, the first with a folder."""
+        """Save the state, see `LocalLearner`. Every process calls it, the first with a folder."""
         self._let_go()
         if folder is not None:
             super().save(folder)
@@ -279,14 +283,14 @@ class FSDPLearner(DataParallelLearner):
 
 
 def _gathered(parameter: Tensor, world: Processes) -> Tensor:
-    """The whole of a parameter, from all processes."""
+    """Gather a parameter from all processes."""
     with world.meeting(), torch.no_grad():
         found: Tensor = cast(DTensor, parameter).full_tensor()
     return found
 
 
 def _forget(decoder: Backbone) -> None:
-    """Let torch forget in which order modules were passed: it does so behind a backward pass alone."""
+    """Reset torch's order of visited modules, which it does behind a backward pass alone."""
     _state(cast(nn.Module, decoder))._comm_ctx.post_forward_order.clear()
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
@@ -294,12 +298,12 @@ def _forget(decoder: Backbone) -> None:
 
 
 def _state(module: nn.Module) -> Any:
-    """What torch keeps of a sharded module."""
+    """Return torch's state of a sharded module."""
     return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
-class _Heard(torch.autograd.Function):
-    """The same tensor; says when a gradient comes back for it."""
+class _GradientProbe(torch.autograd.Function):
+    """Identity that reports when a gradient comes back for the tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, say: Callable[[], None]) -> Tensor:
@@ -313,7 +317,7 @@ class _Heard(torch.autograd.Function):
 
 
 class _Anchored(torch.autograd.Function):
-    """The same loss; its gradient goes back into these tensors as well, as zeros."""
+    """Identity of the loss; its gradient goes back into these tensors as well, as zeros."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *others: Tensor) -> Tensor:

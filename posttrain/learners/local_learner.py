@@ -1,4 +1,4 @@
-"""The learner of one process: forward, backward, clip, step. It knows neither rewards nor algorithms.
+"""Learner of one process: forward, backward, clip, step. It knows neither rewards nor algorithms.
 
 N    scored tokens of a micro-batch
 """
@@ -44,7 +44,7 @@ COUNTERS, MOMENTS, MOVED = "learner.json", "optimizer.safetensors", "reference.s
 DISTANCES = frozenset({"reverse_kl", "forward_kl", "jensen_shannon"})
 """Fields of `Outputs` that compare the policy with its teachers."""
 REFERENCE = "reference"
-"""The name of the model that the policy is held near: at first, the policy's start."""
+"""Name of the reference model: at first, the policy's start."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Optimization:
     max_grad_norm: float = 1.0  # 0: no clipping
 
     def rate(self, update: int) -> float:
-        """Learning rate of update 1, 2, ..."""
+        """Return the learning rate of update 1, 2, ..."""
         if update <= self.warmup:
             return self.lr * update / self.warmup
         progress = min(1.0, (update - self.warmup - 1) / max(1, self.updates - self.warmup))
@@ -75,15 +75,15 @@ class Optimization:
 
 @dataclass(frozen=True)
 class Teaching:
-    """How the policy is compared with its teachers."""
+    """Settings of distillation."""
 
-    temperature: float = 1.0  # that divides the teachers' logits
+    temperature: float = 1.0  # temperature of the teachers' logits
     beta: float = 0.5  # the teacher's share in the mixture of a Jensen-Shannon divergence
 
 
 @dataclass(frozen=True)
 class TrainedModule:
-    """What is optimised together: its gradients are clipped by one norm and it has its own learning rate."""
+    """A module that is optimised: its gradients are clipped by one norm and it has its own learning rate."""
 
     name: str  # "policy" or "critic"
     parameters: dict[str, nn.Parameter]
@@ -91,7 +91,7 @@ class TrainedModule:
 
 
 class LocalLearner:
-    """See `posttrain.core.protocols.Learner`.
+    """Learner of one process; implements `posttrain.core.protocols.Learner`.
 
     `temperature` divides the logits here and nowhere else, for current, old and reference log-probabilities alike (the
     engine divides its own); those of teachers have a temperature of their own.
@@ -115,9 +115,11 @@ class LocalLearner:
         router_losses: RouterLosses | None = None,
         world: World | None = None,
     ) -> None:
-        """`others`: models that are asked and not trained, by name; all but the reference are teachers.
+        """Create the learner. `others`: models that are evaluated and not trained, by name; all but the reference are
+        teachers.
 
-        `critic_lr`: None is the policy's; `follow`: by how much of the way slow copies of a critic follow each update.
+        `critic_lr`: None is the policy's; `follow`: share by which target copies of a critic move towards it in each
+        update.
 
         In a `world` of several processes each has the same weights and its own micro-batches: gradients are summed.
         """
@@ -155,7 +157,7 @@ class LocalLearner:
             return [self._outputs(model, batch, want, self._temperature(of)) for batch in batches]
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
-        """See `Learner`. A gradient that is not finite is counted as "skipped" and nothing moves.
+        """Make an update, see `Learner`. A gradient that is not finite is counted as "skipped" and changes nothing.
 
         That is neither weights, nor the optimizer's moments, nor the schedule.
         """
@@ -172,7 +174,7 @@ class LocalLearner:
                 routing.count(batches, self._autocast())
                 self._accumulate_routed(batches, objective, stats, routing)
                 routing.measure(stats)
-        stats.add("loss", 0.0, 1 / self.world.size)  # of one update, however many processes merge what they counted
+        stats.add("loss", 0.0, 1 / self.world.size)  # of one update, however many processes merge their counts
         self._share_gradients()
         norms = self._clip()
         if not all(math.isfinite(norm) for norm in norms.values()):
@@ -198,7 +200,7 @@ class LocalLearner:
         return stats
 
     def _accumulate(self, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
-        """Add up the gradients of these micro-batches."""
+        """Accumulate the gradients of these micro-batches."""
         for batch in batches:
             loss = objective(self._tapped(batch, objective.wants), batch, stats)
             loss.backward()
@@ -212,13 +214,13 @@ class LocalLearner:
     def _accumulate_routed(
         self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing
     ) -> None:
-        """The same of a mixture of experts, with the losses of its routers."""
+        """Accumulate the gradients of a mixture of experts, with the losses of its routers."""
         for batch in batches:
             with watching(routing.model, scored=bool(routing.losses)) as routed:
                 outputs = self._tapped(batch, objective.wants)
             loss = objective(outputs, batch, stats)
             of_routers = routing.loss(routed)
-            warming = batch.coefficients.get("policy", 1.0) == 0  # a critic: the policy stands still, its routers too
+            warming = batch.coefficients.get("policy", 1.0) == 0  # while a critic warms up, the policy is unchanged
             whole = loss if warming or of_routers is None else loss + of_routers.to(loss.dtype)
             whole.backward()
             stats.add("loss", whole.item(), 0)
@@ -240,7 +242,9 @@ class LocalLearner:
         self.reference_moved = True
 
     def _of_reference(self) -> dict[str, Tensor]:
-        """What of the reference can move: not the frozen weights that it shares with an adapted policy."""
+        """Return the reference's tensors that can change: not the frozen weights that it shares with an
+        adapted policy.
+        """
         own = dict(self.model.named_parameters())
         return {name: p for name, p in self.others[REFERENCE].named_parameters() if p is not own[name]}
 
@@ -248,10 +252,10 @@ class LocalLearner:
         return self.model
 
     def save(self, folder: Path | None) -> None:
-        """The policy, and beside it optimizer moments and counters, the critic, a reference that has moved.
+        """Save the policy, optimizer moments and counters, the critic, and a reference that has been refreshed.
 
-        None: another process writes, and this one takes part in what is found together for that. Raises UserError if a
-        weight is not finite: nothing could ever go on from it.
+        None: another process writes, and this one takes part in collectives. Raises UserError if a weight is not
+        finite: no run could continue from it.
         """
         if folder is None:
             if isinstance(self.model, Measured):
@@ -277,7 +281,7 @@ class LocalLearner:
         return all(bool(parameter.isfinite().all()) for parameter in part.parameters.values())
 
     def _state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(file, its tensors) of all tensors that are saved beside the policy."""
+        """Yield (file, its tensors) of all tensors that are saved beside the policy."""
         moments: dict[str, Tensor] = {}
         for part in self.parts:
             for name, parameter in part.parameters.items():
@@ -291,7 +295,9 @@ class LocalLearner:
             yield MOVED, self._of_reference()
 
     def load(self, folder: Path) -> None:
-        """The inverse of `save`, but for the policy's weights. Raises UserError if the files are not of this learner."""
+        """Load all that `save` has written, but for the policy's weights. Raises UserError if the files are not of this
+        learner.
+        """
         folder = folder / TRAINING
         counted = json.loads(user_files.content(folder / COUNTERS))["version"]
         if type(counted) is not int or counted < 0:
@@ -323,11 +329,11 @@ class LocalLearner:
                         read_rows(file, stored, f"{owner}/{key}", self._as_stored(parameter, value))
 
     def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
-        """A moment of a parameter, in the shape in which it is written."""
+        """Return a moment of a parameter, in the shape in which it is written."""
         return moment
 
     def _tapped(self, batch: Batch, want: frozenset[str]) -> Outputs:
-        """The outputs of an update's micro-batch, left at its tap as well."""
+        """Compute the outputs of an update's micro-batch, and pass them to its token probe."""
         if batch.tap is None:
             return self._outputs(self.model, batch, want)
         outputs = self._outputs(self.model, batch, want, measured=batch.tap.entropy)
@@ -342,9 +348,9 @@ class LocalLearner:
         temperature: float | None = None,
         measured: bool = False,
     ) -> Outputs:
-        """The log-probabilities and what is wanted besides them; nothing else is computed.
+        """Compute the log-probabilities and the outputs in `want`.
 
-        `measured`: the entropy too, without a gradient where it is not wanted.
+        `measured`: the entropy too, without a gradient where it is not in `want`.
         """
         temperature = temperature or self.temperature
         with self._computing():
@@ -392,7 +398,7 @@ class LocalLearner:
         return self.temperature if of in ("policy", REFERENCE) else self.teaching.temperature
 
     def _distance(self, policy: Hidden, batch: Packed, name: str, measured: bool) -> tuple[Tensor, ...]:
-        """(log-probabilities of the scored tokens, the divergence of that name from their teachers), both [N].
+        """Return (log-probabilities of the scored tokens, the divergence of that name from their teachers), both [N].
 
         And of `measured` ones the teachers' log-probabilities and the policy's entropy.
         """
@@ -413,7 +419,7 @@ class LocalLearner:
         return tuple(torch.cat(column)[order] for column in columns)
 
     def _share_gradients(self) -> None:
-        """Sum them over the world, where there is more than this process; a part without any, anywhere, stays without."""
+        """Sum the gradients over the world; a module without any, in all processes, stays without."""
         if self.world.size == 1:
             return
         for part in self.parts:
@@ -426,10 +432,10 @@ class LocalLearner:
                 parameter.grad = gradient.view_as(parameter) if there else None
 
     def _clip(self) -> dict[str, float]:
-        """Clip the gradients of each part; returns their norms before that.
+        """Clip the gradients of each module; return their norms before that.
 
-        A part without any gradient, while others have one, is left alone: its moments do not move it either. Where no
-        part has one, nothing to learn is a gradient of 0, not the absence of an update.
+        A module without any gradient, while others have one, is left alone: its moments do not change it either. Where
+        no module has one, nothing to learn is a gradient of 0, not the absence of an update.
         """
         limit = self.optimization.max_grad_norm
         moved = [p for p in self.parts if any(x.grad is not None for x in p.parameters.values())] or self.parts
@@ -452,15 +458,17 @@ class LocalLearner:
     # -- the natural step of a trust region ----------------------------------------------------------------------------
 
     def _with_old(self, batches: Sequence[Batch]) -> list[Batch]:
-        """With the old log-probabilities written down: within the line search they are no longer the current ones."""
+        """Return batches with the old log-probabilities stored: within the line search they are no longer the current
+        ones.
+        """
         now = LocalLearner.evaluate(self, batches)  # they are this process's own
         old = [b.old_logp if b.old_logp is not None else o.logp for b, o in zip(batches, now, strict=True)]
         return [replace(b, old_logp=logp) for b, logp in zip(batches, old, strict=True)]
 
     def _natural_step(self, region: TrustRegion, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
-        """Move the policy by a natural gradient step, and leave nothing of it to the other optimizer."""
+        """Update the policy by a natural gradient step, without the other optimizer."""
         parameters = list(self.parts[0].parameters.values())
-        # of what is maximised; while a critic warms up there is none
+        # of the objective to maximise; while a critic warms up there is none
         gradient = -torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
         for parameter in parameters:
             parameter.grad = None
@@ -470,7 +478,7 @@ class LocalLearner:
         tokens = world.sum(torch.tensor(float(sum(b.target.numel() for b in batches)), device=self.device)).item()
 
         def kl(batch: Batch) -> Tensor:
-            """Sum over the batch's tokens of KL(before || now), exact."""
+            """Return the sum over the batch's tokens of KL(before || now), exact."""
             with torch.no_grad():
                 old = Hidden(self._states(before, batch), before.head)
             return exact_kl(old, Hidden(self._states(self.model, batch), self.model.head), self.temperature).sum()
@@ -509,7 +517,7 @@ class LocalLearner:
         stats.add("trust_region/no_step", found.halvings < 0)
 
     def _computing(self) -> AbstractContextManager[Any]:
-        """What a forward pass for `_outputs` runs within."""
+        """Return the context of a forward pass for `_outputs`."""
         return self._autocast()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -529,7 +537,7 @@ def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
 
 
 def _groups(part: TrainedModule, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of the optimizer: matrices are decayed, norms and biases are not."""
+    """Return the parameter groups of the optimizer: matrices are decayed, norms and biases are not."""
     decayed = {n for n, p in part.parameters.items() if p.ndim >= 2 and "norm" not in n and not n.endswith("bias")}
     matrices = [p for name, p in part.parameters.items() if name in decayed]
     vectors = [p for name, p in part.parameters.items() if name not in decayed]

@@ -45,17 +45,17 @@ class TrustRegion(Component):
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search came to."""
+class SearchResult:
+    """Result of a line search."""
 
-    step: Tensor  # [P], what to add to the parameters: 0 where no step was good
-    gain: float  # by how much the objective grew
+    step: Tensor  # [P], added to the parameters: 0 where no step was good
+    gain: float  # increase of the objective
     kl: float
-    halvings: int  # how often the full step was halved; -1: no step was good
+    halvings: int  # number of halvings of the full step; -1: no step was good
 
 
 def conjugate_gradient(product: Callable[[Tensor], Tensor], b: Tensor, iterations: int, damping: float) -> Tensor:
-    """x [P] with (F + damping) x = b, where `product` gives F v. Stops early when the residual is negligible."""
+    """Solve (F + damping) x = b for x [P], where `product` gives F v. Stops early when the residual is negligible."""
     x = torch.zeros_like(b)
     residual, direction = b.clone(), b.clone()
     square = residual.dot(residual)
@@ -82,13 +82,13 @@ def search(
     iterations: int,
     damping: float,
     halvings: int,
-) -> Found:
-    """The step to take from the current parameters.
+) -> SearchResult:
+    """Find the step from the current parameters.
 
-    gradient [P] of what is maximised; `product`: Fisher-vector product; `measure(step)`: (gain of the objective, KL) at
-    parameters + step.
+    gradient [P] of the objective to maximise; `product`: Fisher-vector product; `measure(step)`: (gain of the
+    objective, KL) at parameters + step.
     """
-    nothing = Found(torch.zeros_like(gradient), 0.0, 0.0, -1)
+    nothing = SearchResult(torch.zeros_like(gradient), 0.0, 0.0, -1)
     if not bool(gradient.any()):
         return nothing
     direction = conjugate_gradient(product, gradient, iterations, damping)
@@ -100,5 +100,5 @@ def search(
         step = full * 0.5**halved
         gain, kl = measure(step)
         if gain > 0 and kl <= delta:
-            return Found(step, gain, kl, halved)
+            return SearchResult(step, gain, kl, halved)
     return nothing

@@ -1,7 +1,7 @@
 """The processes of torch.distributed as a `World`, and how a process joins them.
 
-Before each collective every process says through the store, a channel of its own, that it is ready. So where one has failed
-or hangs, the others learn that in words, and none waits in a collective that cannot end.
+Before each collective every process reports through the store, a separate channel, that it is ready. So where one has
+failed or hangs, the others get an error with the reason, and none waits in a collective that cannot end.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from posttrain.core.protocols import Lasting, World
 from posttrain.core.types import UserError
 
-FAILED = "failed"  # the store's entry of whoever fails first: its exit code, and why, in words
-FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01  # seconds between looks at who is ready
+FAILED = "failed"  # the store's entry of the first process that fails: its exit code, and the reason
+FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01  # seconds between checks for readiness
 
 
 class Elsewhere(UserError):
-    """Another process of the run has failed. `code`: the exit code that this comes to."""
+    """Another process of the run has failed. `code`: the resulting exit code."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class Elsewhere(UserError):
 
 
 class Processes:
-    """See `posttrain.core.protocols.World`."""
+    """Processes of torch.distributed; implements `posttrain.core.protocols.World`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Processes:
         name: str = "",
         lasting: Store | None = None,
     ) -> None:
-        """The process group is up already. `store`: shared with the other processes; None: nobody is waited for by it.
+        """Wrap an initialised process group. `store`: shared with the other processes; None: readiness is not checked.
 
         `timeout`: seconds within which the others have to come to each call. `group`: of torch.distributed, with the
         `name` under which its calls are counted; None: all processes. `lasting`: a store that outlives a restart.
@@ -59,24 +59,24 @@ class Processes:
         self._group, self._name, self._apart, self._lasting = group, name, 0, lasting
 
     def sum(self, x: Tensor) -> Tensor:
-        self._meet()
+        self._wait_for_all()
         total = x.detach().clone()
         with_peers(lambda: dist.all_reduce(total, group=self._group))
         return total
 
     def gather(self, x: Any) -> list[Any]:
-        self._meet()
+        self._wait_for_all()
         found: list[Any] = [None] * self.size
         with_peers(lambda: dist.all_gather_object(found, x, group=self._group))
         return found
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Within it processes may enter collectives that are not calls of this world, all of them the same ones.
+        """Allow collectives that are not calls of this world, the same ones in all processes.
 
-        It begins when all have come to it. Raises UserError where one is lost before its end.
+        It begins when all processes have reached it. Raises UserError where one is lost before its end.
         """
-        self._meet()
+        self._wait_for_all()
         try:
             yield
         except RuntimeError as error:
@@ -85,30 +85,32 @@ class Processes:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> Elsewhere:
-        """What is said where a collective broke: what the other process said itself, if it did."""
+        """Return the error after a broken collective: the reason that the other process reported, if it did."""
         try:
             if self._store is not None and self._store.check([FAILED]):
                 code, _, why = self._store.get(FAILED).decode().partition(" ")
                 return Elsewhere(why, int(code))
-        except RuntimeError:  # whoever kept the store is gone as well
+        except RuntimeError:  # the process that kept the store is gone as well
             pass
         return gone(error)
 
     def apart(self) -> Processes:
-        """What is said on it is told apart by its name, and the end of one is that of all."""
-        self._meet()
+        """Return a view with a name of its own for its calls; an error of one is an error of all."""
+        self._wait_for_all()
         self._apart += 1
         group = dist.new_group(timeout=timedelta(seconds=self._timeout))
         return Processes(self._store, self._timeout, group, f"{self._name}{self._apart}.")
 
     def fail(self, error: BaseException) -> None:
-        """Let the others, and other threads of this one, know why it makes no more calls. What fails first counts."""
+        """Report to the others, and to other threads of this one, why it makes no more calls. The first report
+        counts.
+        """
         if self._store is not None and not isinstance(error, Elsewhere):
             code = error.code if isinstance(error, UserError) else 1
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             try:
                 self._store.compare_set(FAILED, "", f"{code} process {self.rank}: {why}")
-            except RuntimeError:  # whoever kept the store is gone, so everybody knows
+            except RuntimeError:  # the process that kept the store is gone, so all others notice
                 return
 
     def mark(self, name: str) -> None:
@@ -118,8 +120,8 @@ class Processes:
     def marked(self, name: str) -> bool:
         return self._lasting is not None and bool(self._lasting.check([name]))
 
-    def _meet(self) -> None:
-        """Return once all processes have made this call. Raises UserError if one does not."""
+    def _wait_for_all(self) -> None:
+        """Wait until all processes have made this call. Raises UserError if one does not."""
         if self._store is None:
             return
         self._calls += 1
@@ -136,14 +138,14 @@ class Processes:
                     raise Elsewhere(f"process {said} did not respond within {self._timeout:g} s (--collective-timeout)")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-            if self._calls > 2:  # everybody has read it
+            if self._calls > 2:  # all others have read it
                 self._store.delete_key(f"{self._name}{self._calls - 2}/{self.rank}")
         except RuntimeError as error:
             raise Elsewhere(f"the first process of the run is gone ({' '.join(str(error).split())[:100]})") from error
 
 
 def with_peers(call: Callable[[], Any]) -> None:
-    """A collective. A peer that is killed while it lasts breaks the connection to it."""
+    """Run a collective. If a peer is killed during it, the connection breaks."""
     try:
         call()
     except RuntimeError as error:
@@ -155,13 +157,13 @@ def gone(error: RuntimeError) -> Elsewhere:
 
 
 _runs = count()
-"""Of this process: each run says what it says under its own number."""
+"""Number of runs in this process: each run's calls have names of their own."""
 
 
 def joined(device: str, timeout: float) -> Processes:
-    """The world of this process, one of those that torchrun or --processes has started, for one run."""
-    kept = _meeting_place(timeout)
-    # torchrun's outlives a restart, and what was said in the attempt before is not said again.
+    """Join the processes that torchrun or --processes has started, for one run."""
+    kept = _shared_store(timeout)
+    # torchrun's outlives a restart, and entries of the attempt before must not be read again
     attempt = _attempt(kept, timeout) if _kept_by_torchrun() else 0
     store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
@@ -180,7 +182,7 @@ def joined(device: str, timeout: float) -> Processes:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    _meeting_place.cache_clear()
+    _shared_store.cache_clear()
     _attempt.cache_clear()
 
 
@@ -194,11 +196,11 @@ def _attempt(kept: Store, timeout: float) -> int:
 
 
 def attempt_of(kept: Store, rank: int, size: int, timeout: float) -> int:
-    """The number of this start by torchrun, the same in all processes.
+    """Return the number of this start by torchrun, the same in all processes.
 
     torchrun's own number differs between machines: where a process fails it counts a restart, and where others have to
-    start again with it, it does not. So the first process counts, and invites each of the others by a name that is new in
-    every start: an old one may still stand in the store.
+    restart with it, it does not. So the first process counts, and invites each of the others by a name that is new in
+    every start: an old one may still be in the store.
     """
     store, end, name = PrefixStore("posttrain starts", kept), time.monotonic() + timeout, uuid4().hex
     attempt = store.add("number", 1) if rank == 0 else 0
@@ -227,8 +229,8 @@ def attempt_of(kept: Store, rank: int, size: int, timeout: float) -> int:
 
 
 @cache
-def _meeting_place(timeout: float) -> Store:
-    """The store that the first process keeps, or torchrun for all."""
+def _shared_store(timeout: float) -> Store:
+    """Return the store of the first process, or torchrun's."""
     kept: Store = dist.TCPStore(  # type: ignore[attr-defined]  # it is imported there by a star
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

@@ -1,10 +1,10 @@
-"""What an update does about a mixture of experts: losses of its routers, and what is measured of them.
+"""Routers of a mixture of experts during an update: their losses, and their metrics.
 
-Both are means over the tokens from which scored tokens are predicted, each as often as it is scored, of the whole optimizer
-batch: those that are sampled behind, in every micro-batch and every process. Neither padding nor what a prompt shares can
-change them, so they do not depend on how rollouts are cut into micro-batches.
+Both are means over the tokens from which scored tokens are predicted, each as often as it is scored, of the whole
+optimizer batch: in every micro-batch and every process. Neither padding nor shared prompts can change them, so they do
+not depend on how rollouts are split into micro-batches.
 
-    N    these tokens of the optimizer batch    M    layers that route    E    experts of each    k    that each token takes
+N    these tokens of the optimizer batch    M    layers that route    E    experts of each    k    experts per token
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RouterLosses:
     """Coefficients of the terms that are added to the loss of an update; each is a mean over layers.
 
     balance   E sum_e f_e P_e with f_e the share of all choices that fell on expert e, P_e the mean probability that the
-              router gives it; 1 where the load is equal (Switch Transformers, arXiv 2101.03961, eq. 4 to 6; there k = 1).
-              f is a count and has no gradient.
+    router gives it; 1 where the load is equal (Switch Transformers, arXiv 2101.03961, eq. 4 to 6; there k = 1). f is a
+    count and has no gradient.
     z         mean of (log sum_e exp x_e)^2 over the router's logits x (ST-MoE, arXiv 2202.08906, eq. 5).
     """
 
@@ -41,19 +41,17 @@ class RouterLosses:
 
 
 class Routing:
-    """The routers in one update of one process."""
+    """Routers during one update of one process."""
 
     def __init__(self, model: Backed, losses: RouterLosses, world: World, batches: Sequence[Packed]) -> None:
         assert model.routers is not None
         self.model, self.losses, self.world = model, losses, world
         size = len(model.routers), model.routers.experts
-        self.counts = torch.zeros(size, dtype=torch.float64, device=model.head.device)  # choices seen so far
-        self.moved = self.chosen = (
-            0.0  # of the choices that were given, those that the router would not make; all choices
-        )
-        self.sums = dict.fromkeys(("balance", "z"), 0.0)  # this process's part of the two terms
-        # before the first gradient: how many micro-batches and tokens there are, and where the load is known already
-        known, told = self._told(batches)
+        self.counts = torch.zeros(size, dtype=torch.float64, device=model.head.device)  # choices so far
+        self.moved = self.chosen = 0.0  # of the given choices, those that the router would not make; all choices
+        self.sums = dict.fromkeys(("balance", "z"), 0.0)  # this process's share of the two terms
+        # before the first gradient: numbers of micro-batches and tokens, and whether the load is known already
+        known, told = self._given_choices(batches)
         own = [float(len(batches)), float(sum(b.at.numel() for b in batches)), float(told)]
         *about, rest = world.sum(torch.cat([known.new_tensor(own), known.flatten()])).split([1, 1, 1, known.numel()])
         many, self.tokens, unknown = (x.item() for x in about)
@@ -61,7 +59,9 @@ class Routing:
         self.load: Tensor | None = None if unknown else self._share(rest.view(size))  # f, [M, E]
 
     def count(self, batches: Sequence[Packed], within: AbstractContextManager[object]) -> None:
-        """Find the load of the whole batch, where the balance needs it and nobody knows: a forward pass of each."""
+        """Compute the load of the whole batch, where the balance loss needs it and it is unknown: by a forward pass of
+        each.
+        """
         if not self.losses.balance or self.load is not None or self.alone:
             return
         counts = torch.zeros_like(self.counts)
@@ -73,7 +73,7 @@ class Routing:
         self.load = self._share(self.world.sum(counts))
 
     def loss(self, routed: Routed) -> Tensor | None:
-        """This micro-batch's part of the terms; the parts of all of them add up to those of the batch."""
+        """Return this micro-batch's share of the terms; the shares add up to the terms of the batch."""
         taken = routed.taken
         counts = self._counted(taken)
         self.counts += counts
@@ -114,8 +114,8 @@ class Routing:
         assert self.model.routers is not None
         return self.model.routers.taken
 
-    def _told(self, batches: Sequence[Packed]) -> tuple[Tensor, bool]:
-        """(choices that layouts name, whether any is missing)."""
+    def _given_choices(self, batches: Sequence[Packed]) -> tuple[Tensor, bool]:
+        """Return (choices that layouts name, whether any is missing)."""
         counts = torch.zeros_like(self.counts)
         for batch in batches:
             given = batch.layout.experts if self.model.replays else None
@@ -125,7 +125,7 @@ class Routing:
         return counts, False
 
     def _counted(self, taken: Sequence[Tensor]) -> Tensor:
-        """[M, E] choices of experts [n, M, k]."""
+        """Return choices [M, E] of experts [n, M, k]."""
         layers, experts = self.counts.shape
         found = torch.zeros_like(self.counts)
         for one in taken:
@@ -139,11 +139,11 @@ class Routing:
 
 
 def measured(load: Tensor, taken: int) -> dict[str, float]:
-    """What a load [M, E], shares of all choices that sum to 1, says of k = `taken`.
+    """Compute metrics of a load [M, E], shares of all choices that sum to 1, for k = `taken`.
 
-    entropy   of the load, mean over layers, between 0 (all tokens take the same k experts) and 1 (an equal load)
-    busiest   share of the tokens that take the busiest expert of any layer
-    dead      share of the experts that no token takes
+    entropy   of the load, mean over layers, between 0 (all tokens use the same k experts) and 1 (an equal load)
+    busiest   share of the tokens that use the busiest expert of any layer
+    dead      share of the experts that no token uses
     """
     experts = load.shape[-1]
     entropy = torch.special.entr(load).sum(-1)

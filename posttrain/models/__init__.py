@@ -1,1 +1,1 @@
-"""Models and tokenizers: what turns tokens into hidden states, and text into tokens and back."""
+"""Models, which turn tokens into hidden states, and tokenizers, which turn text into tokens and back."""

@@ -1,4 +1,4 @@
-"""What a decoder is asked for besides training it: by adapters, by heads of reward models and critics, by engines."""
+"""Protocol of a decoder beyond training: what adapters, heads of reward models and critics, and engines use of it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Backbone(Model, Protocol):
-    """A decoder that adapters and other heads can be put on, and whose weights engines elsewhere can take. It is a
-    torch module."""
+    """A decoder that can get adapters and other heads, and whose weights can be synced to engines in other processes.
+    It is a torch module.
+    """
 
-    lora: LoRA | None  # how it is adapted; the weights themselves are then frozen
+    lora: LoRA | None  # settings of its adapters; its own weights are then frozen
     generation: dict[str, Any]  # its generation_config.json
 
     @property
@@ -32,7 +33,7 @@ class Backbone(Model, Protocol):
 
     @property
     def layers(self) -> Any:
-        """The modules of its layers, in order; none where they do not lie in one list."""
+        """Modules of its layers, in order; empty where they are not in one list."""
         ...
 
     @property
@@ -41,21 +42,21 @@ class Backbone(Model, Protocol):
     # -- adapters
 
     def matrices(self) -> list[str]:
-        """The names of all matrices that could be adapted, as a checkpoint has them."""
+        """Return the names of all matrices that can be adapted, as a checkpoint names them."""
         ...
 
     def linears(self) -> Iterator[tuple[str, Linear, list[tuple[str, int]]]]:
-        """(name, module, the stored matrices in it: name and rows) of every product that may have an adapter."""
+        """Yield (name, module, the stored matrices in it: name and rows) of every product that may have an adapter."""
         ...
 
     def open_linears(self, wanted: Callable[[str], bool]) -> None:
-        """Make those matrices ready for `linears` to list them. Raises UserError if one cannot be."""
+        """Make those matrices available in `linears`. Raises UserError if that is impossible."""
         ...
 
     # -- another head
 
     def classifier(self) -> str | None:
-        """The class of transformers with a head of one number on such a decoder; None: there is none."""
+        """Class of transformers with a head of one number on such a decoder; None: there is none."""
         ...
 
     def save_headless(self, folder: Path, also: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
@@ -63,13 +64,13 @@ class Backbone(Model, Protocol):
         ...
 
     def grow(self, vocab: int) -> None:
-        """Let a headless model have embeddings of more tokens: zeros, which nothing ever reads."""
+        """Extend the embeddings of a headless model by more tokens: zeros, which are never read."""
         ...
 
-    # -- programs that read checkpoints
+    # -- for programs that read checkpoints
 
     def described(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Return its config.json."""
         ...
 
     @property
@@ -79,49 +80,56 @@ class Backbone(Model, Protocol):
 
     @property
     def embedding_name(self) -> str:
-        """What a checkpoint calls the embedding's weight."""
+        """Name of the embedding's weight in a checkpoint."""
         ...
 
     @property
     def kept_numbers(self) -> int:
-        """How many numbers are kept of each token, at most: keys and values of all layers."""
+        """Most numbers that a cache holds of each token: keys and values of all layers."""
         ...
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as a checkpoint stores them, name by name, adapters merged. Views where that is possible."""
+        """Yield the weights as a checkpoint stores them, by name, with adapters merged. Views where that is
+        possible.
+        """
         ...
 
     def how_it_runs(self) -> dict[str, Any] | None:
-        """What was found out when it was loaded, for an engine that makes it anew; None: config.json says all."""
+        """Return what was determined when it was loaded, for an engine that builds it anew; None: config.json is
+        enough.
+        """
         ...
 
     def empty_like(self) -> Self:
-        """A model of the same kind, whole, with weights yet to come."""
+        """Return a model of the same kind, not sharded, with uninitialised weights."""
         ...
 
     @property
     def native(self) -> bool:
-        """Whether tokens lie flat and attention is plugged in from outside: the engine with a KV cache of ours samples
-        from it."""
+        """Whether tokens are flat and attention is plugged in from outside: the engine with our KV cache can sample
+        from it.
+        """
         ...
 
     def prepare_shards(self) -> None:
-        """Before its layers are sharded. Raises UserError where they cannot be."""
+        """Prepare the layers for sharding. Raises UserError where they cannot be sharded."""
         ...
 
     @property
     def apart(self) -> bool:
-        """Whether it can read many texts at once so that the bits of each depend on no other: see `hidden_apart`."""
+        """Whether it can process several texts at once so that the bits of each depend on no other: see
+        `hidden_apart`.
+        """
         ...
 
     def hidden_apart(self, layout: Layout, at: Tensor) -> Tensor:
-        """As `hidden`, of texts whose bits depend on no other text."""
+        """Compute `hidden` of texts whose bits depend on no other text."""
         ...
 
     # -- mixtures of experts
 
-    routers: Routers | None  # None: it is none
-    replays: bool  # whether tokens take the experts that a layout names
+    routers: Routers | None  # None: it has none
+    replays: bool  # whether tokens use the experts that a layout names
 
     # -- pictures
 
@@ -131,11 +139,11 @@ class Backbone(Model, Protocol):
         ...
 
     def freeze_vision(self) -> None:
-        """What makes features of pictures stays as it is."""
+        """Freeze the weights that compute features of pictures."""
         ...
 
     def tower(self) -> set[str]:
-        """The names of the modules that make features of pictures."""
+        """Return the names of the modules that compute features of pictures."""
         ...
 
     # -- what every torch module has

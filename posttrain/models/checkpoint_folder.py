@@ -1,7 +1,7 @@
-"""Hugging Face checkpoint folders in and out.
+"""Loads Hugging Face checkpoint folders.
 
-It decides which checkpoints this library reads (`LOADERS`). A checkpoint is taken whole or refused: nothing missing,
-nothing left over, every shape as announced, every number finite, and room for it before anything is allocated.
+It decides which checkpoints are supported (`LOADERS`). A checkpoint is loaded completely or refused: no tensor missing,
+none left over, every shape as config.json has it, every number finite, and enough memory before anything is allocated.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from posttrain.models.weight_files import (
     SCORE,
     check_dtype,
     check_finite,
-    is_reward_model,
+    reward_model_error,
     weight_files,
 )
 
 OURS = "posttrain_reward_model"  # the model_type of a reward model that transformers cannot hold
 BACKBONE = "posttrain_backbone"  # the model_type of its decoder
-FORM = (BACKBONE, "posttrain_pooling", "posttrain_head")  # entries of config.json that say what a reward model is
+FORM = (BACKBONE, "posttrain_pooling", "posttrain_head")  # entries of config.json that describe a reward model
 
 
 def load_model(
@@ -59,9 +59,9 @@ def load_model(
     shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
 ) -> Model:
-    """The model of a checkpoint folder (or of a Hugging Face model name), its parameters of this dtype on this device.
+    """Load a checkpoint folder (or a Hugging Face model by name), its parameters of this dtype on this device.
 
-    `shard` leaves one of `shares` shares of a decoder's rows to this process: of a native one only these are then read.
+    `shard`: keep one of `shares` shares of a decoder's rows in this process; of a native decoder only these are read.
 
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
     damaged, of the wrong shape or unknown.
@@ -72,14 +72,14 @@ def load_model(
         pass
 
         if shard is not None:
-            raise UserError(f"--shard deals out plain weights, and {folder} is an adapter: posttrain merge it first")
+            raise UserError(f"--shard requires plain weights, and {folder} is an adapter: posttrain merge it first")
         return load_adapted(folder, dtype, device)
     source = read_json(folder / "config.json")
     kind = source.get("model_type")
     if not isinstance(kind, str):
         raise unsupported(folder, kind, LOADERS)
     if kind == OURS:
-        raise is_reward_model(folder, OURS)
+        raise reward_model_error(folder, OURS)
     loader = LOADERS.get(kind, _load_other)
     try:
         if shard is not None and loader is _load_decoder:
@@ -92,17 +92,18 @@ def load_model(
             raise error from None
     if shard is not None:
         if not isinstance(model, Backed):
-            raise UserError(f"--shard deals out the layers of a decoder, and a {kind} is none: leave it out")
+            raise UserError(f"--shard requires a decoder, and a {kind} is not one: leave it out")
         shard(model)
     return model
 
 
 def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Backbone, Tensor | None]:
-    """The decoder of a checkpoint without its output head, and the score head [hidden] of a reward model if it has one.
+    """Load the decoder of a checkpoint without its output head, and the score head [hidden] of a reward model if it has
+    one.
 
     For critics: reads causal language models and the sequence-classification checkpoints (`score.weight`, one label) of
-    the same architectures, and reward models of ours; a head of two layers is no score head of states, and is left. Raises
-    UserError as `load_model` does.
+    the same architectures, and reward models of ours; a head of two layers is not a score head of states, and is
+    ignored. Raises UserError as `load_model` does.
     """
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
@@ -119,7 +120,9 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
 
 
 def load_headless(folder: Path, device: str | torch.device = "cpu") -> tuple[Decoder | Backed, dict[str, Tensor]]:
-    """The decoder of a checkpoint folder, without an output head of its own, and the heads that are there, by name."""
+    """Load the decoder of a checkpoint folder, without an output head of its own, and the heads that are there, by
+    name.
+    """
     source = of_backbone(read_json(folder / "config.json"))
     config = None
     if source.get("model_type") in ARCHITECTURES:
@@ -148,7 +151,7 @@ def _read_heads(folder: Path) -> dict[str, Tensor]:
 
 
 def of_backbone(source: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as its decoder alone would have it."""
+    """Return a config.json as its decoder alone would have it."""
     own = {name: value for name, value in source.items() if name not in FORM}
     return {**own, "model_type": source.get(BACKBONE)} if source.get("model_type") == OURS else own
 
@@ -178,9 +181,9 @@ def allocate(
     shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
 ) -> Decoder:
-    """The model with weights yet to be read. Raises UserError if there is no room for them."""
+    """Allocate the model with uninitialised weights. Raises UserError if there is no room for them."""
     config.require_memory(dtype, device, str(folder / "config.json"), shares)
-    with torch.device("meta"):  # no memory is taken for weights that are about to be replaced
+    with torch.device("meta"):  # no memory for weights that are about to be replaced
         model = Decoder(config).to(dtype)
     if shard is not None:
         shard(model)
@@ -190,7 +193,7 @@ def allocate(
 def _load_other(
     folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device, headless: bool = False
 ) -> Backed:
-    """By transformers, whose import takes seconds: only where it is needed."""
+    """Load by transformers, whose import takes seconds: only where it is needed."""
     from posttrain.models.hf.transformers_folder import load_backed
 
     return load_backed(folder, source, dtype, device, headless)
@@ -199,14 +202,14 @@ def _load_other(
 LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], Model]] = dict.fromkeys(
     ARCHITECTURES, _load_decoder
 )
-"""How each model_type is loaded: (folder, its config.json, dtype, device) -> model. A kind of one's own is added here."""
+"""Loader of each model_type: (folder, its config.json, dtype, device) -> model. Add your own kind of model here."""
 
 
 def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor, slice]]:
-    """What of a parameter lies in this process: the stored tensor, the place, which rows of the one are for the other."""
+    """Yield the parts of a parameter in this process: the stored tensor, the destination, the rows to read."""
     first, own = here(parameter)
     total = sum(shape[0] for _, shape in pieces)
-    unit = total // parameter.shape[0]  # rows as they are stored, of one of the parameter's
+    unit = total // parameter.shape[0]  # rows as stored, of one of the parameter's
     flat = own.view(len(own) * unit, *pieces[0][1][1:])
     begin, end, at = first * unit, first * unit + len(flat), 0
     for stored, shape in pieces:
@@ -217,10 +220,10 @@ def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tenso
 
 
 def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Fill the parameters, one stored tensor in memory at a time. Returns those of `also`, known besides, that are there."""
+    """Fill the parameters, one stored tensor in memory at a time. Return those tensors of `also` that are there."""
     expected = stored_pieces(model.config)
     with ExitStack() as opened:
-        where: dict[str, tuple[Path, Any]] = {}  # by tensor, its file, closed and open
+        where: dict[str, tuple[Path, Any]] = {}  # file of each tensor, closed and open
         for file in weight_files(folder):
             shard = opened.enter_context(open_tensors(file))
             where.update(dict.fromkeys(shard.keys(), (file, shard)))
@@ -242,7 +245,7 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
 
 
 def stored_names(folder: Path) -> set[str]:
-    """The names of all tensors of a checkpoint folder. Raises UserError if its files are absent or damaged."""
+    """Return the names of all tensors of a checkpoint folder. Raises UserError if its files are absent or damaged."""
     files = [folder / ADAPTER] if is_adapter(folder) else weight_files(folder)
     with ExitStack() as opened:
         shards = [opened.enter_context(open_tensors(file)) for file in files]
@@ -255,7 +258,7 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
     known = {*expected, "lm_head.weight"} if model.config.tied else {*expected}
     left = [name for name in found if name not in known and "rotary_emb." not in name]
     if SCORE in left:
-        raise is_reward_model(folder, SCORE)
+        raise reward_model_error(folder, SCORE)
     for names, problem in (([name for name in expected if name not in found], "lacks"), (left, "holds unknown")):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -269,25 +272,27 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
 
 
 def load_adapted(folder: Path, dtype: torch.dtype, device: str | torch.device) -> Backbone:
-    """The base of a folder of adapters, with these, which alone can learn. Raises UserError if it is another base."""
+    """Load the base of a folder of adapters with these; only they are trainable. Raises UserError if it is another
+    base.
+    """
     if read_adapter_config(folder).task == CLASSIFIER:
         raise UserError(
-            f"{folder} adapts a reward model ({SCORE}), and a language model is needed here: give the one that it was "
-            "made from, or give this as --reward-model"
+            f"{folder} adapts a reward model ({SCORE}), and a language model is required here: give its base, or "
+            "pass this as --reward-model"
         )
     base = checked_base(folder)
     model = load_model(base, dtype, device)
     if not isinstance(model, Decoder | Backed):
-        raise UserError(f"{folder} adapts {base}, a {type(model).__name__}, and adapters are for decoders")
+        raise UserError(f"{folder} adapts {base}, a {type(model).__name__}, but adapters require a decoder")
     read_adapter(model, folder)
     assert model.lora is not None
-    if not model.lora.digest:  # PEFT wrote it
+    if not model.lora.digest:  # written by PEFT
         model.lora = replace(model.lora, digest=fingerprint(base))
     return model
 
 
 def merged_backbone(folder: Path, device: str | torch.device) -> tuple[Backbone, Tensor | None]:
-    """As `folder.load_backbone`, of a folder of adapters: they are put into the weights."""
+    """Load a folder of adapters as `load_backbone` does; they are merged into the weights."""
     from posttrain.models.checkpoint_folder import load_backbone
 
     model, score = load_backbone(checked_base(folder), device)

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a folder, or the name of a Hugging Face model."""
+"""Finds a checkpoint: a folder, or a Hugging Face model by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from posttrain.system.hub import as_far_as_reached
 
 
 def checkpoint_folder(name: str | Path) -> Path:
-    """The local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is possible.
+    """Return the local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is
+    possible.
 
     Raises UserError if it is neither.
     """
@@ -21,9 +22,9 @@ def checkpoint_folder(name: str | Path) -> Path:
         if folder.is_dir():
             return user_files.readable_folder(folder)
         there = folder.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a user that there is not, a pipe in it
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a user that does not exist, a pipe in it
         place = getattr(error, "filename", None) or str(name)
-        raise UserError(f"{place!r:.80} can be no checkpoint, or part of one: {one_line(error)}") from None
+        raise UserError(f"{place!r:.80} is not a checkpoint, or part of one: {one_line(error)}") from None
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
@@ -33,7 +34,7 @@ def checkpoint_folder(name: str | Path) -> Path:
     with as_far_as_reached() as unreached:
         try:
             return Path(huggingface_hub.snapshot_download(str(name)))
-        except Exception as error:  # no network, no such model, no access, disk full: the way out is the same
+        except Exception as error:  # no network, no such model, no access, disk full: the fix is the same
             raise UserError(
                 f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
                 f"({unreached or type(error).__name__}): give a local checkpoint folder"

@@ -1,4 +1,4 @@
-"""What of a checkpoint is known without its weights: the tokenizer with its template, and how much the model reads."""
+"""Facts about a checkpoint without its weights: the tokenizer with its template, and the context length."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.json_files import Fields, read_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-CONTEXT = 2048  # where config.json does not say, as transformers has it
+CONTEXT = 2048  # default of transformers where config.json has none
 
 
 class Outline(NamedTuple):
-    """Of a model: no torch is loaded for it."""
+    """Summary of a model, made without torch."""
 
     tokenizer: Tokenizer
-    context: int  # tokens of prompt and replies together
+    context: int  # most tokens of prompt and replies together
     ends: tuple[int, ...] = ()  # ids that end a reply, as far as they are known
 
 
 def outline(folder: str | Path, chat_template: str | None = None) -> Outline:
-    """Of a checkpoint folder. `chat_template`: see `Tokenizer.load`. Raises UserError for one that is none."""
+    """Summarise a checkpoint folder. `chat_template`: see `Tokenizer.load`. Raises UserError if it is not one."""
     folder = checkpoint_folder(folder)
     described = described_in(folder)
     source = read_json(described / "config.json")
@@ -32,7 +32,7 @@ def outline(folder: str | Path, chat_template: str | None = None) -> Outline:
 
 
 def ends_of(folder: Path, source: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end a reply; what of them is wrong is told where the model is loaded."""
+    """Return the ids that end a reply; errors in them are reported where the model is loaded."""
     text = source.get("text_config")
     places = (
         read_json(folder / "generation_config.json", optional=True),
@@ -44,10 +44,10 @@ def ends_of(folder: Path, source: Mapping[str, Any], tokenizer: Tokenizer) -> tu
 
 
 def context_of(folder: Path, source: Mapping[str, Any]) -> int:
-    """Most tokens of one sequence, as config.json says under one of the names that are in use.
+    """Return the context length of config.json, under any of the names in use.
 
-    LongRoPE (Phi-3) has other angles in a text longer than those it first learned from, for all of its tokens. What is
-    computed beside other texts, or sampled with a cache, cannot change at once: such texts are too long.
+    LongRoPE (Phi-3) uses other angles for all tokens of a text longer than those it was first trained on. A batch or a
+    cache cannot switch to them, so such texts are too long.
     """
     text = source.get("text_config")
     for place in (source, text if isinstance(text, dict) else {}):
@@ -62,6 +62,6 @@ def context_of(folder: Path, source: Mapping[str, Any]) -> int:
                 ):
                     return found
                 first = "original_max_position_embeddings"
-                own = Fields(folder / "config.json", place if first in place else scaling)  # as transformers has it
+                own = Fields(folder / "config.json", place if first in place else scaling)  # default of transformers
                 return min(found, own.whole(first, 1, 2**31, found))
     return CONTEXT

@@ -1,9 +1,9 @@
 """Critics: a value for each state (PPO), or twin values for each action over the vocabulary (soft actor-critic).
 
-The backbone is a decoder of its own, or the policy's, whose hidden states are then shared. Heads begin near zero, so that
-the first values say nothing instead of something wrong.
+The backbone is a decoder of its own, or the policy's, whose hidden states are then shared. Heads begin near zero, so
+that the first values are uninformative instead of wrong.
 
-    T    tokens of a micro-batch    N    scored tokens    D    hidden size    V    vocabulary
+T    tokens of a micro-batch    N    scored tokens    D    hidden size    V    vocabulary
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D
 
 
 class ValueModel(nn.Module):
-    """V of the state in which each scored token is chosen."""
+    """Value V of the state in which each scored token is chosen."""
 
     def __init__(self, hidden: int, backbone: Backbone | None, seed: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ValueModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def follow(self, share: float) -> None:
-        """It has no slow copies."""
+        """Do nothing: there are no target copies."""
 
     def forward(self, batch: Packed, policy: Hidden, temperature: float) -> dict[str, Tensor]:
         """{"value": float32 [N]}; `policy`: its hidden states at the scored tokens, and its head."""
@@ -50,7 +50,9 @@ class ValueModel(nn.Module):
 
 
 class ActionValueModel(nn.Module):
-    """Twin soft action values over the vocabulary, with copies that follow slowly (arXiv 1812.05905, section 4.2)."""
+    """Twin soft action values over the vocabulary, with target copies that follow slowly (arXiv 1812.05905, section
+    4.2).
+    """
 
     def __init__(self, backbone: Backbone, seed: int) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class ActionValueModel(nn.Module):
         return {"q": q, "expected_q": expected, "target_q": target}
 
     def follow(self, share: float) -> None:
-        """Move the slow copies by `share` of the way."""
+        """Move the target copies towards the critic by `share` of the difference."""
         with torch.no_grad():
             pairs = zip(self.slow_backbone.parameters(), self.backbone.parameters(), strict=True)
             for slow, own in [*pairs, (self.slow_heads, self.heads)]:
@@ -85,10 +87,10 @@ Critic = ValueModel | ActionValueModel
 
 
 def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int) -> Critic:
-    """A critic whose backbone starts from a checkpoint folder, on the policy's device. None: it shares the policy's.
+    """Create a critic whose backbone starts from a checkpoint folder, on the policy's device. None: share the policy's.
 
-    A reward model's score head is taken over, and so is the critic that a run left in its checkpoint; any other head
-    begins near zero. Raises UserError if the folder's model does not fit.
+    A reward model's score head is loaded, and so is the critic of a run's checkpoint; any other head begins near zero.
+    Raises UserError if the folder's model does not fit.
     """
     device, hidden = policy.head.device, policy.config.hidden
     if folder is None:
@@ -110,7 +112,7 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
             if any(left[name].shape != own[name].shape for name in own):
                 raise UserError(
                     f"the critic in {stored} is of another size than the policy beside it, where its sizes are read: "
-                    "start from what it started from, with --critic-model"
+                    "start from its base, with --critic-model"
                 )
             with torch.no_grad():
                 for name, parameter in own.items():

@@ -1,4 +1,4 @@
-"""How much memory is free, so that what cannot fit is refused before it is asked for."""
+"""Measures free memory, so that allocations that cannot succeed are refused beforehand."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 
 
 def available_memory(device: torch.device) -> float:
-    """Bytes that could be allocated on a device, at most; infinity where nobody tells.
+    """Return an upper bound of the bytes that can be allocated on a device; infinity where it is unknown.
 
-    It errs upwards: a processor's counts swap and what caches would give back, a CUDA device's counts all it has.
+    It errs upwards: a processor's counts swap and reclaimable caches, a CUDA device's counts all its memory.
     """
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[1])
@@ -32,5 +32,5 @@ def available_memory(device: torch.device) -> float:
 
 
 def in_gib(size: float) -> str:
-    """Bytes for a reader: "17.3 GiB"."""
+    """Format bytes for a reader: "17.3 GiB"."""
     return f"{size / 2**30:,.1f} GiB"

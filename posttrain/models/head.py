@@ -1,4 +1,4 @@
-"""The output head: how hidden states become logits.
+"""Output head: hidden states to logits.
 
 N    hidden states    D    their width    V    vocabulary
 """
@@ -40,13 +40,14 @@ class Head:
         return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
 
     def first(self, rows: int) -> Head:
-        """The head of the first so many ids. All of them: this very head, whose weight is known as a parameter."""
+        """Return the head of the first ids. All of them: this very head, whose weight is known as a parameter."""
         if rows == self.vocab:
             return self
         return replace(self, weight=self.weight[:rows], bias=None if self.bias is None else self.bias[:rows])
 
     def logits(self, hidden: Tensor, block: slice | None = None) -> Tensor:
-        """hidden [N, D] -> [N, V], or the columns of a block of the vocabulary; float32 at least, also under autocast.
+        """Compute logits [N, V] of hidden [N, D], or the columns of a block of the vocabulary; float32 at least, also
+        under autocast.
 
         Logits rounded to bfloat16 move log-probabilities by more than GSPO's clip is wide (3e-4).
         """

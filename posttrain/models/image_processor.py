@@ -1,10 +1,11 @@
-"""Pictures to pixels, and to the tokens that stand for them: the one place that does either.
+"""Converts pictures to pixels and to placeholder tokens: the only place that does either.
 
-The pixels are those of transformers' own image processor of the checkpoint, on PIL. How many tokens stand for a picture
-follows from the shape of its pixels and from the model's configuration, and the model's own features have to be as many.
+The pixels are those of transformers' own image processor of the checkpoint, on PIL. The number of a picture's
+placeholders follows from the shape of its pixels and from the model's configuration, and the model has to make as many
+features.
 
-grid     the processor cuts a picture into patches and says how they lie (Qwen-VL)
-tiles    it cuts a large picture into tiles of one size, and adds the whole, small (Idefics3, SmolVLM)
+grid     the processor cuts a picture into patches and returns their grid (Qwen-VL)
+tiles    it cuts a large picture into tiles of one size, and adds a small version of the whole (Idefics3, SmolVLM)
 """
 
 from __future__ import annotations
@@ -29,27 +30,29 @@ if TYPE_CHECKING:
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
-"""Entries of config.json that name a token which stands for something else."""
+"""Entries of config.json that name a placeholder token."""
 PLACE = "\ufffc"
-"""The object replacement character: in a text of ours, and never in one that is tokenised, the model's placeholder."""
+"""The object replacement character: used in our texts, and replaced by the model's placeholder before tokenization."""
 REMEMBERED = 1 << 28  # bytes of pixels
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """A picture as a model takes it."""
+    """A processed picture."""
 
-    inputs: Mapping[str, Tensor]  # of the model's `get_image_features`
+    inputs: Mapping[str, Tensor]  # arguments of the model's `get_image_features`
     count: int  # placeholders: one for each feature
-    text: str  # what stands in the prompt, with `PLACE` for each placeholder
-    grid: tuple[int, ...] = ()  # of its features in time, height and width, where tokens are placed so
+    text: str  # its text in the prompt, with `PLACE` for each placeholder
+    grid: tuple[int, ...] = ()  # positions of its features in time, height and width, for models with such positions
 
 
 class ImageProcessor:
-    """Of one checkpoint. Known by its files' content, so that a tokenizer and a model have the same one."""
+    """The image processor of one checkpoint. Identified by its files' content, so that a tokenizer and a model share
+    one.
+    """
 
     def __init__(self, source: Mapping[str, Any], files: Mapping[str, str]) -> None:
-        """`source`: the model's config.json; `files`: those of the processor."""
+        """Create the processor. `source`: the model's config.json; `files`: those of the processor."""
         self.source, self.files = source, dict(files)
         self.id: int = placeholder_ids(source)[0]
         text = source.get("text_config")
@@ -62,7 +65,7 @@ class ImageProcessor:
 
     @staticmethod
     def of(folder: Path, source: Mapping[str, Any]) -> ImageProcessor | None:
-        """The processor of a checkpoint folder; None where config.json, already read, names no placeholder."""
+        """Return the processor of a checkpoint folder; None where config.json, already read, names no placeholder."""
         if not placeholder_ids(source):
             return None
         files = {name: read_text(folder / name) for name in FILES if (folder / name).exists()}
@@ -72,7 +75,7 @@ class ImageProcessor:
         return self
 
     def pixels(self, digest: str) -> Pixels:
-        """Of a picture by its hash. Raises PictureError if it is damaged, or if the processor refuses it."""
+        """Process a picture by its hash. Raises PictureError if it is damaged, or if the processor refuses it."""
         if digest in self._known:
             self._known.move_to_end(digest)
             return self._known[digest]
@@ -90,7 +93,7 @@ class ImageProcessor:
         more = {"return_row_col_info": True} if hasattr(theirs, "return_row_col_info") else {}
         try:
             made = dict(theirs(images=[image], return_tensors="pt", **more))
-        except Exception as error:  # it says what it cannot take in many ways
+        except Exception as error:  # it raises many kinds of errors
             raise PictureError(f"{what} is refused by the model's image processor: {one_line(error)}") from None
         rows, columns = (made.pop(name)[0][0] if name in made else None for name in ("rows", "cols"))
         if "image_grid_thw" in made:
@@ -98,7 +101,7 @@ class ImageProcessor:
         if rows is not None and columns is not None:
             return self._in_tiles(made, int(rows), int(columns))
         raise PictureError(
-            f"how tokens stand for pictures of a {self.source.get('model_type')} is not known here: give a model with a "
+            f"the picture placeholders of a {self.source.get('model_type')} are not supported: give a model with a "
             "grid (Qwen-VL) or tiles (Idefics3, SmolVLM)"
         )
 
@@ -115,7 +118,7 @@ class ImageProcessor:
         return Pixels(made, count, PLACE * count, grid if self.places else ())
 
     def _in_tiles(self, made: dict[str, Tensor], rows: int, columns: int) -> Pixels:
-        """As `Idefics3Processor.replace_image_token` writes them."""
+        """Return the placeholders as `Idefics3Processor.replace_image_token` writes them."""
         height, width = made["pixel_values"].shape[-2:]
         patch, scale = int(self._vision("patch_size", 32)), int(self.source.get("scale_factor", 2))
         each = (height // patch) * (width // patch) // scale**2
@@ -141,7 +144,7 @@ class ImageProcessor:
 
 
 def placeholder_ids(source: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that stand for pictures (the first), films and sounds; () for models of text alone."""
+    """Return the ids of placeholders of pictures (the first), videos and sounds; () for text-only models."""
     found = [source[name] for name in PLACEHOLDERS if type(source.get(name)) is int]
     return tuple(dict.fromkeys(found)) if isinstance(source.get("vision_config"), dict) else ()
 
@@ -152,8 +155,10 @@ def _known(source: str, files: tuple[tuple[str, str], ...]) -> ImageProcessor:
 
 
 def _of_transformers(source: Mapping[str, Any], files: Mapping[str, str]) -> Any:
-    """Their image processor on PIL: torchvision is not needed, and pixels are the same on every machine."""
-    # not from the package itself: of some versions that one wants torchvision, whatever backend is asked for
+    """Build transformers' image processor on PIL: torchvision is not needed, and pixels are the same on every
+    machine.
+    """
+    # not from the package itself: some versions of that require torchvision, whatever backend is requested
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with tempfile.TemporaryDirectory() as name:
@@ -169,7 +174,7 @@ def _of_transformers(source: Mapping[str, Any], files: Mapping[str, str]) -> Any
 
 
 def _by_its_own_name(folder: Path, source: Mapping[str, Any], files: Mapping[str, str]) -> Any:
-    """transformers 5.17 takes those of Idefics3 and SmolVLM for ones that need torchvision: they do not."""
+    """Build the processors of Idefics3 and SmolVLM, which transformers 5.17 wrongly believes to require torchvision."""
     kind = source.get("model_type")
     try:
         told = [json.loads(text) for text in files.values()]
@@ -178,7 +183,7 @@ def _by_its_own_name(folder: Path, source: Mapping[str, Any], files: Mapping[str
         )
         module = import_module(f"transformers.models.{kind}.image_processing_pil_{kind}")
         return getattr(module, f"{named.removesuffix('Fast')}Pil").from_pretrained(folder, local_files_only=True)
-    except Exception:  # what it was refused for at first is told
+    except Exception:  # report the first error
         return None
 
 

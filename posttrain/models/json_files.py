@@ -1,7 +1,7 @@
-"""The JSON files of a checkpoint, read with suspicion: whatever is wrong is one line that names the file and the key.
+"""Reads the JSON files of a checkpoint and validates them: each error is one line that names the file and the key.
 
-Checkpoints come from anywhere and are often edited by hand. Every value is asked for with the type and the range that it
-must have, so that a mistake is told where it stands and not where it is first computed with.
+Checkpoints come from anywhere and are often edited by hand. Every value is checked for its type and range when it is
+read, so that a mistake is reported where it was made and not where it is first used.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
-MISSING: Any = object()  # no default: the key must be there
+MISSING: Any = object()  # no default: the key is required
 
 
 class Fields(Mapping[str, Any]):
-    """The object in a JSON file, or one inside it, whose values are checked as they are asked for.
+    """The object in a JSON file, or one inside it, whose values are checked when they are read.
 
     Every method raises UserError for a value of another type or out of its range. A key that is absent or null gives
     the default; without a default it is an error too.
     """
 
     def __init__(self, file: Path, values: Mapping[str, Any], inside: str = "") -> None:
-        """`inside`: the keys that lead to this object in its file, such as "rope_scaling."."""
+        """Create a view of an object. `inside`: the keys that lead to it in its file, such as "rope_scaling."."""
         self.file, self._values, self._inside = file, values, inside
 
     def __getitem__(self, key: str) -> Any:
@@ -39,17 +39,17 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def refuse(self, key: str, expected: str) -> UserError:
-        """The error that says what stands at a key, and what should."""
+        """Return the error that shows the value of a key and the expected one."""
         if self._values.get(key) is None:
             return UserError(f"{self.file} lacks {self._inside}{key}: it must be {expected}")
         return UserError(f"{self.file}: {self._inside}{key} is {shown(self._values[key])}; it must be {expected}")
 
     def whole(self, key: str, low: int, high: int, default: Any = MISSING) -> Any:
-        """A whole number within [low, high]."""
+        """Read an integer within [low, high]."""
         return self._checked(key, default, lambda value: is_whole(value, low, high), whole_range(low, high))
 
     def number(self, key: str, low: float, high: float, default: Any = MISSING) -> Any:
-        """A finite number within [low, high], as a float."""
+        """Read a finite number within [low, high], as a float."""
 
         def right(value: Any) -> bool:
             return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
@@ -65,7 +65,7 @@ class Fields(Mapping[str, Any]):
         return self._checked(key, default, lambda value: isinstance(value, str), "a string")
 
     def table(self, key: str) -> Fields:
-        """The object at a key; an empty one if there is none."""
+        """Read the object at a key; an empty one if there is none."""
         found = self._checked(key, {}, lambda value: isinstance(value, Mapping), "an object")
         return Fields(self.file, found, f"{self._inside}{key}.")
 
@@ -79,7 +79,7 @@ class Fields(Mapping[str, Any]):
 
 
 def is_whole(value: Any, low: int, high: int) -> bool:
-    """Whether a JSON value is a whole number within [low, high]; true and false are none."""
+    """Return whether a JSON value is an integer within [low, high]; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -88,7 +88,7 @@ def whole_range(low: int, high: int) -> str:
 
 
 def shown(value: Any) -> str:
-    """A JSON value as it may stand in a message: short, and in JSON's own words."""
+    """Format a JSON value for a message: short, and in JSON's syntax."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
@@ -98,7 +98,7 @@ def shown(value: Any) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises UserError if it is absent, cannot be read or is not UTF-8."""
+    """Read a text file. Raises UserError if it is absent, cannot be read or is not UTF-8."""
     try:
         return user_files.text(path)
     except FileNotFoundError:
@@ -110,7 +110,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; {} for an absent one if it is optional. Raises UserError if absent or damaged."""
+    """Read the object in a JSON file; {} for an absent one if it is optional. Raises UserError if absent or damaged."""
     if optional and not path.exists() and not path.is_symlink():
         return {}
     text = read_text(path)

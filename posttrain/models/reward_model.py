@@ -1,11 +1,11 @@
-"""Reward models: a decoder whose hidden states are read by a head of one number, instead of by one of words.
+"""Reward models: a decoder with a head of one number in place of the output head.
 
 Decides what is written, so that other programs get the same numbers: a folder that transformers opens as a sequence
-classification model (one label, no bias in the head, a padding token that never ends a reply). What transformers has no
-form for, scores averaged over tokens or a head of two layers, is written under a model_type that it refuses, since it would
-put a random head in its place.
+classification model (one label, no bias in the head, a padding token that never ends a reply). Models for which
+transformers has no class, with scores averaged over tokens or a head of two layers, are written under a model_type that
+it refuses, since it would put a random head in its place.
 
-    T    tokens of a micro-batch    N    readings: hidden states that are scored    D    hidden size
+T    tokens of a micro-batch    N    readings: hidden states that are scored    D    hidden size
 """
 
 from __future__ import annotations
@@ -41,24 +41,27 @@ OFFSET = "posttrain_score_offset"
 
 @dataclass(frozen=True)
 class ScoreShape:
-    """How hidden states become a score."""
+    """Form of a score: pooling of hidden states, and head."""
 
     pooling: Pooling = "last"  # the score at the last token, or the mean of those at every token of the response
     head: Form = "linear"
 
 
 class RewardModel(nn.Module):
-    """See `posttrain.core.protocols.Model`: its head has one row, [1, D], and what it gives are scores, float32 [N]."""
+    """A reward model; implements `posttrain.core.protocols.Model`: its head has one row, [1, D], and its outputs are
+    scores, float32 [N].
+    """
 
     def __init__(self, backbone: Backbone, shape: ScoreShape, seed: int, pad: int | None = None) -> None:
-        """A new head on a backbone, drawn from N(0, 1 / (D + 1)) (Stiennon et al., arXiv 2009.01325, appendix B.1).
+        """Create a new head on a backbone, drawn from N(0, 1 / (D + 1)) (Stiennon et al., arXiv 2009.01325, appendix
+        B.1).
 
-        `pad`: the token that other programs are to pad with; None: it has none to be told.
+        `pad`: the padding token for other programs; None: there is none to be written.
         """
         super().__init__()
         self.backbone, self.shape, self.pad = backbone, shape, pad
-        self.offset = 0.0  # what services add, so that the mean over the training data is 0; never added here
-        self.measured: Callable[[], float] | None = None  # finds the offset of the weights as they are, to be written
+        self.offset = 0.0  # added by services, so that the mean over the training data is 0; never added here
+        self.measured: Callable[[], float] | None = None  # computes the offset of the current weights, to be written
         size = backbone.config.hidden
         generator = torch.Generator().manual_seed(seed)
         self.score = nn.Parameter(torch.randn((1, size), generator=generator) / (size + 1) ** 0.5)
@@ -87,20 +90,20 @@ class RewardModel(nn.Module):
         return Head(self.score)
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
-        """What the head reads, [N, D]."""
+        """Compute the inputs of the head, [N, D]."""
         return self.transformed(self.backbone.hidden(layout, at))
 
     def transformed(self, hidden: Tensor) -> Tensor:
-        """The backbone's hidden states as the last layer of the head reads them."""
+        """Apply the head's first layer to the backbone's hidden states."""
         return hidden if self.inner is None else torch.tanh(nn.functional.linear(hidden, self.inner))
 
     @property
     def classifier(self) -> str | None:
-        """What transformers calls such a model; None: it has no form for it."""
+        """The class of transformers for such a model; None: it has none."""
         return self.backbone.classifier() if self.shape == ScoreShape() else None
 
     def measure(self) -> None:
-        """Find the offset of the weights as they are."""
+        """Compute the offset of the current weights."""
         if self.measured is not None:
             self.offset = self.measured()
 
@@ -114,7 +117,7 @@ class RewardModel(nn.Module):
         if self.inner is not None:
             also[INNER] = self.inner.detach()
         if self.backbone.lora is not None:
-            return self.backbone.lora.save(self.backbone, folder, also=also, note=self._noted())
+            return self.backbone.lora.save(self.backbone, folder, also=also, note=self._metadata())
         ends, classifier = self.eos_ids, self.classifier
         told: dict[str, Any] = {
             "architectures": [classifier],
@@ -131,8 +134,8 @@ class RewardModel(nn.Module):
             told |= {"posttrain_pooling": self.shape.pooling, "posttrain_head": self.shape.head}
         self.backbone.save_headless(folder, also, told)
 
-    def _noted(self) -> dict[str, Any]:
-        """What a folder of adapters remembers beside them and the head."""
+    def _metadata(self) -> dict[str, Any]:
+        """Return the fields that a folder of adapters stores besides adapters and head."""
         return {
             "posttrain_pooling": self.shape.pooling,
             "posttrain_head": self.shape.head,
@@ -150,15 +153,15 @@ if TYPE_CHECKING:
 def new_reward_model(
     folder: str | Path, shape: ScoreShape, seed: int, device: str | torch.device = "cpu"
 ) -> RewardModel:
-    """A reward model whose backbone starts from a checkpoint; a head of the same shape that is there is taken over."""
+    """Create a reward model whose backbone starts from a checkpoint; a head of the same shape in it is loaded."""
     model, found = _read(folder, shape, seed, device)
     if SCORE in found and (INNER in found) == (shape.head == "mlp"):
-        _take_over(model, found, folder)
+        _fill_head(model, found, folder)
     return model
 
 
 def load_reward_model(folder: str | Path, device: str | torch.device = "cpu") -> RewardModel:
-    """The reward model of a folder. Raises UserError if it holds another kind of model, or a damaged one."""
+    """Load the reward model of a folder. Raises UserError if it holds another kind of model, or a damaged one."""
     folder = checkpoint_folder(folder)
     source = read_note(folder) if is_adapter(folder) else read_json(folder / "config.json")
     shape = ScoreShape(source.get("posttrain_pooling", "last"), source.get("posttrain_head", "linear"))
@@ -170,10 +173,10 @@ def load_reward_model(folder: str | Path, device: str | torch.device = "cpu") ->
     model, found = _read(folder, shape, 0, device)
     if SCORE not in found:
         raise UserError(
-            f"{folder} is no reward model: it has no {SCORE}; train one with posttrain reward-model, or give a "
+            f"{folder} is not a reward model: it has no {SCORE}; train one with posttrain reward-model, or give a "
             "sequence-classification checkpoint with one label"
         )
-    _take_over(model, found, folder)
+    _fill_head(model, found, folder)
     offset = source.get(OFFSET, 0.0)
     if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
         raise UserError(f"{folder}: {OFFSET} in config.json is {shown(offset)}; it must be a finite number")
@@ -189,7 +192,7 @@ def _read(
         return _read_adapted(folder, shape, seed, device)
     backbone, found = load_headless(folder, device)
     if "score.bias" in found:
-        raise UserError(f"{folder}: its head has a bias, which reward models here and in transformers have not")
+        raise UserError(f"{folder}: its head has a bias, which is not supported here or by transformers")
     source = of_backbone(read_json(folder / "config.json"))
     pad = source.get("pad_token_id")
     return RewardModel(backbone, shape, seed, pad if isinstance(pad, int) else None), found
@@ -198,7 +201,7 @@ def _read(
 def _read_adapted(
     folder: Path, shape: ScoreShape, seed: int, device: str | torch.device
 ) -> tuple[RewardModel, dict[str, Tensor]]:
-    """The base of a folder of adapters with these, and the head: the folder's, or else the base's."""
+    """Load the base of a folder of adapters with these, and the head: the folder's, or else the base's."""
     model, found = _read(checked_base(folder), shape, seed, device)
     fields = Fields(folder / NOTE, read_note(folder))
     vocab = model.config.vocab
@@ -211,7 +214,7 @@ def _read_adapted(
     return model, own if SCORE in own else found
 
 
-def _take_over(model: RewardModel, found: dict[str, Tensor], folder: str | Path) -> None:
+def _fill_head(model: RewardModel, found: dict[str, Tensor], folder: str | Path) -> None:
     """Fill the head. Raises UserError if it is of another size."""
     own = {SCORE: model.score, **({INNER: model.inner} if model.inner is not None else {})}
     for name, parameter in own.items():
@@ -226,9 +229,10 @@ def _take_over(model: RewardModel, found: dict[str, Tensor], folder: str | Path)
 
 
 def settle(model: RewardModel, tokenizer: Tokenizer, ends: tuple[int, ...]) -> Tokenizer:
-    """Fix what ends a reply (`ends`) and what rows are padded with, never the same, in the model and the tokenizer returned.
+    """Set the tokens that end a reply (`ends`) and the padding token, never the same, in the model and the tokenizer
+    returned.
 
-    Where a token is added for that, the embedding grows: by zeros, which nothing ever reads.
+    Where a token is added for that, the embedding grows: by zeros, which are never read.
     """
     tokenizer = tokenizer.padding(ends)
     assert tokenizer.pad_id is not None

@@ -1,6 +1,7 @@
-"""Weights of which each process of a run holds some rows. The only file that knows how to see them whole, or where they lie.
+"""Sharded weights, of which each process of a run holds some rows. The only file that gathers them, or knows their
+rows.
 
-Such a tensor is torch's DTensor. It is known here by what it can do, since only runs that have some pay for its import.
+Such a tensor is torch's DTensor. It is recognised by its methods, since only sharded runs pay for its import.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from typing import Any
 from torch import Tensor
 
 GATHER = "gathered"
-"""The attribute of a parameter by which it is gathered from all processes. Each of them has to ask for the same ones."""
+"""The attribute of a parameter that gathers it from all processes. All of them have to call it in the same order."""
 
 MEETING = "meeting"
-"""The attribute of a sharded model: a context in which all processes may ask it, and where one that is lost is told."""
+"""The attribute of a sharded model: a context for calls by all processes, which reports one that is lost."""
 
 
 def asked_by_all(model: Any) -> AbstractContextManager[None]:
-    """Within it a model may be asked outside of its learner. Where it lies in several processes, each has to do that."""
+    """Return the context for calls of a model outside of its learner. If it is sharded, all processes have to
+    enter it.
+    """
     meeting: Callable[[], AbstractContextManager[None]] | None = getattr(model, MEETING, None)
     return nullcontext() if meeting is None else meeting()
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """All of a parameter, without a gradient. Where it lies in several processes, each of them has to call this."""
+    """Return all of a parameter, without a gradient. If it is sharded, all processes have to call this."""
     gather: Callable[[], Tensor] | None = getattr(parameter, GATHER, None)
     return parameter.detach() if gather is None else gather()
 
@@ -35,7 +38,7 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def here(x: Tensor) -> tuple[int, Tensor]:
-    """The first of a tensor's rows that lies in this process, and those that do: in place, without a gradient."""
+    """Return the first row of a tensor in this process, and the rows that are here: in place, without a gradient."""
     if not is_sharded(x):
         return 0, x.detach()
     own: Tensor = x.to_local().detach()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-""".safetensors files, written and read one tensor at a time, and of a tensor only what this process holds of it.
+"""Reads and writes .safetensors files one tensor at a time, and of a tensor only the rows of this process.
 
-The library's own writer takes all tensors at once. The format: eight bytes with the length of a JSON header, which names
-type, shape and place of each tensor; then the tensors, one behind the other
+The library's own writer needs all tensors at once. The format: eight bytes with the length of a JSON header, which
+gives type, shape and place of each tensor; then the tensors, end to end
 (https://github.com/huggingface/safetensors#format).
 """
 
@@ -22,19 +22,19 @@ from posttrain.core.types import UserError
 from posttrain.models.row_shards import here, whole
 
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-ALIGNED = 8  # bytes: to a multiple of this the header is filled up
+ALIGNED = 8  # bytes: the header is padded to a multiple of this
 
 Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 """Type and shape of each tensor of a file, by its name, in their order."""
 
 
 def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """In bytes."""
+    """Return the size in bytes."""
     return dtype.itemsize * torch.Size(shape).numel()
 
 
 def write_tensors(file: Path, described: Described, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write what is described. `tensors`: the same names in the same order; as many are taken as are described."""
+    """Write the described tensors. `tensors`: the same names in the same order; no more are taken than described."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in described.items():
@@ -51,11 +51,11 @@ def write_tensors(file: Path, described: Described, tensors: Iterable[tuple[str,
             assert found == name and tensor.shape == torch.Size(shape), f"{name} {shape}, not {found} {tensor.shape}"
             plain = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
             out.write(plain.view(torch.uint8).numpy().data)
-            del tensor, plain  # before the next one is made
+            del tensor, plain  # before the next one is built
 
 
 def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, those that lie in several processes whole. None: another process writes, and this one says its part."""
+    """Write tensors, gathering sharded ones. None: another process writes, and this one takes part in gathering."""
     if file is None:
         for tensor in tensors.values():
             whole(tensor)
@@ -65,7 +65,7 @@ def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
 
 
 def open_tensors(file: Path) -> Any:
-    """A .safetensors file, opened for reading. Raises UserError if it is absent or damaged."""
+    """Open a .safetensors file for reading. Raises UserError if it is absent or damaged."""
     try:
         return safe_open(user_files.readable(file), framework="pt")
     except (SafetensorError, OSError) as error:
@@ -82,7 +82,9 @@ def read_state(file: Path, places: Mapping[str, Tensor]) -> None:
 
 
 def read_rows(file: Path, stored: Any, name: str, place: Tensor) -> None:
-    """Fill a tensor with the one of this name in an open file; where some rows of it lie here, only these are read."""
+    """Fill a tensor from the one of this name in an open file; of a sharded one only the rows of this process
+    are read.
+    """
     found = stored.get_slice(name)
     if tuple(found.get_shape()) != place.shape:
         raise UserError(f"{file} does not belong to this model: unexpected tensor {name}")

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's weights: which there are, what their tensors may be, and how they are written."""
+"""Files of a checkpoint's weights: their names, their types of tensors, and how they are written."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ INNER = "score.inner.weight"  # of its head, if that has two layers
 
 
 HEADS = ("lm_head.weight", "lm_head.bias", SCORE, "score.bias", INNER)
-"""Tensors of heads, which may or may not lie beside a decoder that is read without its own."""
+"""Tensors of heads, which may be stored beside a decoder that is read without its own."""
 
 
 FILE_BYTES = 5_000_000_000  # most of one file of weights
 
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""What weights may be stored as. Integers and 8-bit floats are quantized: their numbers mean nothing without scales."""
+"""Supported types of stored weights. Integers and 8-bit floats are quantized: their numbers mean nothing without
+scales.
+"""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -56,7 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:
-    """Raises UserError if a weight is NaN or infinite: one pass over memory, by the sum, which such a number spoils."""
+    """Raise UserError if a weight is NaN or infinite: one pass over memory, by the sum, which such a number spoils."""
     if not math.isfinite(tensor.sum(dtype=torch.float32).item()) and not tensor.isfinite().all():
         raise UserError(
             f"{file}: {name} holds numbers that are not finite (NaN or infinity, as {tensor.dtype}): training would "
@@ -71,11 +73,11 @@ def check_dtype(file: Path, name: str, dtype: str) -> None:
         )
 
 
-def is_reward_model(folder: Path, sign: str) -> UserError:
-    """The error that one deserves where a language model is needed."""
+def reward_model_error(folder: Path, sign: str) -> UserError:
+    """Return the error for a reward model where a language model is required."""
     return UserError(
-        f"{folder} is a reward model ({sign}), and a language model is needed here: give the one that it was made from, or "
-        "give this as --reward-model"
+        f"{folder} is a reward model ({sign}), and a language model is required here: give its base, or pass "
+        "this as --reward-model"
     )
 
 
@@ -86,7 +88,7 @@ def write_weights(
     dtype: torch.dtype,
     shard_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write them to files of at most so many bytes. Only one of them has to be there at a time.
+    """Write weights to files of at most `shard_bytes` bytes. Only one tensor has to be in memory at a time.
 
     Weights of an earlier save in the folder are removed.
     """

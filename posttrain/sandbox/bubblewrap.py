@@ -27,12 +27,12 @@ from posttrain.sandbox.limits import ProgramLimits
 FOLDER = "/tmp"  # the command's own, in which it starts
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _WITH_LIMIT = 'ulimit -u "$0" 2>/dev/null || ulimit -p "$0" 2>/dev/null; exec "$@"'
-"""Of bash and of dash. The limit of processes is set within the jail, where only the command's are counted."""
+"""Sets a limit of processes in bash or dash. It runs within the jail, where only the command's processes are counted."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended."""
+    """Result of a command."""
 
     exit: int  # its exit code; 128 and the number of a signal that ended it
     output: bytes  # standard output and standard error
@@ -55,7 +55,7 @@ def run_command(
 
 @cache
 def _check() -> None:
-    """Raises UserError unless a command really runs."""
+    """Raise UserError unless a test command runs."""
     if shutil.which("bwrap") is None:
         raise UserError(
             "programs that are not Python run in bubblewrap, which is not installed: install it (on Debian and Ubuntu: "
@@ -75,7 +75,7 @@ def _run(command: Sequence[str], files: Mapping[str, str], stdin: str, limits: P
     with ExitStack() as opened:
 
         def content(data: bytes) -> int:
-            """A descriptor to read this from."""
+            """Return a descriptor to read the data from."""
             file = os.memfd_create("posttrain")
             opened.callback(os.close, file)
             os.write(file, data)
@@ -90,7 +90,7 @@ def _run(command: Sequence[str], files: Mapping[str, str], stdin: str, limits: P
 
 
 def _arguments(files: Mapping[str, int], filter: int, limits: ProgramLimits) -> list[str]:
-    """Of bwrap."""
+    """Return the arguments of bwrap."""
     found = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     for path in SYSTEM:
         if os.path.islink(path):
@@ -132,7 +132,7 @@ def _watched(arguments: Sequence[str], stdin: int, passed: Sequence[int], limits
 
 
 def _read(descriptor: int, end: float, most: int) -> tuple[bytes, str | None]:
-    """What is printed until the stream closes, and which limit ended that."""
+    """Read the output until the stream closes. Return it, and the limit that ended reading, if any."""
     found = bytearray()
     while True:
         ready = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]

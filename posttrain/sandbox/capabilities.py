@@ -1,4 +1,4 @@
-"""What this system allows, and where programs run on it: tried out, not looked up.
+"""Capabilities of this system, and the ground on which programs run: tested, not looked up.
 
 Choices are tried from the best to the least, each by running a program in a whole jail. The first that works is taken.
 """
@@ -20,7 +20,9 @@ PREFIX = "posttrain-sandbox-"  # of the folder in which programs get theirs, whe
 
 
 def prepared(allowed: list[str], tried: Callable[[Ground], str | None]) -> Ground:
-    """Where programs will run. `tried`: why they cannot on some ground. Raises OSError if they cannot on any."""
+    """Return the ground, with its protections, on which programs will run. `tried`: returns why a program cannot run on
+    a ground. Raises OSError if none works.
+    """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     paths = filesystem.readable()
     _sweep()
@@ -38,7 +40,9 @@ def prepared(allowed: list[str], tried: Callable[[Ground], str | None]) -> Groun
 
 
 def choices(kinds: list[str]) -> Iterator[Protections]:
-    """The best first: all namespaces, those that are allowed one by one, none; with Landlock and seccomp or without."""
+    """Yield sets of protections, the best first: all namespaces, those that are allowed one by one, none; with Landlock
+    and seccomp or without.
+    """
     root, version, filtered = os.geteuid() == 0, landlock.abi(), bool(syscalls.numbers())
     held = dict.fromkeys([(version, filtered), (0, filtered), (version, False), (0, False)])
     single: tuple[str, ...] | None = None
@@ -55,7 +59,7 @@ def choices(kinds: list[str]) -> Iterator[Protections]:
 
 
 def _single(kinds: list[str], root: bool) -> tuple[str, ...]:
-    """The namespaces that are allowed when each is asked for alone, beside one of users."""
+    """Return the namespaces that are allowed when each is requested alone, beside one of users."""
 
     def allowed(kind: str) -> bool:
         child = os.fork()
@@ -73,7 +77,7 @@ def _single(kinds: list[str], root: bool) -> tuple[str, ...]:
 
 
 def settled(ground: Ground) -> None:
-    """Take the warm interpreter itself where programs will be forked. May return in another process.
+    """Move the warm interpreter into the namespace in which it forks programs. May return in another process.
 
     That process is then number 1 in a namespace of process ids; this one waits for its end, and ends.
     """
@@ -108,7 +112,7 @@ def _become_first() -> None:
 
 
 def _rules(ground: Ground) -> list[tuple[int, int]]:
-    """Of Landlock, the same for all programs."""
+    """Return the rules of Landlock, the same for all programs."""
     own_root = "mount" in ground.kinds
     reading = [(path, landlock.READING) for path in (["/"] if own_root else ground.paths)]
     using = [(path, landlock.USING) for path in (["/dev"] if own_root else filesystem.DEVICES)]
@@ -116,7 +120,7 @@ def _rules(ground: Ground) -> list[tuple[int, int]]:
 
 
 def _base(protections: Protections) -> str:
-    """A folder for the folders of programs."""
+    """Return a folder for the folders of programs."""
     while True:
         base = tempfile.mkdtemp(prefix=f"{PREFIX}{os.geteuid()}-", dir=os.path.realpath(tempfile.gettempdir()))
         held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # kept open: the lock says that we live
@@ -129,7 +133,7 @@ def _base(protections: Protections) -> str:
 
 
 def _sweep() -> None:
-    """Delete the folders that sandboxes of this user left behind when they were killed."""
+    """Delete the folders that killed sandboxes of this user have left."""
     place = os.path.realpath(tempfile.gettempdir())
     for name in os.listdir(place):
         if name.startswith(f"{PREFIX}{os.geteuid()}-"):

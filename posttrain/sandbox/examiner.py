@@ -43,21 +43,21 @@ SIGNALS: dict[str, tuple[type[Exception], ...]] = {
     "item": (IndexError, KeyError),
     "len": (TypeError,),
 }
-"""What is asked of an object of the program's -> exceptions that are an answer to that."""
+"""Operation on an object of the program's -> exceptions that count as its result."""
 LOOP_ENDS = (StopIteration, StopAsyncIteration)
 MOST_RAISED = 1000  # exceptions that are held at once, each with its traceback
 
 
 class Unfit(TypeError):
-    """The test does what no test can do here."""
+    """The test does something that no test can do here."""
 
 
 class ProgramRaised(Exception):
-    """The program raised what Python itself has no exception for, or takes for the end of a loop."""
+    """The program raised an exception that Python itself does not have, or one that ends a loop."""
 
 
 def exception(raised: Iterable[Any], other: type[Exception]) -> Exception:
-    """The exception that [type, text, ...] stands for: one of Python's own, or `other`. Never one that ends a process."""
+    """Return the exception for [type, text, ...]: one of Python's own, or `other`. Never one that ends a process."""
     name, text, *_ = raised
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
     if isinstance(kind, type) and issubclass(kind, Exception):
@@ -69,7 +69,7 @@ def exception(raised: Iterable[Any], other: type[Exception]) -> Exception:
 
 
 class Examiner:
-    """This side of the exchange."""
+    """The tests' side of the exchange with the program."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -81,7 +81,7 @@ class Examiner:
         self._raised: list[Exception] = []  # by the program's functions, during this test
 
     def serve(self, request: dict[str, Any]) -> NoReturn:
-        """Begin with this request, and answer until the host is gone."""
+        """Run this request, and answer further ones until the host is gone."""
         while True:
             source = request["setup"] if request["do"] == "examine" else request["source"]
             send(self._descriptor, self._played(source, request.get("names", [])))
@@ -91,7 +91,9 @@ class Examiner:
                 os._exit(0)
 
     def _played(self, source: str, names: list[str]) -> dict[str, str]:
-        """The verdict on what this code did. A failure is the code's own fault where the program cannot have caused it."""
+        """Run test code and return its verdict. A failure is the code's own fault where the program cannot have caused
+        it.
+        """
         self._raised = []
         try:
             if names:
@@ -115,7 +117,7 @@ class Examiner:
     # -- asking the program --------------------------------------------------------------------------------------------
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The program's answer. Raises what it raised."""
+        """Return the program's answer. Raises its exception."""
         self._asked = True
         send(self._descriptor, {"ask": request})
         while "callback" in (answer := receive(self._descriptor, LONGEST_ANSWER)):
@@ -125,7 +127,9 @@ class Examiner:
         return answer
 
     def _raising(self, raised: Iterable[Any], answers: tuple[type[Exception], ...]) -> Exception:
-        """What to raise for what the program raised. `answers`: kinds that the test's own question may be answered with."""
+        """Return the exception to raise for one of the program's. `answers`: kinds that count as an answer to the
+        test's question.
+        """
         error = exception(raised, ProgramRaised)
         if isinstance(error, answers):
             return error
@@ -153,7 +157,7 @@ class Examiner:
         return decode(answer["value"], self._resolved)
 
     def _called_back(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What a function of the tests' gives the program: an answer as the program gives them."""
+        """Call a function of the tests' for the program, and return the result in the form of the program's own."""
         try:
             function = self._resolved("callback", request["callback"])
             args = [decode(form, self._resolved) for form in request["args"]]
@@ -191,7 +195,7 @@ class Examiner:
 
 
 class RemoteObject:
-    """An object of the program's."""
+    """Proxy of an object of the program's."""
 
     __slots__ = ("_examiner", "_number")
 

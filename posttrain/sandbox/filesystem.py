@@ -1,4 +1,4 @@
-"""What a program in the sandbox sees of the file system: the standard library, shared libraries, a folder of its own.
+"""The file system of a program in the sandbox: the standard library, shared libraries, a folder of its own.
 
 With a namespace of mounts all of that lies in a small root of its own, read-only, and nothing else exists there: no
 /proc, no /home. Without one Landlock grants the same paths where they are.
@@ -25,14 +25,14 @@ _KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}  # flag of sta
 
 
 def readable() -> list[str]:
-    """What this interpreter reads: files and folders that exist, none of them below another."""
+    """Return the files and folders that this interpreter reads: existing ones, none of them below another."""
     loaded = {os.path.dirname(path) for path in _loaded()}
     paths = [*sys.path, os.path.join(sys.base_prefix, "lib"), *_LIBRARIES, *loaded]
     return _topmost({os.path.abspath(p) for p in paths if p and os.path.exists(p)})
 
 
 def _topmost(paths: set[str]) -> list[str]:
-    """Those that lie below none of the others."""
+    """Return the paths that are not below another one."""
     found: list[str] = []
     for path in sorted(paths):
         if not any(path.startswith(above + "/") for above in found):
@@ -41,7 +41,7 @@ def _topmost(paths: set[str]) -> list[str]:
 
 
 def _loaded() -> Iterator[str]:
-    """Files of the shared libraries in this process."""
+    """Yield the files of the shared libraries in this process."""
     with suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]
@@ -77,7 +77,7 @@ def build_root(paths: list[str]) -> None:
 
 
 def _resolved(path: str, links: dict[str, str]) -> str:
-    """The path without symbolic links; those on the way are noted."""
+    """Return the path without symbolic links, which are added to `links`."""
     for _ in range(40):
         parts = path.split("/")
         prefixes = ("/".join(parts[: n + 1]) for n in range(1, len(parts)))
@@ -90,7 +90,7 @@ def _resolved(path: str, links: dict[str, str]) -> str:
 
 
 def _bind(path: str) -> None:
-    """Show what lies there in the old root, read-only."""
+    """Mount a path of the old root, read-only."""
     if os.path.isdir(_OLD + path):
         os.makedirs(path, exist_ok=True)
     else:
@@ -105,7 +105,7 @@ def _bind(path: str) -> None:
 
 
 def mount_folder(size: int, files: int, owner: int | None) -> None:
-    """A program's own folder, in memory, which ends with its namespace."""
+    """Mount a program's own folder, in memory, which ends with its namespace."""
     flags = syscalls.NO_SUID | syscalls.NO_DEVICES | syscalls.NO_EXECUTION
     owned = "" if owner is None else f",uid={owner},gid={owner}"
     syscalls.mount("tmpfs", FOLDER, "tmpfs", flags, f"size={size},nr_inodes={files},mode=0700{owned}")

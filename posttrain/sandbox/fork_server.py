@@ -79,7 +79,7 @@ def main(control: int, root: str, allowed: list[str]) -> None:
 
 @dataclass(eq=False)
 class RunningProgram:
-    """A program."""
+    """A running program."""
 
     pid: int
     ended: int  # descriptor that can be read when it has ended
@@ -94,7 +94,7 @@ class RunningProgram:
 
 
 class ForkServer:
-    """Starts programs and ends them. One thread, which waits for nothing in particular."""
+    """Starts programs and ends them. One thread, which never blocks on a single program."""
 
     def __init__(self, ground: Ground, control: int) -> None:
         self._ground = ground
@@ -108,7 +108,7 @@ class ForkServer:
 
     def turn(self) -> bool:
         """Wait for what happens next and see to it. Returns whether the host is still there."""
-        for descriptor, _ in self._poll.poll(self._patience()):
+        for descriptor, _ in self._poll.poll(self._timeout()):
             if descriptor == self._host.fileno():
                 if not self._take_order():
                     return False
@@ -224,7 +224,7 @@ class ForkServer:
         return {"over": running.over, "exit": code, "cpu": cpu, "peak": used.ru_maxrss << 10}
 
     def _removing(self, running: RunningProgram) -> bool:
-        """Delete its folder; whether a process does so from now on: nobody looks at other programs while it deletes."""
+        """Delete the program's folder; return whether a process does so from now on: the loop does not wait for it."""
         if not filesystem.usage(running.folder, running.limits.folder, AT_ONCE):
             with suppress(OSError):  # no process to be had
                 pid = os.fork()
@@ -254,8 +254,8 @@ class ForkServer:
 
     # -- limits that the kernel does not see to ------------------------------------------------------------------------
 
-    def _patience(self) -> float | None:
-        """Milliseconds until something is due."""
+    def _timeout(self) -> float | None:
+        """Return milliseconds until the next deadline."""
         if not self._running:
             return None
         now = time.monotonic()
@@ -276,7 +276,9 @@ class ForkServer:
 
 
 def tried(ground: Ground) -> str | None:
-    """Why a program cannot run on this ground; None: one did. Everything happens in other processes."""
+    """Return why a program cannot run on this ground; None: a test program did. Everything happens in other
+    processes.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What runs in the jail beside the program: it runs code, calls what the code defined, and answers in plain data.
+"""The code in the jail beside the program: it runs code, calls what the code defined, and answers in plain data.
 
 Nothing here is trusted once the program has begun, since it shares this interpreter and may change all of it. It can say
 nothing worse than a wrong value: what is right is decided outside, by who never tells this side.
@@ -57,7 +57,7 @@ def serve(descriptor: int, folder: str) -> NoReturn:
 
 
 class CallerRaised(Exception):
-    """A function of the caller's raised what this interpreter has no exception for."""
+    """A function of the caller's raised an exception that this interpreter does not have."""
 
 
 class Guest:
@@ -98,7 +98,7 @@ class Guest:
         return {"value": None}
 
     def _named(self, request: dict[str, Any]) -> None:
-        """Under its name, the module can be found by what looks for it: dataclasses, pickle."""
+        """Register the module under its name, for libraries that look it up: dataclasses, pickle."""
         self._module.__name__ = name = request.get("name", "__program__")
         sys.modules[name] = self._module
 
@@ -190,7 +190,7 @@ class Guest:
 
 
 def described(error: BaseException) -> list[str]:
-    """[type, text, traceback] of what a program raised, its own lines alone."""
+    """Return [type, text, traceback] of a program's exception, its own lines alone."""
     try:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename == FILE]

@@ -68,7 +68,7 @@ class Sandbox:
         if self.protections.missing and told != UNPROTECTED:
             self.close()
             raise UserError(
-                "what a model writes cannot be run safely here: this system has no "
+                "generated code cannot be run safely here: this system has no "
                 f"{' and no '.join(self.protections.missing)} (active: {self.protections}); use a kernel that has it, "
                 f"or set {TELL}={UNPROTECTED} to run it all the same"
             )
@@ -90,7 +90,7 @@ class Sandbox:
             self._end()
 
     def forget(self) -> None:
-        """In a forked child: the warm interpreter is the parent's."""
+        """Drop the warm interpreter in a forked child: it is the parent's."""
         self._control.close()
 
     def __enter__(self) -> Sandbox:

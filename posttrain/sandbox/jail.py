@@ -1,4 +1,4 @@
-"""What a fork of the warm interpreter gives up before it becomes a program, and in which order.
+"""Rights that a fork of the warm interpreter drops before it becomes a program, and their order.
 
 It enters namespaces of its own, in which it has all rights for a moment: it mounts its folder there. Then come the change of
 user, Landlock, the limits, capabilities, and last the filter of system calls, behind which none of the others can be
@@ -30,7 +30,7 @@ HIGH = 64  # descriptors from here on are none of the program's
 
 @dataclass(frozen=True)
 class Ground:
-    """What the warm interpreter has prepared for all programs."""
+    """State that the warm interpreter has prepared for all programs."""
 
     protections: Protections
     filter: ctypes.Array[ctypes.c_char]  # of system calls
@@ -46,7 +46,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class Order:
-    """What one program gets."""
+    """Setup of one program."""
 
     limits: ProgramLimits
     talk: int  # descriptors
@@ -55,7 +55,7 @@ class Order:
 
 
 Guest = Callable[[int, str], NoReturn]
-"""What runs in the jail: it is given the descriptor to its caller, and its folder."""
+"""Function that runs in the jail, with the descriptor to its caller, and its folder."""
 
 
 def become(ground: Ground, order: Order, confining: int, guest: Guest) -> NoReturn:
@@ -75,7 +75,7 @@ def become(ground: Ground, order: Order, confining: int, guest: Guest) -> NoRetu
 
 
 def _enter(ground: Ground, limits: ProgramLimits) -> None:
-    """Into new namespaces, as far as they are allowed; that of process ids was made before the fork."""
+    """Enter new namespaces, as far as they are allowed; that of process ids was made before the fork."""
     kinds = ground.kinds
     with suppress(OSError):
         in_proc(ground.proc, "oom_score_adj", "1000")  # if memory runs out, the system should look here first
@@ -110,7 +110,7 @@ def in_proc(proc: int, name: str, content: str) -> None:
 
 
 def leave_root() -> None:
-    """Become another user, who owns nothing. The process stays its own to trace and to map, as any user's is."""
+    """Become another user, who owns nothing. The process may still trace and map itself, as any user's may."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -118,7 +118,7 @@ def leave_root() -> None:
 
 
 def _confine(ground: Ground, order: Order, confining: int) -> None:
-    """From here on nothing can be taken back."""
+    """Apply the restrictions that cannot be undone."""
     protections = ground.protections
     os.setsid()  # a signal to its own group must not reach the warm interpreter and other programs
     os.chdir(order.folder)
@@ -140,7 +140,7 @@ def _confine(ground: Ground, order: Order, confining: int) -> None:
 
 
 def _keep_descriptors(order: Order, confining: int) -> None:
-    """Nothing, output, output, the caller, and `confining`, which keeps its number. Everything else is closed.
+    """Keep /dev/null, output, output, the caller, and `confining`, which keeps its number. Everything else is closed.
 
     Standard output of the warm interpreter is /dev/null, as its input is.
     """
@@ -154,7 +154,7 @@ def _keep_descriptors(order: Order, confining: int) -> None:
 
 
 def _is_cut(pipe: int) -> bool:
-    """Whether nobody reads it."""
+    """Return whether the other end of a pipe is closed."""
     poll = select.poll()
     poll.register(pipe, select.POLLOUT)
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -28,7 +28,7 @@ def send(descriptor: int, message: dict[str, Any]) -> None:
 
 
 def receive(descriptor: int, most: int) -> dict[str, Any]:
-    """The next message. Raises EOFError, OSError, or ValueError for one that is none or longer than `most`."""
+    """Return the next message. Raises EOFError, OSError, or ValueError for an invalid one or one longer than `most`."""
     size = length(_exactly(descriptor, HEAD))
     if size > most:
         raise ValueError(f"a message of {size} bytes")

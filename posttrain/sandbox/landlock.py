@@ -1,4 +1,4 @@
-"""Which files a program in the sandbox may touch, and that it reaches no network: Landlock, Linux 5.13 and later.
+"""Access of a program in the sandbox to files, and none to the network: Landlock, Linux 5.13 and later.
 
 A kernel says how much of Landlock it knows (its ABI), and is asked for no more than that. What an older one does not see is
 held elsewhere: the filter of system calls denies truncate by path, sockets, device controls and signals.
@@ -36,7 +36,7 @@ _OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | CONTROL_DEVICE
 
 
 def abi() -> int:
-    """What this kernel knows; 0: it has no Landlock, or is booted without it."""
+    """Return the version of Landlock that this kernel supports; 0: it has none, or is booted without it."""
     try:
         return syscalls.call("landlock_create_ruleset", None, 0, _VERSION)
     except OSError:
@@ -44,12 +44,12 @@ def abi() -> int:
 
 
 def handled(version: int) -> tuple[int, int, int]:
-    """All rights of files, of the network, and scopes that a kernel of this ABI can deny."""
+    """Return all rights of files, of the network, and scopes that a kernel of this ABI can deny."""
     return (1 << _FILES.get(version, 16)) - 1, _NETWORK if version >= 4 else 0, _SCOPES if version >= 6 else 0
 
 
 def rule(path: str, rights: int) -> tuple[int, int] | None:
-    """(a descriptor of the path, the rights beneath it that make sense for it); None where there is no such path."""
+    """Return (a descriptor of the path, the rights beneath it that apply to it); None where there is no such path."""
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def rule(path: str, rights: int) -> tuple[int, int] | None:
 
 
 def restrict(version: int, rules: Sequence[tuple[int, int]]) -> None:
-    """Bind this thread, and what it starts, to these rules. Needs `NO_NEW_PRIVILEGES`. Raises OSError."""
+    """Restrict this thread, and its children, to these rules. Needs `NO_NEW_PRIVILEGES`. Raises OSError."""
     files, network, scopes = handled(version)
     size = 8 if version < 4 else 16 if version < 6 else 24
     head = struct.pack("QQQ", files, network, scopes)[:size]

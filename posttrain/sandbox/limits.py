@@ -1,4 +1,4 @@
-"""What a program in the sandbox may take, and which protections hold it."""
+"""Limits of a program in the sandbox, and the active protections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNTED_BY_NAMESPACE = (5, 14)  # from this Linux on a namespace of users counts
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Of one program."""
+    """Limits of one program."""
 
     cpu: int = 5  # seconds of processor time, of each of its processes
     life: float = 7.5  # seconds by the clock
@@ -31,7 +31,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class Protections:
-    """What is active. `missing` says what a sandbox cannot do without."""
+    """Active protections. `missing`: those that a sandbox requires and lacks."""
 
     namespaces: tuple[str, ...] = ()  # kinds, of `kernel.NAMESPACES`
     landlock: int = 0  # ABI; 0: none
@@ -47,7 +47,7 @@ class Protections:
 
     @property
     def flags(self) -> int:
-        """Of unshare."""
+        """Flags of unshare."""
         return sum(syscalls.NAMESPACES[kind] for kind in self.namespaces)
 
     @property

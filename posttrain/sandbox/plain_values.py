@@ -21,15 +21,15 @@ from typing import Any
 SMALL = 1 << 62  # integers below are JSON's
 MOST_DIGITS = 1000  # of a decimal or fraction that is compared outside: arithmetic with more can take long
 NAMED = ("builtins", "operator", "math", "functools", "itertools", "string")
-"""Modules whose functions and types go into the sandbox by their names."""
+"""Modules whose functions and types are passed by name."""
 
 
 class NotPlain(ValueError):
-    """A value that cannot go, or a form that is none."""
+    """A value that cannot be passed, or an invalid form."""
 
 
 def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
-    """The value in a form that JSON has. `refer`: what becomes of what is no plain data. Raises NotPlain."""
+    """Encode a value for JSON. `refer`: encodes values that are not plain data. Raises NotPlain."""
     try:
         return _encode(value, refer)
     except RecursionError:
@@ -94,7 +94,9 @@ def named(value: Any) -> str | None:
 
 
 def decode(form: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """The value. `resolve(kind, content)`: what a reference or a name stands for. Raises NotPlain for any other form."""
+    """Decode a form. `resolve(kind, content)`: returns the object of a reference or a name. Raises NotPlain for any
+    other form.
+    """
     try:
         return _decode(form, resolve)
     except NotPlain:
@@ -194,7 +196,7 @@ def _equals(form: Any, expected: Any) -> bool:
 
 
 def _content(form: Any, *kinds: str) -> list[Any]:
-    """What stands in a form of one of these kinds. Raises NotPlain for another."""
+    """Return the content of a form of one of these kinds. Raises NotPlain for another."""
     if type(form) is dict and len(form) == 1:
         [(kind, content)] = form.items()
         if kind in kinds:
@@ -204,7 +206,9 @@ def _content(form: Any, *kinds: str) -> list[Any]:
 
 
 def _key(form: Any) -> Any:
-    """What can be a scalar or a key. Raises NotPlain for what is neither, or would take long to compute with."""
+    """Return a scalar or a key. Raises NotPlain for anything else, or for values that would take long to
+    compute with.
+    """
     if isinstance(form, list):
         raise NotPlain("a list, which is no key")
     if not isinstance(form, dict):

@@ -31,7 +31,9 @@ class SandboxError(Exception):
 
 
 class Program:
-    """Our end of one program. `ask` and what builds on it raise Ended and Broken, each time again once it is over."""
+    """Our end of one program. `ask` and the methods that use it raise Ended and Broken, each time again once it is
+    over.
+    """
 
     def __init__(self, control: socket.socket, limits: ProgramLimits, output: bool) -> None:
         self.limits = limits
@@ -61,7 +63,7 @@ class Program:
 
     @property
     def left(self) -> float:
-        """Seconds of its life."""
+        """Seconds until its time limit."""
         return max(0.0, self._until - time.monotonic())
 
     def run(self, code: str, name: str = "__program__", seconds: float | None = None) -> list[str] | None:
@@ -69,16 +71,20 @@ class Program:
         return self.asked({"do": "run", "code": code, "name": name}, seconds).get("raised")
 
     def asked(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """{"value": a form of any kind} or {"raised": [type, text, traceback]}; any other answer ends the program."""
+        """Send a request, and return {"value": a form of any kind} or {"raised": [type, text, traceback]}; any other
+        answer ends the program.
+        """
         answer = self.ask(request, seconds)
         if _is_raised(answer):
             return {"raised": answer["raised"]}
         if "raised" in answer or "value" not in answer:
-            raise self._ends("said what cannot be read")
+            raise self._ends("sent a message that cannot be read")
         return {"value": answer["value"]}
 
     def ask(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """What it answers within `seconds`, by the clock (None: what is left of its life). It may be anything."""
+        """Send a request and return the answer, within `seconds` by the clock (None: the rest of its life). It may be
+        anything.
+        """
         if self._over is not None:
             raise self._over
         end = self._until if seconds is None else min(self._until, time.monotonic() + seconds)
@@ -89,11 +95,11 @@ class Program:
                 raise self._ends(f"answered with {size:,} bytes")
             answer = json.loads(self._read(size, end))
         except (ValueError, RecursionError):
-            raise self._ends("said what cannot be read") from None
+            raise self._ends("sent a message that cannot be read") from None
         except OSError:
             raise self._lost() from None
         if not isinstance(answer, dict):
-            raise self._ends("said what cannot be read")
+            raise self._ends("sent a message that cannot be read")
         return answer
 
     def close(self) -> None:
@@ -144,7 +150,9 @@ class Program:
         return bytes(parts)
 
     def _wait(self, event: int, end: float) -> None:
-        """Until something can be read or written, while what is printed is taken. Raises Ended when the time is over."""
+        """Wait until the channel can be read or written, while output is collected. Raises Ended when the time
+        is over.
+        """
         poll = select.poll()
         poll.register(self._talk, event)
         if self._output is not None:
@@ -159,7 +167,7 @@ class Program:
                 raise self._ends("took too long")
 
     def _drain(self) -> bool:
-        """Take what was printed; returns whether there may be more some time. Raises Ended where it is too much."""
+        """Collect output; return whether more may come. Raises Ended where it is too much."""
         if self._output is None:
             return False
         with suppress(BlockingIOError):
@@ -179,7 +187,7 @@ class Program:
         return self._over
 
     def _lost(self) -> Exception:
-        """It closed its end: by itself, or was killed. How is reported."""
+        """Return the error of a program that closed its end, by itself or because it was killed, as reported."""
         if self._over is None:
             self._over = Ended("ended by itself")
             try:
@@ -189,7 +197,7 @@ class Program:
                 return error
             with suppress(Ended):
                 self._drain()
-            self._over = Ended(_how(report, self.limits))
+            self._over = Ended(_ending(report, self.limits))
         return self._over
 
     def _reported(self) -> dict[str, Any]:
@@ -211,8 +219,8 @@ def _is_raised(answer: dict[str, Any]) -> bool:
     return isinstance(raised, list) and len(raised) == 3 and all(isinstance(part, str) for part in raised)
 
 
-def _how(report: dict[str, Any], limits: ProgramLimits) -> str:
-    """How it ended, in words."""
+def _ending(report: dict[str, Any], limits: ProgramLimits) -> str:
+    """Return how it ended, in words."""
     if report["over"]:
         return "took too long" if report["over"] == "life" else "wrote too much into its folder"
     if report["exit"] == -9 and report["cpu"] >= limits.cpu / 2:  # the kernel counts by ticks here, and exactly there

@@ -1,4 +1,4 @@
-"""Which system calls a program in the sandbox may make: an allow-list, as a filter that the kernel runs (seccomp).
+"""System calls that a program in the sandbox may make: an allow-list, as a filter that the kernel runs (seccomp).
 
 Decided here:
 
@@ -37,7 +37,7 @@ OF_PROCESSES = "fork vfork kill tkill tgkill".split()  # where all of them are i
 OF_COMMANDS = """
 execve execveat chmod fchmod fchmodat utimensat setpgid setsid link linkat memfd_create sendmsg recvmsg
 """.split()  # fmt: skip
-"""What programs that are not Python need besides: these run in bubblewrap."""
+"""System calls of programs other than Python, which run in bubblewrap."""
 UNKNOWN = ("clone3", "openat2")  # they fail as on an older kernel
 
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
@@ -64,7 +64,7 @@ _HEAD = 16  # bytes
 
 
 class Instruction(NamedTuple):
-    """struct sock_filter."""
+    """The C structure sock_filter."""
 
     code: int
     yes: int  # instructions to skip
@@ -73,7 +73,9 @@ class Instruction(NamedTuple):
 
 
 def program(processes: bool, commands: bool = False, machine: str = syscalls.MACHINE) -> bytes:
-    """The filter, as the kernel reads it. `processes`: new ones are allowed; `commands`: for programs of any kind."""
+    """Return the filter, as the kernel reads it. `processes`: new ones are allowed; `commands`: for programs of any
+    kind.
+    """
     return b"".join(struct.pack("<HBBI", *i) for i in instructions(processes, commands, machine))
 
 
@@ -105,7 +107,9 @@ def instructions(processes: bool, commands: bool = False, machine: str = syscall
 
 
 def installable(filter: bytes) -> ctypes.Array[ctypes.c_char]:
-    """A filter in memory, with the head that the kernel wants before it (struct sock_fprog), to be installed repeatedly."""
+    """Return a filter in memory, in the structure that the kernel expects (struct sock_fprog), to be installed
+    repeatedly.
+    """
     whole = ctypes.create_string_buffer(_HEAD + len(filter))
     where = ctypes.addressof(whole) + _HEAD
     whole.raw = struct.pack("HxxxxxxP", len(filter) // 8, where) + filter
@@ -113,7 +117,7 @@ def installable(filter: bytes) -> ctypes.Array[ctypes.c_char]:
 
 
 def install(filter: ctypes.Array[ctypes.c_char]) -> None:
-    """From here on this thread, and what it starts, is bound by it. Needs `NO_NEW_PRIVILEGES`."""
+    """Install the filter for this thread and its children. Needs `NO_NEW_PRIVILEGES`."""
     syscalls.call("seccomp", _SET_FILTER, 0, filter)
 
 
@@ -122,7 +126,7 @@ def _verdict(value: int) -> Instruction:
 
 
 def _for(number: int, then: Sequence[Instruction]) -> list[Instruction]:
-    """What decides about one system call; the number has been loaded."""
+    """Return the instructions for one system call, whose number has been loaded."""
     return [Instruction(_EQUAL, 0, len(then), number), *then]
 
 
@@ -141,7 +145,7 @@ def _without(place: int, flags: int) -> list[Instruction]:
 
 
 def _pairs() -> list[Instruction]:
-    """Of socketpair: local streams."""
+    """Return the instructions for socketpair: local streams are allowed."""
     return [
         _argument(0),
         Instruction(_EQUAL, 0, 4, LOCAL),

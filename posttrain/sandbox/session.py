@@ -16,7 +16,7 @@ SHOWN = 2000  # characters of what a call printed; more is cut in the middle
 
 
 class InterpreterSession:
-    """The interpreter of one episode. It begins with the first call, and again after one that ended it."""
+    """The interpreter of one episode. It starts with the first call, and again after one that ended it."""
 
     def __init__(self, seconds: float = SECONDS, limits: ProgramLimits = LIMITS, shown: int = SHOWN) -> None:
         self._seconds = min(seconds, SHARE * float(os.environ.get(STEP, "inf")))
@@ -25,7 +25,8 @@ class InterpreterSession:
         self._program: Program | None = None
 
     def run(self, code: str) -> str:
-        """What the code printed, the value of its last line, and what it raised, as at a prompt; "" if that is nothing.
+        """Run code as at a prompt. Return its output, the value of its last line, and its exception; "" if there is
+        nothing.
 
         Raises Broken.
         """
@@ -44,14 +45,14 @@ class InterpreterSession:
         return (cut(printed, self._shown) + cut(after, self._shown)).encode("utf-8", "replace").decode()
 
     def close(self) -> None:
-        """May be called twice."""
+        """End the interpreter. May be called twice."""
         if self._program is not None:
             self._program.close()
             self._program = None
 
 
 def cut(text: str, most: int) -> str:
-    """The text, or its beginning and its end."""
+    """Return the text, or its beginning and its end."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -25,7 +25,7 @@ _sandbox: Sandbox | None = None
 
 
 def shared() -> Sandbox:
-    """The sandbox of this process. Raises UserError where programs cannot be run safely, and Broken."""
+    """Return the sandbox of this process. Raises UserError where programs cannot be run safely, and Broken."""
     global _sandbox
     with _lock:
         if _sandbox is None:
@@ -41,7 +41,7 @@ def begin_in_worker() -> None:
 
 
 def about() -> list[str]:
-    """Which protections are active, for whoever starts a run. Raises UserError as `shared` does."""
+    """Return the active protections, as lines for the start of a run. Raises UserError as `shared` does."""
     try:
         return [f"sandbox: {shared().protections}"]
     except SandboxError as error:
@@ -51,13 +51,13 @@ def about() -> list[str]:
 
 
 def usual_limits() -> ProgramLimits:
-    """The limits of a program whose verdict a worker waits for."""
+    """Return the limits of a program whose verdict a worker waits for."""
     usual = ProgramLimits()
     return replace(usual, life=min(usual.life, SHARE * float(os.environ.get(STEP, "inf"))))
 
 
 def close() -> None:
-    """End it. The next call of `shared` starts another."""
+    """End the sandbox. The next call of `shared` starts another."""
     global _sandbox
     with _lock:
         sandbox, _sandbox = _sandbox, None
@@ -66,7 +66,9 @@ def close() -> None:
 
 
 def _forget() -> None:
-    """In a forked child the warm interpreter is the parent's, and a lock may be held by a thread that is not here."""
+    """Drop the sandbox in a forked child: it is the parent's, and a lock may be held by a thread that does not exist
+    here.
+    """
     global _sandbox, _lock
     if _sandbox is not None:
         _sandbox.forget()

@@ -1,4 +1,4 @@
-"""What Linux is asked for by number: system calls that Python's library does not have, through ctypes alone."""
+"""System calls by number that Python's library lacks, through ctypes alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEW_MOUNT, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
 NAMESPACES = {"user": NEW_USER, "mount": NEW_MOUNT, "pid": NEW_PID, "net": NEW_NET, "ipc": NEW_IPC, "uts": NEW_UTS}
-"""Kind of a namespace -> the flag that makes a new one."""
+"""Kind of a namespace -> the flag that creates one."""
 
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXECUTION, REMOUNT, BIND, RECURSIVE, PRIVATE = (
     1, 2, 4, 8, 32, 4096, 16384, 1 << 18,
@@ -53,19 +53,19 @@ umask 95 166; umount2 166 39; uname 63 160; unlink 87 -; unlinkat 263 35; unshar
 wait4 61 260; waitid 247 95; write 1 64; writev 20 66
 """
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machine -> the number by which seccomp knows it."""
+"""Machine -> its number in seccomp."""
 
 
 @cache
 def release() -> tuple[int, int]:
-    """Of Linux, as (6, 1)."""
+    """Return the release of Linux, as (6, 1)."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 @cache
 def numbers(machine: str = MACHINE) -> dict[str, int]:
-    """Name of a system call -> its number, on a machine of `ARCHITECTURES`; {} on any other."""
+    """Return name of a system call -> its number, on a machine of `ARCHITECTURES`; {} on any other."""
     if machine not in ARCHITECTURES:
         return {}
     column = 1 + list(ARCHITECTURES).index(machine)
@@ -81,7 +81,7 @@ def _library() -> ctypes.CDLL:
 
 
 def call(name: str, *args: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """A system call by its name. Raises OSError; of this kind too where this machine's numbers are not known."""
+    """Make a system call by its name. Raises OSError, also where this machine's numbers are not known."""
     number = numbers().get(name)
     if number is None:
         raise OSError(38, f"{name} is not known on {MACHINE}")
@@ -100,7 +100,7 @@ def unshare(flags: int) -> None:
 
 
 def enter(namespace: int, flag: int) -> None:
-    """Into a namespace of this kind that a descriptor stands for."""
+    """Enter the namespace of a descriptor."""
     call("setns", namespace, flag)
 
 
@@ -116,7 +116,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def unmount(target: str) -> None:
-    """Detach it and all that is below; it goes when nobody uses it any more."""
+    """Detach a mount and everything below it; it ends when nobody uses it any more."""
     call("umount2", target.encode(), DETACH)
 
 
@@ -129,7 +129,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """All of them, for good where no new privileges may be had."""
+    """Drop all capabilities, for good where no new privileges may be gained."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)
     sets = (ctypes.c_uint32 * 6)()
     call("capset", _bytes(header), _bytes(sets))

@@ -1,4 +1,4 @@
-"""Services: who answers what environments ask with `Ask`, in the main process.
+"""Services, which answer environments' `Ask` requests in the main process.
 
 reward_model   scores texts and replies with a model of this machine
 judge          asks a language model behind an OpenAI-compatible endpoint (`posttrain.system.endpoint`), by a recipe

@@ -1,7 +1,7 @@
-"""Answers of endpoints on disk, for all runs of a user: one small file each, by what was asked of whom.
+"""Cache on disk of endpoints' answers, for all runs of a user: one small file each, named by endpoint and request.
 
-The folder is posttrain/answers in $XDG_CACHE_HOME or ~/.cache. It may be emptied at any time; where it cannot be used,
-nothing is kept. Only answers that were valid are, so that a failure is never repeated from here.
+The folder is posttrain/answers in $XDG_CACHE_HOME or ~/.cache. It may be emptied at any time; without a usable folder,
+nothing is cached. Only valid answers are, so that a failure is never repeated from here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AnswerCache:
         self.folder = folder or cache_folder("answers")
 
     def get(self, endpoint: str, body: bytes) -> str | None:
-        """What was kept for this request."""
+        """Return the cached answer to this request."""
         if self.folder is None:
             return None
         try:
@@ -31,7 +31,7 @@ class AnswerCache:
             return None
 
     def put(self, endpoint: str, body: bytes, text: str) -> None:
-        """Keep it, whole or not at all. A disk that is full keeps nothing, which is no reason to end a run."""
+        """Store an answer, completely or not at all. A full disk stores nothing, which is no reason to end a run."""
         if self.folder is None:
             return
         file = self._file(endpoint, body)

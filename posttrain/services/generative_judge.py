@@ -1,10 +1,10 @@
 """A judge of this machine as a service: a checkpoint that reasons before its verdict, sampled in this process.
 
-Decided here: a vote is drawn with a seed of its question's text and of its number, and where an engine's bits depend on
-what is sampled beside a request, one question is sampled at a time. So an answer follows from its question alone. A vote
-that was cut off or ends in no verdict is none; where fewer than half are left, the answer is Invalid.
+Decided here: a vote's seed follows from its question's text and its number, and where an engine's bits depend on the
+other requests of a batch, one question is sampled at a time. So an answer follows from its question alone. A vote that
+was cut off or has no verdict is invalid; where fewer than half are left, the answer is Invalid.
 
-    N    tokens of the verdict's words
+N    tokens of the verdict's words
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from posttrain.verify.verdict import behind, final_score, final_verdict
 
 @dataclass
 class _Question:
-    """What is being voted on."""
+    """A question with its votes."""
 
     id: int
     text: str  # the filled template
@@ -48,13 +48,16 @@ class _Question:
 
 
 class GenerativeJudge:
-    """See `posttrain.core.protocols.Service`. Asked as a scalar judge is; answers the mean of its votes.
+    """Service of a generative judge; implements `posttrain.core.protocols.Service`. It is asked as a scalar judge is;
+    its answer is the mean of its votes.
 
     A vote is 1 or 0 by the recipe's words, the probability of the first of them, or a number of its scale.
     """
 
     def __init__(self, recipe: Generative, name: str = "judge", device: str | torch.device = "cpu") -> None:
-        """Raises UserError if there is no such folder, or if its model can say no verdict that could be read."""
+        """Load the judge. Raises UserError if there is no such folder, or if its model can produce no verdict that
+        could be parsed.
+        """
         self.recipe, self.name = recipe, name
         try:
             self.folder = checkpoint_folder(resolve(recipe.model))
@@ -68,8 +71,8 @@ class GenerativeJudge:
         known = fingerprint.of_path(self.folder)
         self._weights = known["digest"] if known else ""
         self._waiting: deque[_Question] = deque()
-        self._running: dict[int, tuple[_Question, int]] = {}  # the engine's requests: whose votes, and which
-        self._begun = 0  # requests ever made
+        self._running: dict[int, tuple[_Question, int]] = {}  # request of the engine -> question, number of the vote
+        self._begun = 0  # number of requests so far
         self._answers: list[tuple[int, Any]] = []
         self._counts = dict.fromkeys(("asked", "invalid", "votes", "unreadable", "tokens/prompt", "tokens/reply"), 0.0)
 
@@ -94,7 +97,7 @@ class GenerativeJudge:
             self._waiting.append(question)
 
     def poll(self) -> list[tuple[int, Any]]:
-        """Samples a few tokens of the votes that are asked for."""
+        """Sample a few tokens of the open votes. Return the answers that are complete."""
         while self._waiting and (self.engine.batch_invariant or not self._running):
             self._begin(self._waiting.popleft())
         for completion in self.engine.poll() if self._running else ():
@@ -120,7 +123,7 @@ class GenerativeJudge:
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def _check(self) -> int:
-        """The tokens of the shortest reply with a verdict. Raises UserError where none can be said."""
+        """Return the tokens of the shortest reply with a verdict. Raises UserError where none is possible."""
         recipe, tokenizer = self.recipe, self.tokenizer
         where = f"{self.name}: the model {self.folder}"
         if recipe.chat and tokenizer.chat_template is None:
@@ -133,7 +136,7 @@ class GenerativeJudge:
         verdicts = {f"{recipe.marker} {word}": tokenizer.encode(f"{recipe.marker} {word}") for word in words}
         for verdict, tokens in verdicts.items():
             if tokenizer.unknown_id is not None and tokenizer.unknown_id in tokens:
-                raise UserError(f"{where} can never say {verdict!r}: its tokenizer has no token for some of it")
+                raise UserError(f"{where} can never produce {verdict!r}: its tokenizer lacks a token for part of it")
         least = min(map(len, verdicts.values()))
         if least > recipe.max_tokens:
             raise UserError(
@@ -148,7 +151,7 @@ class GenerativeJudge:
         return least
 
     def _read(self, id: int, content: Any) -> _Question | str:
-        """The question that an environment's content is, or why it cannot be asked."""
+        """Parse an environment's request. Return the question, or an error message."""
         read = read_question(content, "scalar")
         if isinstance(read, str):
             return read
@@ -188,7 +191,7 @@ class GenerativeJudge:
         self._answers.append((id, Reasoned(answer, said) if said else answer))
 
     def _count(self, question: _Question) -> float | Invalid:
-        """The mean of the votes that can be read."""
+        """Return the mean of the valid votes."""
         worth: list[float] = []
         problems: list[str] = []
         for _, completion in sorted(question.votes.items()):
@@ -207,7 +210,7 @@ class GenerativeJudge:
         return math.fsum(worth) / len(worth)
 
     def _vote(self, question: _Question, completion: Completion) -> float | str:
-        """What a reply is worth, or why it is no vote."""
+        """Return the value of a reply, or why it is invalid."""
         recipe = self.recipe
         if completion.stop.truncated:
             return f"was cut off after {len(completion.tokens)} tokens"
@@ -221,7 +224,8 @@ class GenerativeJudge:
 
     @torch.no_grad()
     def _probability(self, prompt: list[int], completion: Completion) -> float:
-        """P(first word) / (P(first word) + P(second word)), at temperature 1, where the verdict stands in the reply.
+        """Return P(first word) / (P(first word) + P(second word)), at temperature 1, at the place of the verdict in the
+        reply.
 
         The mean of these over votes is the score of GenRM-CoT (Zhang et al. 2024, arXiv 2408.15240), there without the
         denominator.
@@ -238,7 +242,7 @@ class GenerativeJudge:
         return 1.0 / (1.0 + math.exp(min(700.0, second - first)))
 
     def _likelihoods(self, before: list[int], words: list[list[int]]) -> list[float]:
-        """The log-probability of each word behind the same tokens, which are computed once."""
+        """Return the log-probability of each word behind the same tokens, which are computed once."""
         length = [len(before), *map(len, words)]
         start = [sum(length[:place]) for place in range(len(length))]
         device = self.model.head.device

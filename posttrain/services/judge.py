@@ -1,7 +1,8 @@
 """A judge as a service: a language model behind an endpoint that scores replies or compares them.
 
-Decides what becomes of its answers: criteria are averaged by weight, a pair is asked in both orders and counts as a tie
-where they disagree, and what cannot be answered is Invalid as a whole. Rubbish is asked again once, with what was wrong.
+Decides how answers are combined: criteria are averaged by weight, a pair is asked in both orders and counts as a tie
+where they disagree, and a request without a valid answer is Invalid as a whole. An invalid answer is asked for once
+more, with the error.
 """
 
 from __future__ import annotations
@@ -31,23 +32,25 @@ from posttrain.services.judge_recipe import Criterion, Recipe
 from posttrain.system.endpoint import Endpoint, EndpointFailure, key_in
 
 FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
-"""What a comparison is worth to the reply that was shown as A."""
+"""Value of a comparison for the reply that was shown as A."""
 PATH = "chat/completions"
 REFUSING = (400, 415, 422, 500, 501)
-"""What endpoints answer to a form of output that they do not have."""
+"""Errors of endpoints that do not support a form of output."""
 TRIED = ("What is 2 + 2?", "2 + 2 is 4.", "2 + 2 is 5.")
 
 
 class Judge:
-    """See `posttrain.core.protocols.Service`.
+    """Service of a judge behind an endpoint; implements `posttrain.core.protocols.Service`.
 
-    Answers are Reasoned, with the texts of the calls that they were read from. That of a scalar judge is a number of its
-    scale, that of a pairwise one 1 (the first is better), 0.5 or 0. With several criteria it is a dict with each of them and
-    their weighted mean as "reward".
+    Answers are Reasoned, with the texts of the calls that they were read from. That of a scalar judge is a number of
+    its scale, that of a pairwise one 1 (the first is better), 0.5 or 0. With several criteria it is a dict with each of
+    them and their weighted mean as "reward".
     """
 
     def __init__(self, recipe: Recipe, name: str = "judge", cache: AnswerCache | None = None) -> None:
-        """`cache`: instead of the user's. Raises UserError if the recipe's key is not in the environment."""
+        """Create the service. `cache`: replaces the user's. Raises UserError if the recipe's key is not in the
+        environment.
+        """
         self.recipe, self.name = recipe, name
         key = key_in(recipe.key_env) if recipe.key_env else None
         if recipe.key_env and key is None:
@@ -56,7 +59,7 @@ class Judge:
         self.endpoint = Endpoint(
             recipe.endpoint, key, recipe.calls, recipe.requests_per_minute, recipe.timeout, recipe.retries
         )
-        self._asks = f"{self.endpoint.address}/{PATH}"  # what the cache knows the endpoint by
+        self._asks = f"{self.endpoint.address}/{PATH}"  # the endpoint's key in the cache
         self._answers: list[tuple[int, Any]] = []
         counted = ("asked", "invalid", "cached", "rubbish", "disagreements", "tokens/prompt", "tokens/reply")
         self._counts = dict.fromkeys(counted, 0.0)
@@ -92,7 +95,7 @@ class Judge:
     def example(self) -> Any:
         low, high = self.recipe.scale
         value = 0.5 if self.recipe.kind == "pairwise" else (low + high) / 2
-        return self._joined([value] * len(self.recipe.parts))
+        return self._joined([value] * len(self.recipe.all_criteria))
 
     def counts(self) -> dict[str, float]:
         prices, tokens = (self.recipe.prompt_price, self.recipe.reply_price), self._counts
@@ -103,9 +106,9 @@ class Judge:
         self.endpoint.close()
 
     def problem(self) -> str | None:
-        """Why the endpoint cannot judge, in words, found out by one short question; None: it can."""
+        """Return why the endpoint cannot judge, from one short question; None: it can."""
         replies = TRIED[1:] if self.recipe.kind == "pairwise" else TRIED[1:2]
-        body = request(self.recipe, JudgeQuestion(TRIED[0], replies), self.recipe.parts)
+        body = request(self.recipe, JudgeQuestion(TRIED[0], replies), self.recipe.all_criteria)
         found = self.endpoint.try_once(self._call(body, retries=1))
         if not isinstance(found, EndpointFailure):
             return None
@@ -114,7 +117,7 @@ class Judge:
             if not isinstance(self.endpoint.try_once(self._call(plain, retries=1)), EndpointFailure):
                 where = f"{self.name} at {self.recipe.endpoint}"
                 fix = f'cannot do structured = "{self.recipe.structured}": put structured = "none" into its recipe'
-                return f"{where} {fix}; it says {found.reason}"
+                return f"{where} {fix}; it reports {found.reason}"
         key = f"look at {self.recipe.key_env}" if self.recipe.key_env else "name its variable as key_env"
         way = found.way(key, "the recipe's endpoint and model")
         return f"{self.name} at {self.recipe.endpoint} does not answer: {found.reason}; {way}"
@@ -122,7 +125,7 @@ class Judge:
     # -- on the event loop ---------------------------------------------------------------------------------------------
 
     async def _judge(self, question: JudgeQuestion) -> Any:
-        parts = self.recipe.parts
+        parts = self.recipe.all_criteria
         groups = [parts] if self.recipe.together else [(part,) for part in parts]
         verdicts = await asyncio.gather(*(self._verdict(question, group) for group in groups))
         said = tuple(text for _, texts in verdicts for text in texts)
@@ -136,7 +139,7 @@ class Judge:
     async def _verdict(
         self, question: JudgeQuestion, criteria: Sequence[Criterion]
     ) -> tuple[dict[str, float] | Invalid, list[str]]:
-        """A value for each of these criteria, and the answers that they were read from."""
+        """Return a value for each of these criteria, and the answers that they were read from."""
         if self.recipe.kind == "scalar":
             found, said = await self._asked(question, criteria)
             return found if isinstance(found, Invalid) else {c.name: float(found[c.name]) for c in criteria}, said
@@ -156,7 +159,7 @@ class Judge:
     async def _asked(
         self, question: JudgeQuestion, criteria: Sequence[Criterion]
     ) -> tuple[dict[str, Any] | Invalid, list[str]]:
-        """The verdict of one call: from the cache, or from the endpoint, which may be asked twice. And the last answer."""
+        """Return the verdict of one call, and the last answer: from the cache, or from the endpoint, with one retry."""
         body, wanted = request(self.recipe, question, criteria), schema(self.recipe, criteria)
         first = _written(body)
         if self.cache is not None and (known := self.cache.get(self._asks, first)) is not None:
@@ -182,7 +185,7 @@ class Judge:
         return self._invalid(f"rubbish twice: {problem}"), texts
 
     def _read(self, said: JudgeAnswer, wanted: dict[str, Any]) -> dict[str, Any] | str:
-        """The verdict of an answer, or what is wrong with it."""
+        """Parse an answer. Return the verdict, or an error message."""
         if said.ended:
             return ENDED[said.ended].format(most=self.recipe.max_tokens)
         return read_verdict(said.text, wanted)
@@ -198,7 +201,7 @@ class Judge:
         return Invalid(f"{self.name}: {reason}", InvalidKind.UNANSWERED)
 
     def _joined(self, values: Sequence[float]) -> Any:
-        """The answer: the value of a single rubric, or all of them with their weighted mean."""
+        """Combine the values: that of a single rubric, or all of them with their weighted mean."""
         if not self.recipe.criteria:
             return values[0]
         total = sum(c.weight for c in self.recipe.criteria)
@@ -207,7 +210,9 @@ class Judge:
 
 
 def _written(body: dict[str, Any]) -> bytes:
-    """Equal requests as equal bytes: the cache knows them by these. In their order: models write reasons first by it."""
+    """Encode a request; equal requests give equal bytes, the cache's key. The order of keys is kept: models write
+    reasons first by it.
+    """
     return json.dumps(body, ensure_ascii=False).encode()
 
 

@@ -1,9 +1,9 @@
-"""What a judge is asked and how its answers are read: text in, JSON out. No call is made here.
+"""Requests to a judge and the parsing of its answers: text in, JSON out. No call is made here.
 
-Decided here: the judge sees the reply between marks that follow from the content of the question, so that a reply cannot
-close its own frame; answers are checked against a schema, and a score beyond the scale is rubbish, never clipped. So is an
-answer that can be read in two ways (a key twice, two objects), and one that was ended from outside, however whole it looks:
-what the judge had still to say is not known.
+Decided here: the judge sees the reply between marks that follow from the content of the question, so that a reply
+cannot close its own frame; answers are validated by a schema, and a score beyond the scale is invalid, never clipped.
+So is an ambiguous answer (a key twice, two objects), and one that was cut off, however complete it looks: its rest is
+unknown.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ FORMS = {
     "scalar": '{"prompt" or "messages", "response"}, perhaps with "reference", or text',
     "pairwise": '{"prompt" or "messages", "responses": [first, second]}, or "response" and "reference" instead',
 }
-MOST_SAID = 1 << 14  # characters of an answer that are kept with a rollout
+MOST_SAID = 1 << 14  # characters of an answer that are stored with a rollout
 MOST_TRIES = 100  # beginnings of an object that are tried in an answer
 ENDED = {"length": "max_tokens {most} cut it", "content_filter": "a content filter ended it"}
-"""What an endpoint calls an end of an answer that its model has not chosen."""
-AGAIN = "That cannot be read: {problem}. Answer again with the JSON object alone, as it was asked for."
+"""Finish reasons of an endpoint other than the model's own end."""
+AGAIN = "Your answer is invalid: {problem}. Answer again with the JSON object alone, as it was asked for."
 
 
 @dataclass(frozen=True)
 class JudgeQuestion:
-    """What is to be judged."""
+    """A request for a judgement."""
 
-    asked: str  # what the reply answers; "": nothing is known of it
+    asked: str  # the prompt of the reply; "": unknown
     replies: tuple[str, ...]  # one, or the two to be compared
-    reference: str = ""  # an answer that is known to be good, shown to scalar judges
+    reference: str = ""  # a good reference answer, shown to scalar judges
 
 
 def read_question(content: Any, kind: str) -> JudgeQuestion | str:
-    """The question that an environment's content is, or why it is none."""
+    """Parse an environment's request. Return the question, or an error message."""
     expected = f"a {kind} judge is asked with {FORMS[kind]}"
     if isinstance(content, str) and kind == "scalar":
         return JudgeQuestion("", (content,))
@@ -64,7 +64,7 @@ def read_question(content: Any, kind: str) -> JudgeQuestion | str:
 
 
 def _asked(content: Mapping[str, Any]) -> str | None:
-    """What the reply answers, as text; None if it cannot be read."""
+    """Return the prompt of the reply, as text; None if it cannot be parsed."""
     prompt, messages = content.get("prompt", ""), content.get("messages", [])
     if not isinstance(prompt, str) or not isinstance(messages, list):
         return None
@@ -78,7 +78,7 @@ def _asked(content: Mapping[str, Any]) -> str | None:
 
 
 def request(recipe: Recipe, question: JudgeQuestion, criteria: Sequence[Criterion]) -> dict[str, Any]:
-    """The body of the call that asks for a verdict by these criteria."""
+    """Return the body of the call that asks for a verdict by these criteria."""
     system, user = _instructions(recipe, criteria), _material(question)
     body: dict[str, Any] = {
         "model": recipe.model,
@@ -95,13 +95,13 @@ def request(recipe: Recipe, question: JudgeQuestion, criteria: Sequence[Criterio
 
 
 def again(body: Mapping[str, Any], said: str, problem: str) -> dict[str, Any]:
-    """The same call with what was wrong with its answer."""
+    """Return the body of a repeated call, with the invalid answer and its error."""
     told = {"role": "user", "content": AGAIN.format(problem=problem)}
     return {**body, "messages": [*body["messages"], {"role": "assistant", "content": said}, told]}
 
 
 def schema(recipe: Recipe, criteria: Sequence[Criterion]) -> dict[str, Any]:
-    """What an answer must be: {"reason": ..., "score": ...}, with a name for each of several criteria."""
+    """Return the schema of an answer: {"reason": ..., "score": ...}, with a name for each of several criteria."""
     low, high = recipe.scale
     verdict = (
         {"type": "number", "minimum": low, "maximum": high}
@@ -118,23 +118,23 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """What a judge said in its answer to a call."""
+    """A judge's answer to a call."""
 
     text: str  # of the first choice
     prompt_tokens: int
     reply_tokens: int
-    ended: str  # by whom from outside, as `ENDED` says; "": by itself
+    ended: str  # why it was cut off, one of `ENDED`; "": it was not
 
 
 def kept(text: str) -> str:
-    """An answer as it is recorded: its beginning and its end where it is long, for verdicts stand at the end."""
-    text = text.encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair has no form in a file
+    """Shorten an answer for the record to its beginning and its end, since verdicts are at the end."""
+    text = text.encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair cannot be stored
     left_out, half = len(text) - MOST_SAID, MOST_SAID // 2
     return text if left_out <= 0 else f"{text[:half]}\n[{left_out:,} characters left out]\n{text[-half:]}"
 
 
 def read_completion(message: Any) -> JudgeAnswer | EndpointFailure:
-    """What the JSON of a chat completion holds."""
+    """Parse the JSON of a chat completion."""
     try:
         [choice, *_] = message["choices"]
         text = choice["message"]["content"]
@@ -154,7 +154,7 @@ def _count(usage: Any, name: str) -> int:
 
 
 def read_verdict(text: str, wanted: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The JSON object in an answer if there is one alone and it follows the schema, or what is wrong with it."""
+    """Return the JSON object in an answer if there is exactly one and it follows the schema, else an error message."""
     try:
         found = _found_object(text)
     except _Ambiguous as error:
@@ -168,11 +168,11 @@ def read_verdict(text: str, wanted: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 class _Ambiguous(Exception):
-    """A text can be read in several ways."""
+    """A text with more than one reading."""
 
 
 def _found_object(text: str) -> dict[str, Any] | None:
-    """The JSON object in a text: models put fences and talk around what they were asked for. Raises _Ambiguous."""
+    """Return the JSON object in a text: models put fences and comments around it. Raises _Ambiguous."""
     decoder = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_once_each)
     found, place = None, text.find("{")
     for _ in range(MOST_TRIES):
@@ -221,7 +221,7 @@ def _instructions(recipe: Recipe, criteria: Sequence[Criterion]) -> str:
 
 
 def _material(question: JudgeQuestion) -> str:
-    """The texts, each between marks that stand in none of them but by a chance of 2^-48."""
+    """Return the texts, each between marks that occur in none of them but by a chance of 2^-48."""
     mark = hashlib.blake2b(repr(question).encode("utf-8", "replace"), digest_size=6).hexdigest()
     named = [("request", question.asked), ("a good reply, for reference", question.reference)]
     shown = [(name, text) for name, text in named if text]

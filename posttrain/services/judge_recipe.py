@@ -1,4 +1,4 @@
-"""How a judge asks: a TOML file, read strictly. Decides what a recipe may say and how it is refused.
+"""Recipe of a judge: a TOML file, parsed strictly.
 
 A recipe with an endpoint is of a judge there; one with a template is of a checkpoint of this machine.
 """
@@ -24,14 +24,14 @@ RUBRIC = (
     "How well the reply does what it was asked to do: it is right, complete, clear, and no longer than it has to be."
 )
 OPERATION = ("key_env", "calls", "timeout", "retries", "requests_per_minute", "prompt_price", "reply_price", "cache")
-"""Settings that no answer depends on."""
+"""Settings that do not influence answers."""
 PLACES = ("prompt", "response", "reference")
-"""What a template may show."""
+"""Placeholders of a template."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """One of several things that replies are judged by."""
+    """One of several criteria."""
 
     name: str
     """What the part of the reward is called."""
@@ -43,7 +43,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A judge: a model behind an endpoint, what it is asked and how its answers are read."""
+    """A judge behind an endpoint: the model, its rubric and the format of its answers."""
 
     endpoint: str
     """Address of an OpenAI-compatible server, up to /v1: http://127.0.0.1:8000/v1."""
@@ -86,18 +86,18 @@ class Recipe:
     """Keep valid answers in the user's cache folder, for all runs."""
 
     @property
-    def parts(self) -> tuple[Criterion, ...]:
+    def all_criteria(self) -> tuple[Criterion, ...]:
         """The criteria; a single rubric is one."""
         return self.criteria or (Criterion("score", self.rubric),)
 
     def identity(self) -> dict[str, Any]:
-        """What answers depend on: the same model may have moved to another address."""
+        """Return the settings that influence answers: the same model may have moved to another address."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in (*OPERATION, "endpoint")}
 
 
 @dataclass(frozen=True)
 class Generative:
-    """A judge of this machine: a checkpoint that reasons, then says its verdict."""
+    """A judge of this machine: a checkpoint that reasons before its verdict."""
 
     model: str
     """Folder of a checkpoint or of a run."""
@@ -128,16 +128,16 @@ class Generative:
 
     @property
     def pattern(self) -> Pattern:
-        """The template's literal texts and places."""
+        """Return the template's literal texts and placeholders."""
         return parse_template(self.template, "template")
 
     def identity(self) -> dict[str, Any]:
-        """What answers depend on besides the weights."""
+        """Return the settings that influence answers, besides the weights."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("model", "slots")}
 
 
 def read_recipe(file: str | Path) -> Recipe | Generative:
-    """Raises UserError, in one line, if the file cannot be read or says what no recipe can."""
+    """Read a recipe. Raises UserError, in one line, if the file cannot be read or is invalid."""
     try:
         content = tomllib.loads(user_files.text(file))
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def read_recipe(file: str | Path) -> Recipe | Generative:
 
 
 def generative_of(content: Mapping[str, Any], where: str = "") -> Generative:
-    """The judge of this machine that has these settings. Raises UserError, in a line that begins with `where`."""
+    """Create a generative judge of these settings. Raises UserError, in a line that begins with `where`."""
     stop = content.get("stop", [])
     recipe = _filled(Generative, {**content, "stop": [stop] if isinstance(stop, str) else stop}, where)
     places = [place for _, place in parse_template(recipe.template, f"{where}template") if place is not None]
@@ -179,7 +179,7 @@ def generative_of(content: Mapping[str, Any], where: str = "") -> Generative:
 
 
 def recipe_of(content: Mapping[str, Any], where: str = "") -> Recipe:
-    """The recipe of these settings. Raises UserError, in a line that begins with `where`."""
+    """Create a recipe of these settings. Raises UserError, in a line that begins with `where`."""
     given = dict(content)
     tables = given.pop("criteria", [])
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
@@ -230,5 +230,5 @@ def _filled(kind: type[Kind], given: Mapping[str, Any], where: str) -> Kind:
 
 
 def _numbers(value: Any) -> Any:
-    """Tuples where TOML has lists."""
+    """Convert TOML's lists to tuples."""
     return tuple(value) if isinstance(value, list) else value

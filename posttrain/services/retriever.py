@@ -1,8 +1,8 @@
 """A retriever as a service: environments ask for passages, `found = yield Ask("retriever", {"query": ..., "k": 3})`.
 
-The answer is a list of {"id", "contents", "score"}, the best first; it may be empty. Behind it stands a server that speaks
-the protocol of `posttrain.services.retrieval.search_protocol`, or an index of this machine, which one process opens for
-all workers. Decided here: what a server cannot answer is Invalid, never an empty list, which would say that there is
+The answer is a list of {"id", "contents", "score"}, the best first; it may be empty. It comes from a server with the
+protocol of `posttrain.services.retrieval.search_protocol`, or from an index of this machine, which one process opens
+for all workers. Decided here: a failure of the server is Invalid, never an empty list, which would mean that there is
 nothing to find.
 """
 
@@ -39,16 +39,18 @@ from posttrain.system.child_processes import Child, pair
 from posttrain.system.endpoint import Endpoint, EndpointFailure
 
 CALLS, SECONDS, RETRIES = 64, 30.0, 5
-"""Of a server: calls at once, the limit of each, how often it is made again."""
+"""Limits of a server: concurrent calls, timeout of each, retries."""
 OPEN_SECONDS = 300.0  # for an index to be opened, which may load an encoder
 MOST_ANSWER = 1 << 30  # bytes
 FORM = '{"query": text, "k": passages}, or the text alone'
-TOKEN = "POSTTRAIN_RETRIEVER_TOKEN"  # in the environment: what a server wants with every request
-TRIED = "water"  # what a server is asked at the beginning
+TOKEN = "POSTTRAIN_RETRIEVER_TOKEN"  # environment variable with the token of a server
+TRIED = "water"  # first query to a server, to test it
 
 
 def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Service:
-    """The retriever at an address (http://host:8000, or host:8000), or that of an index in a folder. Raises UserError."""
+    """Open the retriever at an address (http://host:8000, or host:8000), or that of an index in a folder. Raises
+    UserError.
+    """
     if re.match(r"https?://", place):
         return RemoteRetriever(place, name, retries)
     if re.fullmatch(r"[\w.-]+:\d+(/\w*)?|localhost", place) and not os.path.exists(place):
@@ -57,9 +59,9 @@ def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Se
 
 
 def _read_question(content: Any) -> tuple[str, int] | str:
-    """The query and how many passages are asked for, or why it is no question.
+    """Parse a request. Return the query and the number of passages, or an error message.
 
-    Of a query that is too long the beginning counts: a policy could otherwise make its reward invalid.
+    A query that is too long is cut: a policy could otherwise make its reward invalid.
     """
     asked = {"query": content} if isinstance(content, str) else content
     if not isinstance(asked, dict) or not isinstance(asked.get("query"), str) or asked.keys() - {"query", "k"}:
@@ -71,10 +73,10 @@ def _read_question(content: Any) -> tuple[str, int] | str:
 
 
 class RemoteRetriever:
-    """See `posttrain.core.protocols.Service`. Asks a server."""
+    """Retriever behind a server; implements `posttrain.core.protocols.Service`."""
 
     def __init__(self, address: str, name: str, retries: int = RETRIES) -> None:
-        """`address`: with or without the path. Raises UserError for what is none."""
+        """Create the client. `address`: with or without the path. Raises UserError for an invalid one."""
         base = address.rstrip("/").removesuffix(f"/{PATH}")
         self.name = name
         self.endpoint = Endpoint(base, os.environ.get(TOKEN) or None, CALLS, None, SECONDS, retries)
@@ -83,7 +85,7 @@ class RemoteRetriever:
 
     @property
     def identity(self) -> str:
-        """Servers do not say what they search: a run holds what it was answered to be the same everywhere."""
+        """A constant: servers do not report what they search, so a run assumes that answers stay the same."""
         return "retriever"
 
     @property
@@ -91,7 +93,7 @@ class RemoteRetriever:
         return f"{self.endpoint.address}/{PATH}, {CALLS} calls at once"
 
     def problem(self) -> str | None:
-        """Why the server cannot be used, in one line, from a short question; None: it answers."""
+        """Return why the server cannot be used, in one line, from a short question; None: it answers."""
         found = self.endpoint.try_once(self._ask(TRIED, 1, retries=0))
         if isinstance(found, EndpointFailure):
             way = found.way(f"its token is read from {TOKEN}", "--retriever")
@@ -124,7 +126,9 @@ class RemoteRetriever:
         self.endpoint.close()
 
     async def _find(self, query: str, k: int) -> Any:
-        """Rubbish is asked for again once: it may be the page of a proxy whose server had just gone."""
+        """Ask the server, with one retry after an invalid answer: it may be the page of a proxy whose server had just
+        gone.
+        """
         found = await self._ask(query, k)
         if isinstance(found, EndpointFailure) and found.rubbish:
             self._counts["rubbish"] += 1
@@ -141,7 +145,7 @@ class RemoteRetriever:
 
 
 class LocalRetriever:
-    """See `posttrain.core.protocols.Service`. Asks a process of its own, in which the index is open."""
+    """Retriever in a process of its own, in which the index is open; implements `posttrain.core.protocols.Service`."""
 
     def __init__(self, folder: str, name: str) -> None:
         """Raises UserError if there is no index, or if it cannot be opened."""
@@ -180,7 +184,7 @@ class LocalRetriever:
             self._pending.add(id)
 
     def poll(self) -> list[tuple[int, Any]]:
-        """Raises UserError if the process is gone: what it cannot survive once it would not a second time."""
+        """Return answers. Raises UserError if the process is gone: a restart would fail at the same request."""
         if self._asked:
             self._unsent += framed(pickle.dumps(list(self._asked)))
             self._asked.clear()
@@ -221,7 +225,7 @@ class LocalRetriever:
             select.select([self._socket], [self._socket] if self._unsent else [], [], 0.1)
 
     def _write(self) -> None:
-        """As far as it takes it."""
+        """Send as much as the process takes."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -231,7 +235,7 @@ class LocalRetriever:
             raise self._gone() from None
 
     def _read(self) -> list[dict[str, Any]]:
-        """The messages that are there."""
+        """Return the messages that have arrived."""
         messages: list[Any] = []
         try:
             while more := self._socket.recv(1 << 18):
@@ -244,14 +248,14 @@ class LocalRetriever:
             raise self._garbled() from None
         if not all(isinstance(message, dict) for message in messages):
             raise self._garbled()
-        if not more and not messages:  # what it said before its end is told first
+        if not more and not messages:  # messages before its end come first
             raise self._gone()
         return messages
 
     def _take(self, message: dict[str, Any]) -> None:
         number, found, failed = message.get("number"), message.get("found"), message.get("failed")
         if type(number) is not int or number not in self._pending:
-            raise UserError(f"the process of {self.name} answered what was not asked: {clip(str(number))}")
+            raise UserError(f"the process of {self.name} answered an unknown request: {clip(str(number))}")
         self._pending.discard(number)
         if isinstance(failed, str):
             self._invalid(number, failed)
@@ -259,10 +263,10 @@ class LocalRetriever:
             names = ("id", "contents", "score")
             self._answers.append((number, [dict(zip(names, one, strict=True)) for one in found]))
         else:
-            self._invalid(number, "its process sent what cannot be read")
+            self._invalid(number, "its process sent a message that cannot be read")
 
     def _garbled(self) -> UserError:
-        return UserError(f"the process of {self.name} sent what cannot be read")
+        return UserError(f"the process of {self.name} sent a message that cannot be read")
 
     def _gone(self) -> UserError:
         ended = f"died ({self._child.exit()})" if self._child.wait(1.0) else "closed its socket"

@@ -1,10 +1,10 @@
-"""A reward model of this machine as a service: what is asked is text, what comes back a number.
+"""A reward model of this machine as a service: text in, a number out.
 
-It reads text with its own tokenizer, as in its training: the ids of the policy would be other words to it. Texts are
-computed together, and yet the bits of a score do not depend on what else was asked: products go in blocks of one size, and
-each text looks at itself alone. Where there is no compiled code for that, texts are computed one by one.
+It tokenizes text with its own tokenizer, as in its training: the policy's ids mean other tokens. Texts are computed
+together, and yet the bits of a score do not depend on the other texts: products go in blocks of one size, and each text
+attends to itself alone. Where there is no compiled code for that, texts are computed one by one.
 
-    T    tokens of all texts    S    texts
+T    tokens of all texts    S    texts
 """
 
 from __future__ import annotations
@@ -34,32 +34,34 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import SCORE
 from posttrain.runs.chat_choice import chatting
 
-TOGETHER = 4096  # tokens that are computed at once
+TOGETHER = 4096  # tokens per forward pass
 FORMS = '{"prompt": ..., "response": ...}, {"messages": [...]} or text'
 
 
 @dataclass(frozen=True)
 class _Text:
-    """What is scored."""
+    """A text to be scored."""
 
     tokens: list[int]
-    at: list[int]  # places of the tokens whose hidden states are read
+    at: list[int]  # indices of the tokens whose hidden states are used
 
 
 class RewardModelService:
-    """See `posttrain.core.protocols.Service`.
+    """Service of a reward model; implements `posttrain.core.protocols.Service`.
 
-    Content: {"prompt", "response"}, or {"messages"} whose last is the assistant's, read as in training, with "cut" where
-    the response was cut off; or text, which is scored as it stands. A prompt is read in the chat template where rows were
-    in training, and a single message without one where there is none. Where the model has an offset, which centres its
-    scores, it is added.
+    Content: {"prompt", "response"}, or {"messages"} whose last is the assistant's, tokenized as in training, with "cut"
+    where the response was cut off; or text, which is scored as it is. A prompt is put into the chat template where rows
+    were in training, and a single message without one where there is none. Where the model has an offset, which centres
+    its scores, it is added.
     """
 
     def __init__(self, folder: str | Path, device: str | torch.device = "cpu") -> None:
-        """Raises UserError if there is no such folder, if it is of an unsupported family, or has no score head."""
+        """Load the reward model. Raises UserError if there is no such folder, if it is of an unsupported family, or has
+        no score head.
+        """
         self.folder = checkpoint_folder(folder)
         read_json(described_in(self.folder) / "config.json")
-        if SCORE not in stored_names(self.folder):  # told before all of it is read
+        if SCORE not in stored_names(self.folder):  # reported before everything is loaded
             raise UserError(
                 f"--reward-model {folder} has no score head ({SCORE}): it is a language model, not a reward model; give a "
                 "run of posttrain reward-model, or a sequence-classification checkpoint of one label"
@@ -79,7 +81,7 @@ class RewardModelService:
 
     @property
     def identity(self) -> str:
-        """Tells scores of other weights apart, as far as their head does."""
+        """A string that differs for other heads, as a proxy for other weights."""
         head = self.model.score.detach().cpu().numpy().tobytes()
         return f"{hashlib.blake2b(head, digest_size=16).hexdigest()} {self.model.offset!r}"
 
@@ -98,7 +100,7 @@ class RewardModelService:
             self._asked.append((id, text))
 
     def poll(self) -> list[tuple[int, Any]]:
-        """Computes the next few of the texts that are there."""
+        """Compute the next few texts. Return their scores."""
         some: list[tuple[int, _Text]] = []
         size = 0
         while self._asked and (not some or size + len(self._asked[0][1].tokens) <= TOGETHER):
@@ -123,12 +125,12 @@ class RewardModelService:
 
     @torch.no_grad()
     def _scores(self, texts: Sequence[_Text]) -> list[float]:
-        """The score of each text: [S]."""
+        """Return the score of each text: [S]."""
         groups = [texts] if self.model.backbone.apart else [[text] for text in texts]
         return [self._score(own) for group in groups for own in self._hidden(group)]
 
     def _score(self, hidden: Tensor) -> float:
-        """Hidden states [n, D] where a text is read -> its score: the mean over them, and the offset.
+        """Return the score of hidden states [n, D]: the mean over them, plus the offset.
 
         Each text by itself: the numbers of another one change no bit of it.
         """
@@ -136,7 +138,7 @@ class RewardModelService:
         return scores.mean().item() + self.model.offset
 
     def _hidden(self, texts: Sequence[_Text]) -> Sequence[Tensor]:
-        """Hidden states [n, D] of each text, at the tokens where it is read."""
+        """Return hidden states [n, D] of each text, at its `at`."""
         length = [len(text.tokens) for text in texts]
         start = [sum(length[:place]) for place in range(len(length))]
         layout = Layout(
@@ -153,7 +155,7 @@ class RewardModelService:
         return hidden.split([len(text.at) for text in texts])
 
     def _read(self, content: Any) -> _Text | Invalid:
-        """The tokens of what is asked, and where they are read."""
+        """Tokenize a request's text, and choose the tokens whose hidden states are used."""
         of = content.keys() - {"cut"} if isinstance(content, dict) else set()
         try:
             if isinstance(content, str):
@@ -176,7 +178,7 @@ class RewardModelService:
         return _Text(tokens, at if self.model.shape.pooling == "mean" else at[-1:])
 
     def _as_trained(self, content: dict[str, Any]) -> dict[str, Any]:
-        """What is asked, in the form that rows with a plain prompt had in training."""
+        """Return a request in the form that rows with a plain prompt had in training."""
         if "prompt" in content and self.chat.on:
             return AsMessages(self.chat.system, answered=True)(content)
         messages = content.get("messages", ())

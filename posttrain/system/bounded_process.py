@@ -1,8 +1,8 @@
-"""A child process that answers calls, each within a time and a memory: one that takes more is killed.
+"""A child process that answers calls, each with limits of time and memory: one that exceeds them is killed.
 
-The next call starts another. It is for what no interrupt reaches and whose memory no limit of its own bounds, such as a
-function of a database. The child stays between calls, with what its functions keep. Its functions are ours, so answers are
-pickled.
+The next call starts another. It is for code that no interrupt reaches and that cannot limit its own memory, such as a
+function of a database. The child stays between calls, with the state of its functions. Its functions are ours, so
+answers are pickled.
 """
 
 from __future__ import annotations
@@ -26,28 +26,32 @@ from posttrain.system.child_processes import Child, pair
 from posttrain.system.temp_folders import TempFolder
 
 START_SECONDS = 120.0  # for an interpreter and its imports, on a busy machine with a slow file system
-GRACE_SECONDS = 0.5  # in which a call may still say itself that it took too long
+GRACE_SECONDS = 0.5  # in which a call may still report a timeout itself
 
-LATE = "that took longer than {seconds:g} s: ask for less"
-LARGE = "that takes more than {gib:.1f} GiB of memory: ask for less"
+LATE = "the query took longer than {seconds:g} s: ask for less"
+LARGE = "the query takes more than {gib:.1f} GiB of memory: ask for less"
 
 
 class BoundedProcess:
-    """Answers one call at a time. Nothing is started before the first one. May be used from any thread."""
+    """Answers one call at a time. It starts with the first one. May be used from any thread."""
 
     def __init__(self, module: str, late: str = LATE, large: str = LARGE) -> None:
-        """`module`: whose functions are called, by its full name. `late`, `large`: what is said of too much."""
+        """Create it. `module`: full name of the module whose functions are called. `late`, `large`: messages of
+        exceeded limits.
+        """
         self._module, self._late, self._large = module, late, large
         self._child: Child | None = None
         self._turn = threading.Lock()
 
     def call(self, function: str, *args: Any, seconds: float, gib: float, descriptors: Sequence[int] = ()) -> Any:
-        """What the function returns; it gets copies of the descriptors behind its arguments, which it has to close.
+        """Return the result of the function; it gets copies of the descriptors behind its arguments, which it has to
+        close.
 
-        Raises the function's UserError, or one for what took too long (from when the process is there) or too much.
+        Raises the function's UserError, or one for a call that took too long (from when the process is running) or too
+        much memory.
         """
         if not self._turn.acquire(timeout=START_SECONDS):
-            raise UserError("earlier questions are still being answered: wait, and ask again")
+            raise UserError("earlier queries are still running: wait, and try again")
         try:
             if self._child is None or self._child.ended:
                 self._start()
@@ -55,7 +59,7 @@ class BoundedProcess:
         except (EOFError, OSError):  # the system has killed it
             self._kill()
             raise UserError(self._large.format(gib=gib)) from None
-        except BaseException:  # what was asked goes on there
+        except BaseException:  # the call goes on there
             self._kill()
             raise
         finally:
@@ -65,7 +69,7 @@ class BoundedProcess:
         raise UserError(self._large.format(gib=gib) if kind == "memory" else answer)
 
     def close(self) -> None:
-        """End it, whatever it is at. Another call starts it again."""
+        """Kill it, whatever it is doing. Another call starts it again."""
         self._kill()
 
     def _start(self) -> None:
@@ -77,7 +81,7 @@ class BoundedProcess:
         self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         self._connection.send(self._module)
         if not self._connection.poll(START_SECONDS):
-            raise UserError(f"no process that answers was to be had within {START_SECONDS:g} s: try again")
+            raise UserError(f"the process did not start within {START_SECONDS:g} s: try again")
         self._connection.recv()
 
     def _asked(self, call: Any, descriptors: Sequence[int], seconds: float) -> tuple[str, Any]:
@@ -99,7 +103,7 @@ class BoundedProcess:
 
 
 def serve(descriptor: int) -> None:
-    """The child's side: answer what arrives until the other side closes."""
+    """Run the child: answer calls until the other side closes."""
     end = socket.socket(fileno=descriptor)
     connection: Connection[Any, Any] = Connection(os.dup(descriptor))
     with suppress(EOFError, OSError):
@@ -123,7 +127,7 @@ def serve(descriptor: int) -> None:
 
 
 def _data() -> int:
-    """Bytes that this process has taken for itself: without files that are mapped, and shared memory."""
+    """Return the private memory of this process in bytes: without mapped files and shared memory."""
     with suppress(OSError):
         found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
         if found:
@@ -132,5 +136,5 @@ def _data() -> int:
 
 
 def _bound(most: int) -> None:
-    with suppress(OSError, ValueError, OverflowError):  # there are systems without
+    with suppress(OSError, ValueError, OverflowError):  # some systems have none
         resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -1,4 +1,4 @@
-"""Folders that are the user's own, for what may be made or asked for again. Compiled code has a stricter one of its own."""
+"""Cache folders of the user, for data that can be made again. Compiled code has a stricter one of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path | None:
-    """posttrain/NAME in $XDG_CACHE_HOME or ~/.cache; None where there can be none that others cannot write to."""
+    """Return posttrain/NAME in $XDG_CACHE_HOME or ~/.cache; None where no private folder is possible."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
         folder = home / name

@@ -32,12 +32,12 @@ from typing import IO, Any, NoReturn
 
 from posttrain.core.messages import safe
 
-LAST_WORDS_SECONDS = 1.0  # for what children printed to be passed on, at our end
-END_SECONDS = 10.0  # for a keeper to kill what descends from it
+LAST_WORDS_SECONDS = 1.0  # for the output of children to be passed on, at our end
+END_SECONDS = 10.0  # for a keeper to kill its descendants
 MARK = "POSTTRAIN_CHILD"  # the environment variable that all descendants of a child have, unless they drop it
 
 _BOOT = "import sys; sys.path[:] = sys.argv[4:]; from posttrain.system.child_processes import main; main()"
-_DONE = b"."  # from the keeper: nothing is left
+_DONE = b"."  # from the keeper: no descendant is left
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl
 _LINUX = sys.platform == "linux"
 
@@ -58,7 +58,9 @@ class Child:
         output: int | IO[Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`output`: where what it prints goes; None: to our standard error, on a terminal by way of `sys.stderr`."""
+        """Start it. `output`: destination of its output; None: our standard error, on a terminal by way of
+        `sys.stderr`.
+        """
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._life, theirs = pair()
         if output is None:
@@ -82,26 +84,26 @@ class Child:
         return self.process.poll() is not None
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end; returns whether it came."""
+        """Wait for its end; return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, seconds))
         return self.ended
 
     @property
     def code(self) -> int:
-        """Its exit code, below 0 for a signal, once it has ended."""
+        """Return its exit code, below 0 for a signal, once it has ended."""
         code = self.process.poll()
         assert code is not None, "it is still there"
         return code
 
     def exit(self) -> str:
-        """How it ended, in words."""
+        """Return how it ended, in words."""
         code = self.code
         known = code < 0 and -code in signal.valid_signals()
         return f"exit code {code}" + (f", {signal.Signals(-code).name}" if known else "")
 
     def kill(self) -> None:
-        """End it and all its descendants, if it has not ended yet. May be called twice."""
+        """Kill it and all its descendants, if it has not ended yet. May be called twice."""
         with suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)  # a copy of our end in a process that we forked changes nothing
         if not self.wait(END_SECONDS):
@@ -118,7 +120,7 @@ class Child:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets, none of which has the number of a standard stream that is closed."""
+    """Return two connected sockets, none of which has the number of a standard stream that is closed."""
     import fcntl
 
     ends = []
@@ -140,7 +142,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _our_error() -> int:
-    """Where children print to if nothing else is said."""
+    """Return the descriptor for children's output by default."""
     if not _is_open(2):
         return subprocess.DEVNULL
     return _passed_on() if os.isatty(2) else 2
@@ -148,16 +150,16 @@ def _our_error() -> int:
 
 @cache
 def _passed_on() -> int:
-    """A descriptor for children to print to while standard error is a terminal.
+    """Return a descriptor for children's output while standard error is a terminal.
 
-    A thread writes what comes there to `sys.stderr`: by themselves they would write into what we draw on that terminal.
+    A thread copies it to `sys.stderr`: otherwise children would write into what is drawn on that terminal.
     """
     reading, writing = os.pipe()
 
     def copy() -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
         while more := os.read(reading, 1 << 16):
-            with suppress(OSError, ValueError):  # the terminal has gone
+            with suppress(OSError, ValueError):  # the terminal is gone
                 print(
                     safe(decoder.decode(more).replace("\r\n", "\n").expandtabs()), end="", file=sys.stderr, flush=True
                 )
@@ -177,7 +179,9 @@ def _passed_on() -> int:
 
 
 def main() -> None:
-    """Arguments: the function to call, the file descriptor of the life line, those that the function gets, our path."""
+    """Run the child. Arguments: the function, the file descriptor of the life line, the function's descriptors, our
+    path.
+    """
     from importlib import import_module
 
     target, life, numbers = sys.argv[1:4]
@@ -191,7 +195,9 @@ def main() -> None:
 
 
 def keep(life: int) -> None:
-    """Fork. Returns in the child alone; this process waits for its end, or that of the parent, and ends like it."""
+    """Fork. Return in the child alone; this process waits for its end, or that of the parent, and ends in the
+    same way.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _prctl(_SUBREAPER, 1)
@@ -201,18 +207,18 @@ def keep(life: int) -> None:
         try:
             _wait(life, worker)
         finally:
-            os._exit(70)  # only an error of our own comes here
+            os._exit(70)  # reached only by an error of our own
     os.close(life)
-    os.setsid()  # a group of its own: it may kill that and spares the keeper
+    os.setsid()  # a group of its own: it may kill that and spare the keeper
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != keeper:
         os._exit(70)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C stays the parent's business
+    for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C is handled by the parent
         signal.signal(number, signal.SIG_DFL)
 
 
 def _wait(life: int, worker: int) -> NoReturn:
-    """The keeper's whole life."""
+    """Run the keeper."""
     waker, wakes = os.pipe()
     for end in (waker, wakes):
         os.set_blocking(end, False)
@@ -236,7 +242,7 @@ def _wait(life: int, worker: int) -> NoReturn:
 
 
 def _reap(worker: int) -> int | None:
-    """Take leave of all children that have ended; the worker's status, if it is among them."""
+    """Reap all children that have ended; return the worker's status, if it is among them."""
     found = None
     with suppress(ChildProcessError):
         while True:
@@ -249,13 +255,13 @@ def _reap(worker: int) -> int | None:
 
 
 def _kill_descendants(worker: int, status: int | None) -> int:
-    """Kill until none is left. Returns the worker's status, if it was not known before."""
+    """Kill until no descendant is left. Return the worker's status, if it was not known before."""
     end = time.monotonic() + END_SECONDS
     while True:
         pids = _descendants(os.getpid()) if _LINUX else []
         if not _LINUX and status is None:
             pids = [-worker, worker]
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped at first: none of them starts others meanwhile
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: so that none starts others meanwhile
             _signal(pids, number)
         ended = _reap(worker)
         status = status if ended is None else ended
@@ -265,7 +271,7 @@ def _kill_descendants(worker: int, status: int | None) -> int:
 
 
 def _descendants(root: int) -> list[int]:
-    """Of a process, the living, on Linux."""
+    """Return the living descendants of a process, on Linux."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -278,7 +284,7 @@ def _descendants(root: int) -> list[int]:
     while line:
         for pid in children.get(abs(line.pop()), []):
             line.append(pid)
-            if pid > 0:  # not dead, and merely not yet taken leave of
+            if pid > 0:  # not dead, and not a zombie
                 found.append(pid)
     return found
 
@@ -306,7 +312,7 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _close_all_but(kept: Iterable[int]) -> None:
-    """The worker's sockets must close when the worker ends."""
+    """Close other descriptors: the worker's sockets must close when the worker ends."""
     first = 0
     for descriptor in sorted(kept):
         os.closerange(first, descriptor)

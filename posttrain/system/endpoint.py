@@ -1,9 +1,9 @@
-"""Calls of an OpenAI-compatible endpoint: one event loop in a thread of its own, many calls in the air.
+"""Calls of an OpenAI-compatible endpoint: one event loop in a thread of its own, many concurrent calls.
 
-Decides, for judges and teachers alike, which failures are worth another call, when it is made, and what is said of them.
-Connections, 408, 429 and 5xx are worth one: after a time that doubles with each, or after the time that the endpoint asks
-for, which then holds for all calls. The time limit is of a whole call: HTTP libraries have limits for single reads, which
-an answer that trickles in never reaches. What an answer holds is read by who asked.
+Decides, for judges and teachers alike, which failures are retried, when, and how they are reported. Connection errors,
+408, 429 and 5xx are retried: after a time that doubles with each, or after the time that the endpoint asks for, which
+then holds for all calls. The timeout is of a whole call: HTTP libraries have timeouts for single reads, which an answer
+that trickles in never reaches. Answers are parsed by the caller.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from posttrain.core.types import UserError
 from posttrain.system.http_connection import Connection, encryption, proxy_for
 
 FIRST_WAIT = 0.5  # seconds before a call is made again; doubles each time
-PATIENCE_SECONDS = 2.0  # without a word, while an endpoint is tried
-TELL_SECONDS = 60.0  # between lines that say what is waited for
-LONGEST_WAIT = 120.0  # seconds that an endpoint may ask to wait: beyond it the call has failed
+PATIENCE_SECONDS = 2.0  # of silence, while an endpoint is tested
+TELL_SECONDS = 60.0  # between messages about waiting
+LONGEST_WAIT = 120.0  # longest wait in seconds that an endpoint may ask for: beyond it the call has failed
 MOST_BYTES = 64 << 20  # of an answer: the log-probabilities of a long prompt take a few
 CLOSE_SECONDS = 5.0
 PASSING = (
@@ -41,23 +41,25 @@ PASSING = (
     httpcore2.RemoteProtocolError,
     httpcore2.ProxyError,
 )
-"""Failures of a connection after which another may do better."""
+"""Failures of a connection after which a retry may succeed."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class EndpointFailure:
-    """Why there is no answer."""
+    """Reason of a failed call."""
 
     reason: str
-    again: bool = False  # whether another call may end otherwise
-    rubbish: bool = False  # whether something came that is no answer
-    wait: float = 0.0  # seconds that the endpoint asks for
-    status: int | None = None  # of the HTTP answer, where that is the reason
+    again: bool = False  # whether a retry may succeed
+    rubbish: bool = False  # whether a response came that is not an answer
+    wait: float = 0.0  # seconds that the endpoint asks to wait
+    status: int | None = None  # of the HTTP response, where that is the reason
 
     def way(self, key: str, place: str) -> str:
-        """What the user can do. `key`: what to do about the key; `place`: what names the endpoint and its model."""
+        """Return a hint for the user. `key`: hint about the key; `place`: settings that name the endpoint and its
+        model.
+        """
         if self.status in (401, 403):
             return key
         if self.status == 404 or self.rubbish:
@@ -66,7 +68,7 @@ class EndpointFailure:
 
 
 def key_in(variable: str) -> str | None:
-    """The key in an environment variable, None where it is not set. Raises UserError if it holds what can be none."""
+    """Return the key in an environment variable, None where it is not set. Raises UserError if it is invalid."""
     key = os.environ.get(variable)
     if key and not (key.isascii() and key.isprintable()):
         raise UserError(f"the environment variable {variable} holds no key: set it to one line of plain ASCII")
@@ -74,14 +76,17 @@ def key_in(variable: str) -> str | None:
 
 
 class Endpoint:
-    """`start` begins work on the event loop, `finished` brings what has been done. Counts what depends on the clock."""
+    """A client: `start` begins work on the event loop, `finished` returns what has been done. It counts what depends on
+    the clock.
+    """
 
     def __init__(
         self, address: str, key: str | None, calls: int, per_minute: float | None, seconds: float, retries: int
     ) -> None:
-        """`address`: up to /v1; `calls`: at once; `per_minute`: most of them begun; `seconds`: time limit of one.
+        """Create the client. `address`: up to /v1; `calls`: concurrent; `per_minute`: limit of their number; `seconds`:
+        timeout of one.
 
-        Raises UserError for what is no address, and for a proxy that cannot be used.
+        Raises UserError for an invalid address, and for a proxy that cannot be used.
         """
         self.address = address.rstrip("/")
         self.seconds, self.retries = seconds, retries
@@ -90,8 +95,8 @@ class Endpoint:
         self._headers = [(b"Content-Type", b"application/json"), (b"User-Agent", b"posttrain"), *proved]
         self._calls, self._interval = calls, 60.0 / per_minute if per_minute else 0.0
         self._encryption, self._proxy = encryption(), proxy_for(self.address)
-        self._told = -math.inf  # when it was said that it is waited for
-        self._next = 0.0  # when the next call may begin, by the monotonic clock
+        self._error_text = -math.inf  # time of the last message about waiting
+        self._next = 0.0  # earliest time of the next call, by the monotonic clock
         self._done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
@@ -114,9 +119,9 @@ class Endpoint:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def try_once(self, work: Coroutine[Any, Any, T | EndpointFailure]) -> T | EndpointFailure:
-        """The same of a first question to an endpoint that may hang: where it takes its time, that is said.
+        """Run the first call to an endpoint that may hang, with a message where it takes long.
 
-        All of it, calls that are made again included, takes no longer than one call may.
+        All of it, retries included, takes no longer than one call may.
         """
         running = asyncio.run_coroutine_threadsafe(self._in_time(work), self._loop)
         try:
@@ -137,7 +142,7 @@ class Endpoint:
         return EndpointFailure(f"no answer within {self.seconds:g} s", again=True)
 
     def wait_for_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Run coroutines to their ends, from another thread. What one of them raises ends all of them at once."""
+        """Run coroutines to their ends, from another thread. An error of one of them cancels all."""
 
         async def all_of_them() -> list[T]:
             async with asyncio.TaskGroup() as group:
@@ -152,10 +157,10 @@ class Endpoint:
     async def call(
         self, path: str, body: bytes | None, read: Callable[[Any], T | EndpointFailure], retries: int | None = None
     ) -> T | EndpointFailure:
-        """What `read` makes of the JSON that answers a request, asked again as often as that may help.
+        """Send a request, with retries as far as they may help, and return the result of `read` of the JSON answer.
 
-        `path`: below the address; `body`: what is posted there, or None to get what is there; `retries`: instead of the
-        endpoint's. What `read` refuses is not asked for again: only who asks can say what an answer lacks.
+        `path`: below the address; `body`: what is posted there, or None for a GET; `retries`: replaces the endpoint's.
+        What `read` refuses is not retried: only the caller knows what an answer lacks.
         """
         most = self.retries if retries is None else retries
         for attempt in range(most + 1):
@@ -172,27 +177,27 @@ class Endpoint:
                 break
             self.counts["retries"] += 1
             self._next = max(self._next, time.monotonic() + outcome.wait)
-            if attempt:  # one failure passes unnoticed
+            if attempt:  # a single failure is not reported
                 waits = max(outcome.wait, FIRST_WAIT * 2**attempt) + sum(
                     FIRST_WAIT * 2**n for n in range(attempt + 1, most)
                 )
                 self._tell_waiting(outcome.reason, waits + (most - attempt) * self.seconds)
-            shaken = 0.75 + seed_of(0, "retry", len(body or b""), attempt) / 2**64  # so that not all come back at once
+            shaken = 0.75 + seed_of(0, "retry", len(body or b""), attempt) / 2**64  # with jitter
             await asyncio.sleep(max(outcome.wait, FIRST_WAIT * 2**attempt * shaken))
         self.counts["failures"] += 1
         return outcome
 
     def close(self) -> None:
-        """Give up what is in the air. May be called twice."""
+        """Cancel running calls. May be called twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(CLOSE_SECONDS)
 
     def _tell_waiting(self, reason: str, seconds: float) -> None:
-        """Say what is waited for, and for how long at most; not at every call."""
+        """Report what is waited for, and for how long at most; not at every call."""
         now = time.monotonic()
-        if now - self._told > TELL_SECONDS:
-            self._told = now
+        if now - self._error_text > TELL_SECONDS:
+            self._error_text = now
             print(
                 f"waiting for {self.address}: {reason}; it is asked again for {seconds:.0f} s at most",
                 file=sys.stderr,
@@ -222,7 +227,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
-        """One that makes no call at present: a pool of many would look at each of them for every call."""
+        """Return an idle connection: a pool of many would look at each of them for every call."""
         connection = self._idle.pop() if self._idle else Connection(self._encryption, self._proxy)
         try:
             yield connection
@@ -232,7 +237,7 @@ class Endpoint:
     async def _work(self, id: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
             self._done.put((id, await work))
-        except Exception as error:  # our own mistake: it is raised where the answer is awaited
+        except Exception as error:  # our own error: it is raised where the answer is awaited
             self._done.put((id, error))
 
     async def _turn(self) -> None:
@@ -263,7 +268,7 @@ class Endpoint:
 
 
 def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:
-    """The JSON of an HTTP answer, or Failed."""
+    """Return the JSON of an HTTP response, or Failed."""
     html = "html" in headers.get("content-type", "") or content.lstrip()[:1] == b"<"
     try:
         message, readable = json.loads(content), True
@@ -274,7 +279,7 @@ def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:
     if status == 200:
         what = "a page of HTML" if html else f"{clip(message)!r}, which is no JSON," if message else "nothing"
         return EndpointFailure(f"{what} instead of an answer", rubbish=True)
-    said = _told(message)
+    said = _error_text(message)
     if status in (408, 429) or status >= 500:
         return EndpointFailure(
             f"HTTP {status}{said}", True, wait=_retry_after(headers.get("retry-after")), status=status
@@ -287,13 +292,13 @@ def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:
 
 
 def _named(error: Exception) -> str:
-    """A failure of the connection, in words."""
+    """Describe a failure of the connection."""
     kind, said = type(error).__name__, one_line(error)
     return kind if said == kind else f"{kind}: {said}"
 
 
-def _told(message: Any) -> str:
-    """What an endpoint says of an error, as part of a message."""
+def _error_text(message: Any) -> str:
+    """Return an endpoint's error message, as part of ours."""
     for name in ("error", "message", "detail"):
         if isinstance(message, dict):
             message = message.get(name, message)
@@ -301,7 +306,7 @@ def _told(message: Any) -> str:
 
 
 def _retry_after(value: str | None) -> float:
-    """Seconds of a Retry-After header, which holds a number or a date; 0 where it holds neither."""
+    """Return the seconds of a Retry-After header, which holds a number or a date; 0 where it holds neither."""
     if not value:
         return 0.0
     try:

@@ -1,8 +1,8 @@
 """One HTTP connection at a time, over asyncio's own streams.
 
-httpcore2 speaks HTTP, through a network backend that is given here. What is usual instead, its own backend below and httpx2
-above, makes a dozen system calls for a request: after each of them the thread waits for the interpreter's lock, which
-sampling holds. Here head and body leave in one, and the whole takes a third of the processor's time.
+httpcore2 implements HTTP, with our network backend. Its own backend below and httpx2 above would make a dozen system
+calls for a request: after each of them the thread waits for the interpreter's lock, which sampling holds. Here head and
+body are sent in one, and the whole takes a third of the processor's time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
 CONNECT_SECONDS = 10.0  # for a connection, and for its encryption
-IDLE_SECONDS = 5.0  # after which a connection that is not in use is not used again: servers close those
+IDLE_SECONDS = 5.0  # after which an idle connection is not used again: servers close those
 ADDRESS_SECONDS = 0.25  # before another address of the same name is tried beside the first
 
 
 class _Stream(httpcore2.AsyncNetworkStream):
-    """What is written leaves with the next read, together. Time limits are those of the whole call."""
+    """A stream whose writes are sent with the next read, together. Timeouts are those of the whole call."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -63,7 +63,7 @@ class _Stream(httpcore2.AsyncNetworkStream):
         return self
 
     def get_extra_info(self, info: str) -> Any:
-        if info == "is_readable":  # of one that is not in use: the server has closed it
+        if info == "is_readable":  # an idle one: the server has closed it
             return self._reader.at_eof() or self._reader.exception() is not None
         return self._writer.get_extra_info(info)
 
@@ -88,7 +88,7 @@ class _Streams(httpcore2.AsyncNetworkBackend):
 
 
 class Connection:
-    """Asks one server, perhaps through a proxy; opened, and opened again, as it is needed."""
+    """A connection to one server, perhaps through a proxy; opened, and reopened, as needed."""
 
     def __init__(self, encryption: ssl.SSLContext, proxy: str | None) -> None:
         how: dict[str, Any] = {
@@ -99,9 +99,10 @@ class Connection:
     async def ask(
         self, address: str, headers: list[tuple[bytes, bytes]], body: bytes | None, most: int
     ) -> tuple[int, dict[str, str], bytes] | None:
-        """(status, headers by their names in lower case, content) of the answer; None if it has more than `most` bytes.
+        """Return (status, headers by their names in lower case, content) of the response; None if it has more than
+        `most` bytes.
 
-        `body`: what is posted; None: nothing is, it is asked for what is there. Raises httpcore2's exceptions.
+        `body`: what is posted; None: a GET. Raises httpcore2's exceptions.
         """
         method, sized = ("GET", []) if body is None else ("POST", [(b"Content-Length", b"%d" % len(body))])
         url = httpcore2.URL(address)
@@ -121,15 +122,17 @@ class Connection:
 
 
 def encryption() -> ssl.SSLContext:
-    """The system's certificates, or those that SSL_CERT_FILE or SSL_CERT_DIR names. Reads many files: do it once."""
+    """Return a context with the system's certificates, or those that SSL_CERT_FILE or SSL_CERT_DIR names. Reads many
+    files: do it once.
+    """
     context: ssl.SSLContext = httpcore2.default_ssl_context()
     return context
 
 
 def proxy_for(address: str) -> str | None:
-    """The proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for an address.
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for an address.
 
-    Raises UserError for one that does not speak HTTP, and for what is no address.
+    Raises UserError for one that does not speak HTTP, and for an invalid address.
     """
     try:
         parts, proxies = urlsplit(address), getproxies()

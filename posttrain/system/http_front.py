@@ -1,9 +1,9 @@
-"""What stands before every HTTP server here: who may ask, from where, and how many connections one peer may hold.
+"""Access control of every HTTP server here: tokens, origins, and connections per peer.
 
 A web page must not read what is served on this machine. Its requests name another host if they come by a name that was
-rebound to our address, say where they come from (Origin), and carry no JSON content type unless the browser was allowed
-to. A program that says nothing of the content type, or what curl says by itself, is heard. A token, where one was given, is
-asked of everyone.
+rebound to our address, carry the page's origin (Origin), and have no JSON content type unless the browser was allowed
+to. A program that sends no content type, or curl's default one, is accepted. A token, where one was given, is required
+of everyone.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
 HOST = "127.0.0.1"
-UNSAID = "application/x-www-form-urlencoded"  # what curl -d says where nobody told it
-CONNECTIONS = 256  # that one peer may have open at once
+UNSAID = "application/x-www-form-urlencoded"  # default content type of curl -d
+CONNECTIONS = 256  # open connections of one peer
 LEAST_TOKEN = 16  # characters
 
 
 def refused(
     method: str, headers: Iterable[tuple[str, str]], served: str = HOST, token: str | None = None
 ) -> tuple[int, str] | None:
-    """The HTTP status and the reason for which a request is refused; None: it may ask.
+    """Return the HTTP status and the reason for which a request is refused; None: it is accepted.
 
     `headers`: as they came; one that comes twice has both values. `served`: the host that the server was told to be
     bound to. `token`: what every request has to carry as "Authorization: Bearer ...".
@@ -56,7 +56,7 @@ def refused(
 
 
 def read_token(file: str | None, option: str = "--token") -> str | None:
-    """The token in a file, without the white space around it; None without a file. Raises UserError."""
+    """Read the token in a file, without the white space around it; None without a file. Raises UserError."""
     if file is None:
         return None
     try:
@@ -71,12 +71,14 @@ def read_token(file: str | None, option: str = "--token") -> str | None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address of this machine (port 0: any that is free). Raises UserError if it cannot be."""
+    """Return a socket bound to an address of this machine (port 0: any that is free). Raises UserError if that
+    fails.
+    """
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listening = _Listening(family, kind)
     except (OSError, UnicodeError, OverflowError) as error:
-        raise UserError(f"--host {host} is no address of this machine: {one_line(error)}") from None
+        raise UserError(f"--host {host} is not an address of this machine: {one_line(error)}") from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -89,7 +91,9 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Listening(socket.socket):
-    """Accepts so many connections of each peer; further ones are closed at once, and cost nobody else a place."""
+    """Accepts a limited number of connections of each peer; further ones are closed at once, so that others keep their
+    places.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -114,7 +118,7 @@ def _name(host: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """Whether it is a number: no name that leads here by another's will."""
+    """Return whether it is a number: no name that somebody else resolves to this machine."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

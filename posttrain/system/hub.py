@@ -1,6 +1,6 @@
-"""Whether the Hugging Face hub can be reached, found out before its client tries for half a minute.
+"""Tests whether the Hugging Face hub can be reached, before its client tries for half a minute.
 
-Where it cannot, the client is told so: what was downloaded before is still found in its cache.
+Where it cannot, the client is set to offline: models that were downloaded before are still found in its cache.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SECONDS = 5.0  # for a name to be looked up and a connection to be made
 
 @contextmanager
 def as_far_as_reached(*others: Any) -> Iterator[str]:
-    """Within it the hub's client works offline, if it has to. Gives why: "" where the hub can be reached.
+    """Set the hub's client to offline within it, if necessary. Yields why: "" where the hub can be reached.
 
-    `others`: modules that have a flag for that of their own.
+    `others`: modules that have such a flag of their own.
     """
     from huggingface_hub import constants
 
     address, flagged = constants.ENDPOINT, (constants, *others)
-    offline = any(module.HF_HUB_OFFLINE for module in flagged)  # the user says so
+    offline = any(module.HF_HUB_OFFLINE for module in flagged)  # set by the user
     why = "" if offline or _reached(address) else f"{urlsplit(address).hostname} cannot be reached"
     before = [module.HF_HUB_OFFLINE for module in flagged]
     try:
@@ -40,7 +40,7 @@ def as_far_as_reached(*others: Any) -> Iterator[str]:
 
 @cache
 def _reached(address: str) -> bool:
-    """Whether a connection is made to an address, or to the proxy that stands before it."""
+    """Return whether a connection can be made to an address, or to the proxy before it."""
     place = urlsplit(address)
     proxies = {} if urllib.request.proxy_bypass(place.hostname or "") else urllib.request.getproxies()
     proxy = proxies.get(place.scheme) or proxies.get("all")
@@ -49,12 +49,12 @@ def _reached(address: str) -> bool:
     found = threading.Event()
 
     def connect() -> None:
-        with suppress(OSError, ValueError):  # no such name, nobody there
+        with suppress(OSError, ValueError):  # unknown name, no answer
             port = place.port or (443 if place.scheme == "https" else 80)
             socket.create_connection((place.hostname or "", port), SECONDS).close()
             found.set()
 
-    trial = threading.Thread(target=connect, daemon=True)  # a lookup of a name knows no time limit
+    trial = threading.Thread(target=connect, daemon=True)  # a lookup of a name has no timeout
     trial.start()
     trial.join(SECONDS)
     return found.is_set()

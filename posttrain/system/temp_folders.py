@@ -1,7 +1,7 @@
-"""Temporary folders and files that a killed process leaves, and the next one sweeps.
+"""Temporary folders and files; those of a killed process are removed by the next one.
 
-Each folder holds a file that its owner has locked (flock), and a log is locked itself; the system lets go of both however a
-process ends. Whoever makes a new one deletes what belongs to nobody any more.
+Each folder holds a file that its owner has locked (flock), and a log is locked itself; the system releases both however
+a process ends. Creating a new one deletes those without an owner.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from pathlib import Path
 
 PREFIX = "posttrain-"
 OWNER = ".owner"  # the locked file of a folder
-YOUNG_SECONDS = 60.0  # what is younger may be about to be locked
+YOUNG_SECONDS = 60.0  # seconds: a younger one may be about to be locked
 
 
 class TempFolder(tempfile.TemporaryDirectory[str]):
-    """A new folder, posttrain-KIND-...: deleted by `cleanup` or at the end of a `with` statement, swept if this process
-    is killed."""
+    """A new folder, posttrain-KIND-...: deleted by `cleanup` or at the end of a `with` statement, or later if this
+    process is killed.
+    """
 
     def __init__(self, kind: str) -> None:
         sweep()
@@ -31,7 +32,7 @@ class TempFolder(tempfile.TemporaryDirectory[str]):
         _lock(self._owner)
 
     def cleanup(self) -> None:
-        """May be called twice."""
+        """Delete it. May be called twice."""
         super().cleanup()
         owner, self._owner = self._owner, -1
         if owner >= 0:
@@ -42,7 +43,9 @@ class TempFolder(tempfile.TemporaryDirectory[str]):
 
 
 def temp_log(kind: str) -> tuple[int, str]:
-    """(descriptor, path) of a new file, posttrain-KIND-....log, that is locked while any process has it open."""
+    """Create a file, posttrain-KIND-....log, that is locked while any process has it open. Return (descriptor,
+    path).
+    """
     sweep()
     descriptor, name = tempfile.mkstemp(prefix=f"{PREFIX}{kind}-", suffix=".log")
     _lock(descriptor)
@@ -50,7 +53,7 @@ def temp_log(kind: str) -> tuple[int, str]:
 
 
 def sweep() -> None:
-    """Delete what processes of this user have left that are there no more."""
+    """Delete files and folders of this user whose processes are gone."""
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):

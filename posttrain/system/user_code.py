@@ -1,4 +1,4 @@
-"""Finds code that the user wrote, "my.py:name" or "package.module:name", and says where it failed."""
+"""Loads the user's code, "my.py:name" or "package.module:name", and reports where it failed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ PRIVATE = "_posttrain_user_"  # prefix of the names under which the user's files
 
 
 def load_named(spec: str) -> Any:
-    """Whatever "my.py:name" or "package.module:name" names. Raises UserError, with the fix, if it cannot be found."""
+    """Load the object that "my.py:name" or "package.module:name" names. Raises UserError, with the fix, if it cannot be
+    found.
+    """
     target, name = split_name(spec)
     module = import_target(target)
     return named_in(module, name, target, [n for n in vars(module) if not n.startswith("_")])
 
 
 def named_in(module: ModuleType, name: str, target: str, known: list[str]) -> Any:
-    """What a module calls so. Raises UserError with what comes near among `known`."""
+    """Return a module's object of that name. Raises UserError with similar names among `known`."""
     try:
         return getattr(module, name)
     except AttributeError:
@@ -39,7 +41,8 @@ def named_in(module: ModuleType, name: str, target: str, known: list[str]) -> An
 
 
 def describe_error(error: BaseException, file: str | None) -> str:
-    """One line: type, message, and the innermost line in `file` (any file if it is not on the stack).
+    """Describe an error in one line: type, message, and the innermost line in `file` (any file if it is not on the
+    stack).
 
     Example: "ValueError: bad thing (my.py:12)".
     """
@@ -54,7 +57,7 @@ def describe_error(error: BaseException, file: str | None) -> str:
 
 
 def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What decorators and bound arguments were put around; the function itself where decorators lead round in a circle."""
+    """Remove decorators and bound arguments; return the function itself where decorators form a circle."""
     try:
         while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
             function = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
@@ -64,19 +67,19 @@ def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def source_file(function: Callable[..., Any]) -> str | None:
-    """The file that a function was written in, as it stands in tracebacks."""
+    """Return the file of a function, as in tracebacks."""
     inner = unwrapped(getattr(function, "stands_for", function))
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return getattr(code, "co_filename", None)
 
 
 def split_name(spec: str) -> tuple[str, str]:
-    """ "my.py:reward" -> ("my.py", "reward"). Raises UserError for anything else."""
+    """Split "my.py:reward" into ("my.py", "reward"). Raises UserError for anything else."""
     target, _, name = spec.rpartition(":")
     if target and name:
         return target, name
     if spec.rstrip(":").endswith(".py"):
-        raise UserError(f"{spec} does not say which function: write {spec.rstrip(':')}:reward")
+        raise UserError(f"{spec} names no function: write {spec.rstrip(':')}:reward")
     raise UserError(f"{spec!r} names nothing of your own: write my.py:{spec} or package.module:{spec}")
 
 
@@ -92,7 +95,7 @@ def _import_module(target: str) -> ModuleType:
         if error.name is not None and f"{target}.".startswith(f"{error.name}."):
             raise UserError(f"there is no module {target!r} here or among the installed packages") from error
         raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
-    except UserError as error:  # it says itself what to do
+    except UserError as error:  # its message has the fix
         raise UserError(f"{target}: {error}") from error
     except (Exception, SystemExit) as error:
         raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
@@ -122,19 +125,19 @@ def _import_file(path: Path) -> ModuleType:
     except UserError as error:
         del sys.modules[name]
         raise UserError(f"{path.name}: {error}") from error
-    except BaseException as error:  # a script may well call exit(), or raise what is no Exception
+    except BaseException as error:  # a script may well call exit(), or raise what is not an Exception
         del sys.modules[name]
         raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
     return module
 
 
 def _put_on_path(folder: Path) -> None:
-    """First, as when Python runs a script of that folder, so that its neighbours are found."""
+    """Put a folder first on the path, as when Python runs a script in it, so that its neighbours are found."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def importable(name: str) -> bool:
-    """Whether another process finds the module: being in `sys.modules` here proves nothing."""
+    """Return whether another process finds the module: being in `sys.modules` here proves nothing."""
     top = name.partition(".")[0]
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)

@@ -1,4 +1,4 @@
-"""A thread that works beside the main one: one thing after the other, each with a result or an error for whoever asks."""
+"""A thread beside the main one: it runs tasks one after the other, each with a result or an error for the caller."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ T = TypeVar("T")
 
 
 class WorkerThread:
-    """Not a thread of `concurrent.futures`: the interpreter would wait for these at its end."""
+    """A thread that is not of `concurrent.futures`: the interpreter would wait for these at its end."""
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
-        """`begin` is called first, in the thread."""
+        """Start the thread. `begin` is called first in it."""
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(begin,), name=name, daemon=True)
         self._thread.start()
 
     def left(self) -> bool:
-        """Whether nobody waits any more."""
+        """Whether no caller waits any more."""
         return self._closed.is_set()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -31,7 +31,7 @@ class WorkerThread:
         return future
 
     def close(self, seconds: float) -> None:
-        """What has not begun is cancelled; what has is waited for, up to so many seconds."""
+        """Cancel tasks that have not begun, and wait for the running one, up to `seconds`."""
         self._closed.set()
         self._calls.put(None)
         self._thread.join(seconds)
@@ -45,5 +45,5 @@ class WorkerThread:
                 continue
             try:
                 future.set_result(function())
-            except BaseException as error:  # it is raised where the result is asked for
+            except BaseException as error:  # it is raised where the result is requested
                 future.set_exception(error)

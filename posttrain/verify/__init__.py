@@ -1,4 +1,4 @@
-"""Verifiers: functions that judge a reply. A verdict is a number, or `Invalid` where it could not be reached.
+"""Verifiers: functions that score a reply. A verdict is a number, or `Invalid` where it could not be computed.
 
     from posttrain.verify import Weighted, exact_match, tags
 

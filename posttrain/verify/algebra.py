@@ -29,7 +29,7 @@ from posttrain.verify.formula_values import Number, OutsideDomain, TooLarge, Unk
 from posttrain.verify.spelling import in_base, tight
 from posttrain.verify.structure import Form, Unreadable, interval, mirrored, read_form
 
-POINTS = 6  # at which formulas with variables are compared; the first half has positive coordinates only
+POINTS = 6  # points at which formulas with variables are compared; the first half has positive coordinates only
 
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _COMMAND = re.compile(r"\\([a-zA-Z]+|.)")
@@ -65,7 +65,7 @@ _NAME = re.compile(r"(?:\\?[a-zA-Z](?:_(?:[a-zA-Z0-9]|\{[a-zA-Z0-9]+\}))? ?)+(?:
 
 
 def equal(answer: str, gold: str) -> bool:
-    """Whether two answers, both in one spelling, are the same. Raises if the gold cannot be read."""
+    """Return whether two answers, both in one spelling, are the same. Raises if the gold cannot be read."""
     expected = read_form(gold)
     readings = (False, True) if expected.kind == "list" else (False,)  # "100,200,300" may be one number
     for inside in readings:
@@ -76,13 +76,15 @@ def equal(answer: str, gold: str) -> bool:
 
 
 def prepare() -> None:
-    """Fills the parser's tables, of which every child of the server then has a copy: cold, it takes ten times as long."""
+    """Fill the parser's tables, which every child of the server then copies: without that, a child takes ten times as
+    long.
+    """
     for text in _EXAMPLES:
         readable(text)
 
 
 def readable(gold: str) -> bool:
-    """Whether a gold answer equals itself. Raises if it cannot be read."""
+    """Return whether a gold answer equals itself. Raises if it cannot be read."""
     form = read_form(gold)
     for formula in form.formulas():
         if not _is_literal(formula.text):
@@ -94,7 +96,9 @@ class Formula:
     """A formula as a tree of sympy's, in which numbers are symbols n0, n1, ...; `numbers` has their exact values."""
 
     def __init__(self, text: str, gold: str) -> None:
-        """`gold`: its commands may be used beside the usual ones: an answer is to be no integral unless the gold is."""
+        """Parse a formula. `gold`: its commands are allowed besides the usual ones: an answer may have an integral only
+        if the gold has.
+        """
         commands = set(_COMMAND.findall(_NUMBER.sub("", text))) - set(_COMMAND.findall(gold))
         if not all(map(_USUAL.fullmatch, commands)) or _MISREAD.search(_SUBSCRIPT.sub("_", text)):
             raise Unreadable(f"{text[:80]!r} is not read")
@@ -114,7 +118,7 @@ class Formula:
         self.variables = {symbol.name for symbol in getattr(self.tree, "free_symbols", ())} - {*self.numbers, "i"}
 
     def _hide(self, found: re.Match[str]) -> str:
-        """In place of a number, the name of a variable as math-verify's parser writes it."""
+        """Replace a number by the name of a variable as math-verify's parser writes it."""
         if not found["number"] and not found["period"]:
             return found[0]
         name = f"n{len(self.numbers)}"
@@ -129,7 +133,7 @@ class Formula:
         return written_out(str(self.tree), self.numbers)
 
     def exact(self) -> Any:
-        """The tree with its numbers in it, which may take for ever."""
+        """Return the tree with its numbers, which may take unboundedly long."""
         return self.tree.xreplace(
             {
                 sympy.Symbol(name, real=True): sympy.Rational(number.numerator, number.denominator)
@@ -140,19 +144,19 @@ class Formula:
 
 @lru_cache(maxsize=1000)
 def read_formula(text: str, gold: str) -> Formula:
-    """Of a list, each formula of one is compared with several of the other."""
+    """Parse a formula, cached: each formula of a list is compared with several of the other."""
     return Formula(text, gold)
 
 
 def coordinate(name: str, point: int) -> Fraction:
-    """A random coordinate for a variable, the same in every process: between 0 and 4, or -4 and 4."""
+    """Return a random coordinate of a variable, the same in every process: between 0 and 4, or -4 and 4."""
     drawn = int.from_bytes(sha256(f"{name} {point}".encode()).digest()[:8], "big")
     value = Fraction(drawn % 3989 + 1, 997)
     return -value if point >= POINTS // 2 and drawn >> 63 else value
 
 
 def same(answer: Form, gold: Form) -> bool:
-    """Whether two forms are equal. Raises Unreadable if they cannot be compared."""
+    """Return whether two forms are equal. Raises Unreadable if they cannot be compared."""
     answer, gold = _exactly(answer), _exactly(gold)
     if "=" in answer.marks or "=" in gold.marks:
         return _same_equations(answer, gold)
@@ -184,7 +188,7 @@ def same(answer: Form, gold: Form) -> bool:
 
 
 def _exactly(form: Form) -> Form:
-    """What stands before an approximation of it, or the approximation of what only has a name."""
+    """Return the exact side of an approximation, or the approximation of a named value."""
     if "approx" not in form.marks:
         return form
     first, second = form.parts[:2]
@@ -196,7 +200,7 @@ def _pairwise(answers: tuple[Form, ...], golds: tuple[Form, ...]) -> bool:
 
 
 def _matched(answers: tuple[Form, ...], golds: tuple[Form, ...]) -> bool:
-    """Whether each part of one is a part of the other, each used once."""
+    """Return whether the parts of both can be matched one to one."""
     left = list(golds)
     for answer in answers:
         found = next((gold for gold in left if same(answer, gold)), None)
@@ -213,7 +217,7 @@ def _same_collections(answer: Form, gold: Form) -> bool:
             any(same(a, g) for a in answers) for g in golds
         )
     named = [all(_named(part) for part in parts) for parts in (answers, golds)]
-    if named[0] != named[1]:  # "a = 3, b = 4" against "3, 4": which is which is told by the order
+    if named[0] != named[1]:  # "a = 3, b = 4" against "3, 4": the order assigns the names
         alike = len({part.parts[0].text for part in (answers if named[0] else golds)}) == 1
         if not alike:
             return _pairwise(answers, golds)
@@ -242,7 +246,9 @@ def _is_name(form: Form) -> bool:
 
 
 def _consistent(chain: Form) -> bool:
-    """Whether the other sides of "a = 2 + 3 = 5" say something, and agree with the last where they are numbers."""
+    """Return whether the other sides of "a = 2 + 3 = 5" agree with the last where they are numbers, and are not
+    trivial.
+    """
     *others, last = chain.parts
     for side in others:
         if not _SAYS.search(side.text):
@@ -271,7 +277,7 @@ def _same_formulas(answer: str, gold: str) -> bool:
 
 
 def _is_literal(text: str) -> bool:
-    """Whether a formula is compared as it is written: a number in another base, infinity, an ellipsis."""
+    """Return whether a formula is compared as it is written: a number in another base, infinity, an ellipsis."""
     return in_base(text) is not None or tight(text).lstrip("+-") in (r"\infty", r"\ldots", r"\dots", r"\cdots")
 
 
@@ -280,7 +286,7 @@ def _literal(text: str) -> object:
 
 
 def _same_values(answer: Formula, gold: Formula) -> bool:
-    """Whether two formulas have the same values, where that of the gold is real, if it is so anywhere."""
+    """Return whether two formulas have the same values, at points where that of the gold is real, if there are any."""
     found: list[tuple[Number, Number | None, Values]] = []
     for point in range(POINTS if answer.variables | gold.variables else 1):
         try:
@@ -297,7 +303,9 @@ def _same_values(answer: Formula, gold: Formula) -> bool:
 
 
 def _same_zeros(answer: Form, gold: Form) -> bool:
-    """Whether two equations say the same: left - right is a multiple, or math-verify finds the same solutions."""
+    """Return whether two equations are equivalent: left - right is a multiple, or math-verify finds the same
+    solutions.
+    """
     if any(part.kind != "formula" for part in (*answer.parts, *gold.parts)):
         return False
     texts = [f"({form.parts[0].text})-({form.parts[1].text})" for form in (answer, gold)]
@@ -329,12 +337,12 @@ def _same_trees(answer: Formula, gold: Formula) -> bool:
 
 
 def _same_to_library(answer: Any, gold: Any) -> bool:
-    """math-verify's verdict. Its own time limits are alarm signals: off."""
+    """Return math-verify's verdict. Its own time limits use alarm signals, and are off."""
     return bool(
         math_verify.verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     )
 
 
 def _repeating(whole: str, start: str, period: str) -> Fraction:
-    """0.1666... from "0", "1", "6"."""
+    """Return 0.1666... from "0", "1", "6"."""
     return Fraction(int(whole + start or "0") + Fraction(int(period), 10 ** len(period) - 1), 10 ** len(start))

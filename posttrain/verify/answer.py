@@ -1,6 +1,6 @@
 r"""Finds the final answer in a reply: a closed \boxed{}, <answer>, `####`, or a sentence "the answer is ...".
 
-A reply is a hostile text of any length: what runs on the whole of it here looks at each character a bounded number of
+A reply is untrusted text of any length: every search over the whole of it reads each character a bounded number of
 times.
 """
 
@@ -11,7 +11,7 @@ import re
 from posttrain.verify.format import between
 from posttrain.verify.numeric import gsm8k_answer, read_number
 
-SENTENCE = 10_000  # characters that are read of a sentence that states the answer
+SENTENCE = 10_000  # characters that are read of a sentence with the answer
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BARE = re.compile(r"[^\s$.,]+")
@@ -36,7 +36,7 @@ def final_answer(reply: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{} whose braces are closed; None if there is none."""
+    r"""Return the content of the last \boxed{} whose braces are closed; None if there is none."""
     end = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         if not text.startswith("{", box.end()):
@@ -47,12 +47,12 @@ def last_boxed(text: str) -> str | None:
             close = closing_brace(text, box.end(), end)
             if close is not None:
                 return text[box.end() + 1 : close]
-        end = box.start()  # an unclosed box runs at most to the next one: no character is looked at twice
+        end = box.start()  # an unclosed box ends at the next one: no character is read twice
     return None
 
 
 def closing_brace(text: str, start: int, end: int) -> int | None:
-    """The place of the brace that closes the one at `start`, before `end`."""
+    """Return the place of the brace that closes the one at `start`, before `end`."""
     depth = 0
     for match in _BRACE.finditer(text, start, end):
         if match[0] == "{":

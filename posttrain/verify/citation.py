@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 
 from posttrain.verify.length import sentences, words
 
-MOST_QUOTES = 200  # of a text that are looked up; more than that are not found
-LONGEST = 2**20  # characters of a text, and of all sources together, that are looked at
+MOST_QUOTES = 200  # lookups in a text; citations beyond that are not found
+LONGEST = 2**20  # characters of a text, and of all sources together, that are searched
 
 _CITATION = re.compile(r"\[([^\[\]\n]{1,80})\](?!\()")
 _QUOTE = re.compile(

@@ -1,4 +1,4 @@
-"""Reads arithmetic that a policy wrote, "(12-8)*2", and gives its exact value. Nothing is executed.
+"""Parses arithmetic that a policy wrote, "(12-8)*2", and returns its exact value. Nothing is executed.
 
 Expressions are trees: a number as its text, "x", or (operator, left, right).
 """
@@ -33,7 +33,7 @@ def evaluate(text: str) -> Fraction | None:
 
 
 def leaves(tree: Tree) -> Iterator[str]:
-    """The numbers of an expression, and each x, from left to right. A sign stands as 0 minus what follows it."""
+    """Yield the numbers of an expression, and each x, from left to right. A sign is 0 minus its operand."""
     if isinstance(tree, str):
         yield tree
     else:
@@ -42,12 +42,12 @@ def leaves(tree: Tree) -> Iterator[str]:
 
 
 def count_x(tree: Tree) -> int:
-    """How often x stands in it."""
+    """Count the occurrences of x."""
     return int(tree == "x") if isinstance(tree, str) else count_x(tree[1]) + count_x(tree[2])
 
 
 def value_of(tree: Tree) -> Fraction:
-    """Raises ZeroDivisionError; there may be no x in it."""
+    """Evaluate a tree without x. Raises ZeroDivisionError."""
     if isinstance(tree, str):
         return Fraction(tree)
     left, right = value_of(tree[1]), value_of(tree[2])
@@ -59,7 +59,7 @@ def value_of(tree: Tree) -> Fraction:
 
 
 def parse(text: str) -> Tree | None:
-    """The tree of an expression, None if the text is none. Recursive descent, on at most `LONGEST` characters."""
+    """Parse an expression, None if the text is not one. Recursive descent, on at most `LONGEST` characters."""
     text = text.strip()
     if not text or len(text) > LONGEST:
         return None

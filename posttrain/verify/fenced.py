@@ -1,4 +1,4 @@
-"""Finds what a reply gives as code or data: the last fenced block, else the reply as a whole. Thoughts are left out."""
+"""Finds the code or data in a reply: the last fenced block, else the reply as a whole. Thoughts are left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def without_thoughts(reply: str) -> str:
 
 
 def fenced(reply: str, languages: Sequence[str] = ()) -> str | None:
-    """What stands in the last closed fenced block (CommonMark 0.31, section 4.5), without its fences; None if there is none.
+    """Return the content of the last closed fenced block (CommonMark 0.31, section 4.5); None if there is none.
 
     With `languages`, only blocks that name one of these, in any case, or none at all.
 
@@ -39,6 +39,8 @@ def fenced(reply: str, languages: Sequence[str] = ()) -> str | None:
 
 
 def code_in(reply: str, languages: Sequence[str] = ("python", "py", "python3")) -> str:
-    """The code of a reply: its last fenced block in one of these languages, else the whole of it behind its thoughts."""
+    """Return the code of a reply: its last fenced block in one of these languages, else the whole of it behind its
+    thoughts.
+    """
     found = fenced(reply, languages)
     return without_thoughts(reply) if found is None else found

@@ -28,7 +28,7 @@ def tags(reply: str, names: Sequence[str] = ("think", "answer"), *, only: bool =
 
 
 def between(text: str, tag: str) -> str | None:
-    """What stands in the last closed pair <tag>...</tag>, stripped; None if no pair is closed.
+    """Return the content of the last closed pair <tag>...</tag>, stripped; None if no pair is closed.
 
     >>> between("<answer>4</answer> no, <answer>5</answer> or <answer>6", "answer")
     '5'

@@ -43,12 +43,12 @@ class OutsideDomain(Unreadable):
 
 
 class Unknown(Unreadable):
-    """The formula holds something that has no value here: an integral, a set, a matrix."""
+    """The formula has a part without a value: an integral, a set, a matrix."""
 
 
 @dataclass
 class FormulaEvaluation:
-    """One evaluation at a working precision of mpmath. `bits`: of the largest and smallest numbers met on the way."""
+    """One evaluation at a working precision of mpmath. `bits`: of the largest and smallest intermediate numbers."""
 
     names: Callable[[str], Number]
     bits: int = 0
@@ -159,7 +159,7 @@ class FormulaEvaluation:
 
 @dataclass(frozen=True)
 class Values:
-    """Numbers of one precision, at which every number met on the way to them is known to 3/4 of `bits`."""
+    """Numbers of one precision, at which every intermediate number is known to 3/4 of `bits`."""
 
     numbers: list[Number]
     bits: int
@@ -174,7 +174,7 @@ class Values:
         return isinstance(number, Fraction) or self._zero(mpmath.im(number))
 
     def proportional(self, first: tuple[Number, Number], second: tuple[Number, Number]) -> bool:
-        """Whether two pairs have the same ratio, and no zero in them."""
+        """Return whether two pairs have the same ratio, and no zero in them."""
         with mpmath.workprec(self.bits):
             a, b, c, d = map(_inexact, (*first, *second))
             return not any(map(self._zero, (a, b, c, d))) and self._zero(a * d - b * c)
@@ -184,7 +184,7 @@ class Values:
 
 
 def values(trees: Sequence[Any], names: Sequence[Callable[[str], Number]]) -> Values:
-    """The value of each tree, given those of its names."""
+    """Return the value of each tree, given those of its names."""
     bits = FIRST_BITS
     while True:
         with mpmath.workprec(bits):
@@ -197,7 +197,7 @@ def values(trees: Sequence[Any], names: Sequence[Callable[[str], Number]]) -> Va
 
 
 def fixed(numbers: Mapping[str, Fraction], variables: Callable[[str], Fraction]) -> Callable[[str], Number]:
-    """Values of names: the numbers of a formula, the imaginary unit, and the variables."""
+    """Return a function from names to values: the numbers of a formula, the imaginary unit, and the variables."""
 
     def value(name: str) -> Number:
         if name in numbers:
@@ -210,7 +210,7 @@ def fixed(numbers: Mapping[str, Fraction], variables: Callable[[str], Fraction])
 
 
 def written_out(text: str, numbers: Mapping[str, Fraction]) -> str:
-    """A formula, or a name, with its numbers in place of their names."""
+    """Return a formula, or a name, with its numbers in place of their names."""
     return re.sub(r"\bn[0-9]+\b", lambda found: str(numbers.get(found[0], found[0])), text)
 
 
@@ -235,7 +235,7 @@ def _divided(value: Number, by: Number) -> Number:
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """The rational root of a rational, where there is one; an odd root of a negative number is real."""
+    """Return the rational root of a rational, where there is one; an odd root of a negative number is real."""
     if degree == 1:
         return value
     if degree > MOST_BITS or (value < 0 and degree % 2 == 0):

@@ -58,16 +58,16 @@ def matches_schema(reply: str, schema: Mapping[str, Any] | bool, *, timeout: flo
         json.dumps(schema)
         outside = next(_outside(schema), None)
     except (TypeError, ValueError, RecursionError) as error:
-        return Invalid(f"the schema is no JSON: {error}")
+        return Invalid(f"the schema is not JSON: {error}")
     if outside is not None:
         return Invalid(f"the schema refers to {outside!r}: put what it refers to into its own $defs")
     value = find_json(reply)
     found = limited("posttrain.verify.json_schema:validate", schema, value, seconds=timeout)
-    if isinstance(found, CheckFailed):  # whose fault is it?
+    if isinstance(found, CheckFailed):  # is the schema at fault?
         found = limited("posttrain.verify.json_schema:validate", schema, None, seconds=timeout)
         if isinstance(found, CheckFailed):
             return Invalid(f"the schema cannot be used: {found.reason}")
-        value = None  # the schema works: it is the reply that brings it about
+        value = None  # the schema works: the reply causes the failure
     if isinstance(found, Invalid):
         return found
     if isinstance(found, str):
@@ -76,12 +76,12 @@ def matches_schema(reply: str, schema: Mapping[str, Any] | bool, *, timeout: flo
 
 
 def prepare() -> None:
-    """Called once in each server, so that no child has to import it."""
+    """Import the library, once in each server, so that no child has to."""
     import jsonschema  # noqa: F401
 
 
 def validate(schema: Any, value: Any) -> bool | str:
-    """In a process with limits: whether the value satisfies the schema, or what is wrong with the schema."""
+    """Return whether the value satisfies the schema, or an error of the schema. Runs in a process with limits."""
     from jsonschema import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
@@ -91,12 +91,12 @@ def validate(schema: Any, value: Any) -> bool | str:
         validator.check_schema(schema)
     except SchemaError as error:
         return str(error.message)[:200]
-    nothing_is_fetched: Registry[Any] = Registry()  # left out, jsonschema would load remote references
+    nothing_is_fetched: Registry[Any] = Registry()  # without it, jsonschema would load remote references
     return bool(validator(schema, registry=nothing_is_fetched).is_valid(value))
 
 
 def _outside(schema: Any) -> Iterator[str]:
-    """References of a schema that are not to a place in itself."""
+    """Yield the references of a schema that are not to a place in itself."""
     if isinstance(schema, Mapping):
         for name, inner in schema.items():
             if name in REFERENCES and isinstance(inner, str):
@@ -124,7 +124,7 @@ def _read(text: str) -> Any:
 
 
 def _last_inside(text: str) -> Any | None:
-    """The last object or array in a text that is not inside another one.
+    """Return the last object or array in a text that is not inside another one.
 
     Bounded, because any opening may be followed by a megabyte that ends in nothing: it gives up behind `TRIES` openings
     that begin no JSON, or when it has read ten times the text.

@@ -1,4 +1,4 @@
-"""Says in which language a text is written.
+"""Detects the language of a text.
 
 Scripts that one living language has nearly to itself decide by themselves, so that one word is enough; of the others a
 classifier of character n-grams knows 97 languages (py3langid: langid.py of Lui and Baldwin 2012, pure Python, 4 MB, the

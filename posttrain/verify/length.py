@@ -1,4 +1,4 @@
-"""Counts what a reply is made of, and decides whether that lies within a band.
+"""Counts characters, words, sentences and the like of a reply, and compares the number with bounds.
 
 Words are runs of letters, digits and underscores, as in IFEval (Zhou et al. 2023, arXiv 2311.07911, whose counter is the
 tokeniser r"\\w+"); of scripts that put no spaces between words, each character is one. Sentences end with . ! ? or one of
@@ -59,7 +59,9 @@ def sentences(text: str) -> list[str]:
 
 
 def _goes_on(text: str, start: int, end: re.Match[str]) -> bool:
-    """Whether a full stop ends no sentence: after an initial or abbreviation, a list's number, before a small letter."""
+    """Return whether a full stop does not end a sentence: after an initial or abbreviation, a list's number, before a
+    small letter.
+    """
     before = _BEFORE.search(text[max(start, end.start() - 30) : end.start()])
     word = before[1].lstrip("(\"'[\u201c").lower() if before else ""
     after = text[end.end() : end.end() + 20].lstrip(" \t")

@@ -1,13 +1,13 @@
-"""Decides how long and with how much memory a check may run: in a process of its own that is killed when it is over.
+"""Runs a check with limits of time and memory: in a process of its own that is killed when it is over.
 
 Alarm signals do not work outside the main thread and do not interrupt a long computation in C, so the limit is a kill.
 A server process, a plain interpreter that has imported the function's module, forks a child for every call. The child
-starts warm, leaves nothing behind, and nothing that a call does reaches the next one. The server measures the time,
-reads the child's result up to a size, and kills the child with all its descendants whatever happened. Arguments and
-results are plain data (JSON): what comes back from a child is never unpickled.
+starts warm, leaves nothing behind, and no side effect of a call reaches the next one. The server measures the time,
+reads the child's result up to a size, and kills the child with all its descendants in any case. Arguments and results
+are plain data (JSON): data from a child is never unpickled.
 
-Servers are not `multiprocessing` children: those import the user's script again (which starts a second training when
-it has no `__main__` guard) and cannot be started from a daemonic process. POSIX only.
+Servers are not `multiprocessing` children: those import the user's script again (which starts a second training when it
+has no `__main__` guard) and cannot be started from a daemonic process. POSIX only.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ _SUBREAPER, _PARENT_DEATH = 36, 1  # options of Linux's prctl
 
 @dataclass(frozen=True)
 class CheckFailed:
-    """The call itself went wrong: it took too long or too much memory, raised, or its process died."""
+    """The call itself failed: it took too long or too much memory, raised, or its process died."""
 
     reason: str
 
 
 def limited(function: str, *args: Any, seconds: float) -> Any | CheckFailed | Invalid:
-    """The result of the function named "module:name", called with `args` in another process.
+    """Return the result of the function named "module:name", called with `args` in another process.
 
-    `CheckFailed` when the call takes more than `seconds` of processor time (or `CLOCK` times as long by the clock) or more
-    than `MEMORY`, raises, or its process dies; `Invalid` when there is no process to be had or the module does not
-    import, which says nothing about the call. Imports, starting a server and waiting for a free one are not counted.
-    Arguments and result are what JSON knows (a tuple comes back as a list). If the module has a function `prepare`, it
-    is called once in each server. May be called from any thread and process.
+    `CheckFailed` when the call takes more than `seconds` of processor time (or `CLOCK` times as long by the clock) or
+    more than `MEMORY`, raises, or its process dies; `Invalid` when no process can be started or the module does not
+    import, which is no fault of the call. Imports, starting a server and waiting for a free one are not counted.
+    Arguments and result are JSON data (a tuple comes back as a list). If the module has a function `prepare`, it is
+    called once in each server. May be called from any thread and process.
     """
     servers = _servers
     with servers.free:
@@ -96,7 +96,9 @@ class CheckServer:
             )
 
     def call(self, function: str, args: Sequence[Any], seconds: float) -> dict[str, Any]:
-        """One of {"result": ...}, {"failed": reason} and {"invalid": reason}. EOFError or OSError if it is gone."""
+        """Return one of {"result": ...}, {"failed": reason} and {"invalid": reason}. Raises EOFError or OSError if the
+        server is gone.
+        """
         self.connection.send_bytes(json.dumps([function, args, seconds]).encode())
         if not self.connection.poll(START_SECONDS + CLOCK * seconds):
             raise TimeoutError(f"no answer within {START_SECONDS:g} s")
@@ -110,7 +112,7 @@ class CheckServer:
 
 
 class Servers:
-    """The servers of this process: made when first needed, at most `SERVERS`, lent to one caller at a time."""
+    """Servers of this process: started when first needed, at most `SERVERS`, lent to one caller at a time."""
 
     def __init__(self) -> None:
         self.free = threading.BoundedSemaphore(SERVERS)
@@ -124,7 +126,7 @@ class Servers:
         if server is not None:
             if server.process.poll() is None:
                 return server
-            self.drop(server)  # the system killed it meanwhile
+            self.drop(server)  # the system has killed it meanwhile
         server = CheckServer()
         with self.lock:
             self.alive.add(server)
@@ -150,7 +152,9 @@ _servers = Servers()
 
 
 def _forget() -> None:
-    """In a forked child: the parent's servers are not ours, and its locks may be held by threads that are not here."""
+    """Drop the servers in a forked child: they are the parent's, and locks may be held by threads that do not exist
+    here.
+    """
     global _servers
     for server in list(_servers.alive):
         server.connection.close()
@@ -162,7 +166,7 @@ atexit.register(lambda: _servers.close())
 
 
 def serve(descriptor: int) -> None:
-    """The server's side: answer what arrives until the other side closes."""
+    """Run the server: answer requests until the other side closes."""
     _confine()
     connection = Connection(descriptor)
     while True:
@@ -174,7 +178,7 @@ def serve(descriptor: int) -> None:
 
 
 def _confine() -> None:
-    """Limits of the server, which its children inherit."""
+    """Set limits of the server, which its children inherit."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -183,10 +187,10 @@ def _confine() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the caller
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 2)  # from here on: parsers that print their complaints
+    os.dup2(silence, 2)  # from here on: some parsers print messages
 
 
 def _prctl(option: int, value: int) -> None:
@@ -237,14 +241,14 @@ def _load(module: str, name: str) -> Callable[..., Any]:
 
 
 def _read(descriptor: int, caller: int, deadline: float) -> tuple[bytes, str | None]:
-    """What a child writes until it closes its end, or why nobody waited for that."""
+    """Return the output of a child until it closes its end, or why reading stopped early."""
     written = bytearray()
     while len(written) <= LARGEST:
         ready = select.select([descriptor, caller], [], [], max(0.0, deadline - time.monotonic()))[0]
         if not ready:
             return b"", "time limit by the clock"
-        if caller in ready:  # it says nothing while it waits: it is gone
-            return b"", "nobody waits for it"
+        if caller in ready:  # it sends nothing while it waits: it is gone
+            return b"", "its caller is gone"
         part = os.read(descriptor, 2**16)
         if not part:
             return bytes(written), None
@@ -253,14 +257,14 @@ def _read(descriptor: int, caller: int, deadline: float) -> tuple[bytes, str | N
 
 
 def _end(child: int) -> int:
-    """Kill a child and everything it started; its exit status, negative for a signal."""
+    """Kill a child and everything it started; return its exit status, negative for a signal."""
     for kill in (os.killpg, os.kill):  # it may not have had the time to become a group of its own
         with suppress(ProcessLookupError, PermissionError):
             kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
     with suppress(OSError):
-        while orphans := children.read_text().split():  # they are ours, whatever session they made for themselves
+        while orphans := children.read_text().split():  # they are ours, whatever session they have made
             for orphan in map(int, orphans):
                 os.kill(orphan, signal.SIGKILL)
                 os.waitpid(orphan, 0)
@@ -268,12 +272,12 @@ def _end(child: int) -> int:
 
 
 def _run(function: Callable[..., Any], args: Sequence[Any], seconds: float, descriptor: int) -> NoReturn:
-    """The child's side: one call, of which it writes [whether it returned, the result or the exception]."""
+    """Run one call in the child, and write [whether it returned, the result or the exception]."""
     try:
         os.setsid()
         _prctl(_PARENT_DEATH, signal.SIGKILL)
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-            score.write("1000")  # if memory runs out, this is what the system should kill
+            score.write("1000")  # the first process to be killed when memory runs out
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             answer = json.dumps([True, function(*args)])

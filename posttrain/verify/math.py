@@ -26,8 +26,8 @@ from posttrain.verify.numeric import equal_numbers, read_number, written_toleran
 from posttrain.verify.spelling import balanced, clean, depth, in_base, tight, words
 
 LONGEST = 1000  # characters of an answer; a longer one is wrong, unless the gold is long itself
-DEEPEST = 20  # levels of brackets of an answer; the parser's time explodes with them
-REMEMBERED = 10_000  # gold answers of which this process knows whether they can be compared
+DEEPEST = 20  # levels of brackets of an answer; the parser's time grows exponentially with them
+REMEMBERED = 10_000  # gold answers whose comparability is cached
 
 _MIXED = re.compile(r"(-?) ?([0-9]{1,400})? ?(-?) ?\\frac ?\{ ?(-?[0-9]{1,400}) ?\}\{ ?(-?[0-9]{1,400}) ?\} ?(?:%|$)")
 _NAME = re.compile(r"^([A-Za-z]) ?= ?")
@@ -36,7 +36,7 @@ _WORD = re.compile(r"(?<![\\a-zA-Z{])[A-Za-z]{4,}")
 _LETTERS = re.compile("[a-zA-Z]")
 _SCIENTIFIC = re.compile(r"[-+]?[0-9.,]+[eE][-+]?[0-9]+|[-+]?[0-9.,]+ ?x ?10 ?\^ ?\{?[-+]?[0-9]+\}?")
 
-_unreadable: dict[str, str | None] = {}  # gold -> why it cannot be compared with itself
+_unreadable: dict[str, str | None] = {}  # gold -> reason why it cannot be compared with itself
 
 
 def verify(reply: str, gold: str, *, timeout: float = 2.0, ratios: bool = True) -> float | Invalid:
@@ -61,7 +61,7 @@ def verify(reply: str, gold: str, *, timeout: float = 2.0, ratios: bool = True) 
         if not ratios and ":" in answer and ":" not in gold:
             return 0.0
         verdict = _compare_exactly(answer, gold)
-    except Exception:  # the gold went the same way without one: it is the answer that brings it about
+    except Exception:  # the gold works without the answer: the answer causes the failure
         return 0.0
     if verdict is not None:
         return verdict
@@ -72,7 +72,7 @@ def verify(reply: str, gold: str, *, timeout: float = 2.0, ratios: bool = True) 
 
 
 def _check(gold: str, timeout: float) -> Invalid | None:
-    """Why no answer can be compared with a gold one; remembered, unless the machine was the reason."""
+    """Return why no answer can be compared with a gold one; cached, unless the machine was the reason."""
     if not gold or not balanced(gold):
         return Invalid(f"gold answer {gold[:80]!r} cannot be read")
     if _in_words(gold) or _rational(gold) is not None or in_base(gold):
@@ -94,7 +94,7 @@ def _in_words(gold: str) -> bool:
 
 
 def _compare_exactly(answer: str, gold: str) -> float | None:
-    """The verdict on words, rationals and what cannot be equal; None if it takes algebra to tell."""
+    """Return the verdict on words, rationals and unequal answers; None if algebra is needed."""
     if tight(answer) == tight(gold):
         return 1.0
     if not answer or not balanced(answer) or depth(answer) > max(DEEPEST, depth(gold)):
@@ -115,7 +115,7 @@ def _compare_exactly(answer: str, gold: str) -> float | None:
 
 
 def _equal_percentages(answer: str, answer_number: Fraction, gold: str, gold_number: Fraction) -> bool:
-    """Whether two rationals are equal, or would be with a percent sign that one of them lacks."""
+    """Return whether two rationals are equal, or would be with a percent sign that one of them lacks."""
     factors = [Fraction(1)]
     if ("%" in gold) != ("%" in answer):
         factors.append(Fraction(100) if "%" in gold else Fraction(1, 100))
@@ -124,7 +124,9 @@ def _equal_percentages(answer: str, answer_number: Fraction, gold: str, gold_num
 
 
 def _rational(text: str) -> Fraction | None:
-    """The value of a whole number, decimal, fraction or mixed number, with or without a name and a percent sign."""
+    """Return the value of a whole number, decimal, fraction or mixed number, with or without a name and a
+    percent sign.
+    """
     text = _NAME.sub("", text)
     mixed = _MIXED.fullmatch(text)
     if mixed is None:

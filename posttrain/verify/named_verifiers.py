@@ -1,8 +1,7 @@
-"""The verifiers that work by name, as `--env verify:exact_match`: one table, which the command line, `check` and the
-documents read.
+"""Verifiers by name, as in `--env verify:exact_match`: one table for the command line, `check` and the documents.
 
-Decided here: which columns of a row a verifier reads, and which part of a reply. Everything else is a setting behind its
-name, of the type that its parameter has: verify:within,least=3,unit=sentences.
+Decided here: which columns of a row a verifier reads, and which part of a reply. Everything else is a setting behind
+its name, of the type that its parameter has: verify:within,least=3,unit=sentences.
 """
 
 from __future__ import annotations
@@ -44,40 +43,41 @@ ANSWERS: Mapping[str, Callable[[str], str | None]] = MappingProxyType(
         "boxed": last_boxed,
     }
 )
-"""Where the answer stands in a reply: the setting `answer` of verifiers that compare answers."""
+"""Ways to extract the answer from a reply: the setting `answer` of verifiers that compare answers."""
 _EMPTY = inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
 class NamedVerifier:
-    """A verifier, and what of a row it reads.
+    """A verifier, with the columns of a row that it reads.
 
-    Its function takes the reply, or the answer in it, and then what `columns` names (parameter -> column) and settings.
+    Its function takes the reply, or the answer in it, and then the parameters in `columns` (parameter -> column) and
+    settings.
     """
 
     name: str
     function: Callable[..., Any]
     columns: Mapping[str, str] = field(default_factory=dict)
-    answers: bool = False  # whether it judges the answer in a reply, and not all of it
+    answers: bool = False  # whether it scores the answer in a reply, and not all of it
     success: float | None = 1.0  # its best verdict; None: it has none, as a count or a penalty
 
     @property
     def idea(self) -> str:
-        """What it gives, in a sentence."""
+        """Its description in a sentence: the first one of the function's docstring."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
     @cached_property
     def hints(self) -> dict[str, Any]:
-        """The types of its function's parameters."""
+        """Types of its function's parameters."""
         return get_type_hints(self.function)
 
     def needs(self, parameter: str) -> bool:
-        """Whether a parameter has no default."""
+        """Return whether a parameter has no default."""
         return inspect.signature(self.function).parameters[parameter].default is _EMPTY
 
     @cached_property
     def settings(self) -> dict[str, tuple[Any, Any]]:
-        """What may stand behind its name: setting -> (type, default); no default where a column has the value."""
+        """Return its settings: setting -> (type, default); no default where a column has the value."""
         parameters = inspect.signature(self.function).parameters
         found: dict[str, tuple[Any, Any]] = {"answer": (Literal[tuple(ANSWERS)], "final")} if self.answers else {}
         for name in list(parameters)[1:]:
@@ -86,13 +86,15 @@ class NamedVerifier:
         return found
 
     def columns_of(self, chosen: Collection[str] = ()) -> list[str]:
-        """The columns that it reads where these settings are given; optional ones in brackets."""
+        """Return the columns that it reads with these settings; optional ones in brackets."""
         return [
             column if self.needs(name) else f"[{column}]" for name, column in self.columns.items() if name not in chosen
         ]
 
     def reward(self, options: Mapping[str, str | None] = MappingProxyType({})) -> NamedReward:
-        """The reward function, with settings as text. Raises UserError for one that it has not, or that does not fit."""
+        """Return the reward function, with settings as text. Raises UserError for a setting that is unknown or
+        invalid.
+        """
         label = f"--env {PREFIX}{self.name}"
         chosen = {}
         for name, text in options.items():
@@ -110,7 +112,7 @@ class NamedVerifier:
 
 @dataclass(frozen=True)
 class NamedReward:
-    """The reward function that a named verifier is, with its settings."""
+    """The reward function of a named verifier with its settings."""
 
     verifier: NamedVerifier
     chosen: Mapping[str, Any]
@@ -124,7 +126,7 @@ class NamedReward:
             if task.get(column) is None:
                 if self.verifier.needs(parameter):
                     return self._invalid(
-                        f"reads the column {column!r}, which the row has not: rename one with --fields.{column} COLUMN"
+                        f"reads the column {column!r}, which the row lacks: rename one with --fields.{column} COLUMN"
                     )
                 continue
             try:
@@ -202,11 +204,11 @@ OTHERS = {
     "same_number": "is called verify:numeric",
     "without_thoughts": "finds a text: a reward of your own may judge it",
 }
-"""What else `posttrain.verify` has, and what to name instead."""
+"""Other functions of `posttrain.verify`, and what to use instead."""
 
 
 def find_verifier(name: str) -> NamedVerifier:
-    """The verifier of this name. Raises UserError, with what comes near, if there is none."""
+    """Return the verifier of this name. Raises UserError, with similar names, if there is none."""
     if name in VERIFIERS:
         return VERIFIERS[name]
     if name in OTHERS:
@@ -217,7 +219,7 @@ def find_verifier(name: str) -> NamedVerifier:
 
 
 def described(verifier: NamedVerifier, chosen: Collection[str] = ()) -> tuple[str, str, str]:
-    """The columns that it reads where these settings are given, its settings with their defaults, what it gives."""
+    """Return the columns that it reads with these settings, its settings with their defaults, and its description."""
     settings = [
         name if default is _EMPTY or default is None else f"{name}={_shown(default)}"
         for name, (_, default) in verifier.settings.items()
@@ -227,7 +229,7 @@ def described(verifier: NamedVerifier, chosen: Collection[str] = ()) -> tuple[st
 
 
 def sentence(verifier: NamedVerifier, chosen: Collection[str] = ()) -> str:
-    """The same in a line."""
+    """Return a verifier's description, columns and settings in a line."""
     columns, settings, idea = described(verifier, chosen)
     return f"{idea} Reads {columns or 'no column'}{'; settings: ' * bool(settings)}{settings}."
 
@@ -238,7 +240,7 @@ def _shown(default: Any) -> str:
 
 
 def _as_text(hint: Any) -> Any:
-    """The type that text behind a name is read as; None for what no text can be: a function, a mapping."""
+    """Return the type that a setting's text is parsed as; None for what cannot be text: a function, a mapping."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [read for one in get_args(hint) if one is not type(None) and (read := _as_text(one)) is not None]
         return (kinds[0] | None if type(None) in get_args(hint) else kinds[0]) if kinds else None
@@ -248,7 +250,7 @@ def _as_text(hint: Any) -> Any:
 
 
 def _as_column(value: Any, hint: Any) -> Any:
-    """A value of a row for a parameter. Numbers stand for their text, as an answer of 42 does in JSON.
+    """Convert a value of a row for a parameter. Numbers become text, such as an answer of 42 in JSON.
 
     Raises TypeError for a value of another form.
     """

@@ -1,4 +1,4 @@
-"""Decides what a piece of text says as a number, exactly: numbers are rationals, so 0.5 is 1/2.
+"""Parses numbers in text, exactly: numbers are rationals, so 0.5 is 1/2.
 
 A percent sign, a currency sign and words after the number are units and are dropped: "50%", "$50" and "50 apples" are
 50. Words that change the value ("5 million", "5 or 6") make it no number.
@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from posttrain.core.types import Invalid
 
-LONGEST = 400  # characters of a number: beyond it is junk, and slow to convert
+LONGEST = 400  # characters of a number: a longer one is junk, and slow to convert
 
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\uff0d\ufe63", "-"))
 _DIGITS = str.maketrans({chr(0xFF10 + i): str(i) for i in range(10)} | {"\u2044": "/"})
@@ -70,7 +70,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def is_unit(text: str) -> bool:
-    """Whether words after a number are a unit, so that the number alone is the value. No words are one."""
+    """Return whether words after a number are a unit, so that the number alone is the value. No words are one."""
     words = text.split()
     if len(words) > 5 or not all(_UNIT_WORD.fullmatch(word) for word in words):
         return False
@@ -81,14 +81,14 @@ def is_unit(text: str) -> bool:
 
 
 def gsm8k_answer(text: str) -> str | None:
-    """What follows the last `####` up to the end of its line, the form of GSM8K; None if there is nothing."""
+    """Return the text after the last `####` up to the end of its line, the form of GSM8K; None if there is nothing."""
     _, marker, after = text.rpartition("####")
     answer = after.split("\n", 1)[0].strip()
     return answer if marker and answer else None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number that stands in a text, None if there is none. "10 - 3" ends with 3, "(-3)" and "= -3" with -3."""
+    """Return the last number in a text, None if there is none. "10 - 3" ends with 3, "(-3)" and "= -3" with -3."""
     last = None
     for match in _IN_TEXT.finditer(_plain(text)):
         last = match
@@ -110,7 +110,7 @@ def written_tolerance(gold: str) -> Fraction:
 
 
 def equal_numbers(value: Fraction, gold: Fraction, tolerance: Fraction | float = Fraction(0)) -> bool:
-    """Exact equality, or up to `tolerance` relative to the gold."""
+    """Return whether numbers are equal, exactly or up to `tolerance` relative to the gold."""
     return abs(value - gold) <= Fraction(tolerance) * abs(gold)
 
 
@@ -135,7 +135,7 @@ def same_number(answer: str | None, gold: str, *, tolerance: float | None = None
 
 
 def _plain(text: str) -> str:
-    """ASCII minus, digits and fractions for their Unicode forms."""
+    """Replace Unicode forms of minus, digits and fractions by ASCII."""
     text = text.translate(_MINUS).translate(_DIGITS)
     if text.isascii():
         return text

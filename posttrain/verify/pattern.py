@@ -33,6 +33,6 @@ def matches(
 
 
 def search(pattern: str, text: str, flags: int, whole: bool) -> bool:
-    """In a process with limits."""
+    """Search in a process with limits."""
     compiled = re.compile(pattern, flags)
     return (compiled.fullmatch(text) if whole else compiled.search(text)) is not None

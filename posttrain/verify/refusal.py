@@ -1,4 +1,4 @@
-"""Tells refusals from answers by what they say, and rewards the ones that are wanted.
+"""Distinguishes refusals from answers, and rewards the wanted ones.
 
 The default looks for the ways in which English-speaking assistants decline, in the first sentences of a reply. Word
 lists of this kind agree with people on most replies and fail on partial compliance (XSTest, Roettger et al. 2024, arXiv
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from posttrain.core.types import Invalid
 from posttrain.verify.fenced import without_thoughts
 
-BEGINNING = 400  # characters of a reply in which a refusal declares itself
+BEGINNING = 400  # characters of a reply that are searched for a refusal
 
 Refuses = Callable[[str], "float | bool | Invalid"]
-"""Reply -> how surely it refuses: 0.0 to 1.0, or a truth value."""
+"""Reply -> probability of a refusal: 0.0 to 1.0, or a bool."""
 
 _HELP = "(?:help|assist|comply|fulfil+|provide|support|discuss|engage|participate|condone|promote|facilitate)"
 _SERVE = (

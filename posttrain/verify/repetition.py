@@ -82,7 +82,7 @@ def longest_repeat(text: str) -> int:
 
 
 def _paired(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A number for each pair, from 0 on, the same for the same pair."""
+    """Number pairs from 0 on, equal pairs equally."""
     import numpy as np
 
     both = first * (int(second.max()) + 1) + second
@@ -109,7 +109,7 @@ def looping(text: str, times: int = TIMES) -> float:
 
 
 def _prefix_matches(text: str) -> list[int]:
-    """For each place, how many characters from there on are those of the beginning: the Z function (Gusfield 1997)."""
+    """Return for each place how many characters from there on equal the beginning: the Z function (Gusfield 1997)."""
     found = [0] * len(text)
     left = right = 0
     for i in range(1, len(text)):

@@ -87,5 +87,5 @@ def _f1(said: list[str], gold: list[str]) -> float:
     if not said or not gold:
         return float(said == gold)
     common = (Counter(said) & Counter(gold)).total()
-    # 2 P R / (P + R) with P = common / said and R = common / gold
+    # 2 P R / (P + R) with P = common / words and R = common / gold
     return 2 * common / (len(said) + len(gold))

@@ -1,4 +1,4 @@
-"""How alike two texts are: edit similarity, ROUGE-L, BLEU and chrF, each from 0.0 to 1.0.
+"""Similarity of two texts: edit similarity, ROUGE-L, BLEU and chrF, each from 0.0 to 1.0.
 
 What is compared is bounded, so that no reply is slow: the first 20,000 characters of a reply count. A reference that is
 longer than that, or empty, is Invalid. With several references the best one counts, except in BLEU, which has a way of
@@ -134,7 +134,7 @@ def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
 
 
 def _tokens_13a(text: str) -> list[str]:
-    """The tokeniser of mteval-v13a, which keeps the case and knows the punctuation of English."""
+    """Tokenize as mteval-v13a, which keeps the case and knows the punctuation of English."""
     text = f" {text.replace('<skipped>', '').replace('-' + chr(10), '').replace(chr(10), ' ')} "
     for name, sign in (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">")):
         text = text.replace(name, sign)

@@ -1,4 +1,4 @@
-r"""One spelling for what LaTeX, Unicode and English write in many ways: "\dfrac12\text{ cm}" becomes "\frac{1}{2}".
+r"""Normalises the spellings of LaTeX, Unicode and English: "\dfrac12\text{ cm}" becomes "\frac{1}{2}".
 
 Units are dropped where a number ends with them: known abbreviations, and words in \text{} or after a space. Words that
 change the value are not units and stay ("5\text{ million}", "3\text{ tenths}", "7 squared", "101 base two"), so do
@@ -59,7 +59,7 @@ _SPELLINGS = [
         (r"\*\*", "^"),
         (r"(?<![0-9])\\\$|\\\$(?! ?[0-9])", ""),
         (r"(?<=[0-9])_ ?(?:10(?![0-9])|\{ ?10 ?\})", ""),  # a number in base ten is the number
-        # braces that group what needs no grouping: 2{\pi}; what stands behind \frac1 is an argument
+        # braces that group a single element: 2{\pi}; braces behind \frac1 are an argument
         (r"(?<=[0-9)])(?<!\\frac[0-9])(?<!\\binom[0-9]) ?\{ ?(\\[a-zA-Z]+(?:\{[^{}]*\})*|[a-zA-Z]) ?\}", r"\1 "),
         (r" +", " "),
     ]
@@ -92,7 +92,7 @@ _BASE = re.compile(rf"(-?) ?(?:{_NUMERAL}|\({_NUMERAL}\)) ?_ ?(?:([0-9]+)|\{{ ?(
 
 
 def clean(text: str) -> str:
-    """One spelling of an answer. Keeps what distinguishes answers."""
+    """Normalise the spelling of an answer, without merging distinct answers."""
     text = _LAST_SPACE.sub("", text.translate(_UNICODE))
     text = " ".join(text.split()).strip("*").strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
@@ -115,12 +115,12 @@ def clean(text: str) -> str:
 
 
 def tight(text: str) -> str:
-    """Without the spaces that LaTeX ignores. "1 5" is not "15", and "5, 678" is not "5,678"."""
+    """Remove the spaces that LaTeX ignores. "1 5" is not "15", and "5, 678" is not "5,678"."""
     return re.sub(r"(?<![a-zA-Z0-9,]) | (?![a-zA-Z0-9])|(?<=[0-9]) (?=[a-zA-Z])", "", text)
 
 
 def balanced(text: str) -> bool:
-    """Whether all braces close."""
+    """Return whether all braces are closed."""
     depth = 0
     for match in re.finditer(r"\\[{}\\]|[{}]", text):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
@@ -130,7 +130,7 @@ def balanced(text: str) -> bool:
 
 
 def depth(text: str) -> int:
-    """Levels of brackets of all kinds."""
+    """Return the number of nested brackets of all kinds."""
     level = deepest = 0
     for character in text:
         level += (character in "{([") - (character in "})]")
@@ -153,13 +153,13 @@ def words(text: str, fold: bool) -> list[str]:
 
 
 def in_base(text: str) -> tuple[str, str, str] | None:
-    """(sign, digits, base) of a number with a subscript, such as "-221_3"."""
+    """Return (sign, digits, base) of a number with a subscript, such as "-221_3"."""
     found = _BASE.fullmatch(text)
     return (found[1], (found[2] or found[3]).lower(), found[4] or found[5]) if found else None
 
 
 def brace_arguments(text: str) -> str:
-    r"""Braces around the arguments that LaTeX lets stand without: "\frac\pi4" becomes "\frac{\pi}{4}"."""
+    r"""Put braces around arguments without: "\frac\pi4" becomes "\frac{\pi}{4}"."""
     for command in reversed(list(_TAKES_ARGUMENTS.finditer(text))):
         at, written = command.end(), command[0]
         for _ in range(_ARGUMENTS[command[1]]):
@@ -219,7 +219,9 @@ def _without_unit(found: re.Match[str]) -> str:
 
 
 def _without_words(text: str) -> str:
-    """Plain words behind a number go, if they are units: known, or long and apart, for letters may be variables."""
+    """Remove plain words behind a number if they are units: known, or long and separate, for letters may be
+    variables.
+    """
     power = _POWER.search(text)
     body = text[: power.start()] if power else text
     number = body.rstrip(ascii_letters + " /,.")

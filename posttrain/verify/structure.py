@@ -1,7 +1,7 @@
-r"""Reads the form of an answer: lists, sets, tuples and intervals, matrices, unions, chains of relations.
+r"""Parses the form of an answer: lists, sets, tuples and intervals, matrices, unions, chains of relations.
 
-What remains at the leaves are formulas, which `posttrain.verify.algebra` compares. The form is read from the text:
-a library for algebra takes (1,2) for an interval, a tuple and a set at once, and [2,1] for (2,1).
+The leaves are formulas, which `posttrain.verify.algebra` compares. The form is read from the text: a library for
+algebra takes (1,2) for an interval, a tuple and a set at once, and [2,1] for (2,1).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"[a-zA-Z]|\\[a-z]+")
 
 
 class Unreadable(ValueError):
-    """The text is none of the forms that are read."""
+    """The text has none of the supported forms."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Form:
 
 
 def read_form(text: str, *, inside: bool = False) -> Form:
-    """The form of a text in one spelling (`spelling.clean`). `inside` brackets a comma never belongs to a number."""
+    """Parse a text in one spelling (`spelling.clean`). `inside` brackets a comma is never part of a number."""
     text = text.strip()
     if not text:
         raise Unreadable("a part is empty")
@@ -93,14 +93,16 @@ def interval(form: Form) -> tuple[str, Form] | None:
 
 
 def mirrored(form: Form) -> Form:
-    """The same chain, written from right to left; itself if it has a relation that has no mirror image."""
+    """Return the same chain from right to left; itself if a relation of it has no mirror image."""
     if not set(form.marks) <= _MIRRORED.keys():
         return form
     return Form("chain", form.text, form.parts[::-1], tuple(_MIRRORED[mark] for mark in reversed(form.marks)))
 
 
 def _split(text: str, marks: object) -> tuple[list[str], tuple[str, ...]]:
-    """The text, cut at those marks that stand outside all brackets; and the marks, in their common spelling."""
+    """Split the text at those marks that are outside all brackets; return the pieces, and the marks in their common
+    spelling.
+    """
     parts, found, start, depth = [], [], 0, 0
     for token in _TOKEN.finditer(text):
         if token[0] in _OPENING:
@@ -119,7 +121,7 @@ def _split(text: str, marks: object) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _join_thousands(text: str) -> str:
-    """Without the commas within numbers, which are those outside all brackets: "(2,100)" has two parts."""
+    """Remove the commas within numbers, which are those outside all brackets: "(2,100)" has two parts."""
     depth, runs = 0, [""]
     for token in _TOKEN.finditer(text):
         depth += token[0] in _OPENING and token[0] != "{"
@@ -132,7 +134,7 @@ def _join_thousands(text: str) -> str:
 
 
 def _read_brackets(text: str) -> Form | None:
-    """The form of a text that is one pair of brackets with parts in it."""
+    """Parse a text that is one pair of brackets with parts in it."""
     tokens = list(_TOKEN.finditer(text))
     opening, closing = tokens[0][0], tokens[-1][0]
     depth = 0
@@ -160,7 +162,7 @@ def _read_brackets(text: str) -> Form | None:
 
 
 def _read_signs(text: str) -> Form:
-    """A formula; with plus-minus signs the list of what it stands for."""
+    """Parse a formula; with plus-minus signs, the list of its values."""
     signs = list(_SIGNS.finditer(text))
     if not signs:
         return Form("formula", text)
@@ -178,7 +180,7 @@ def _read_signs(text: str) -> Form:
 
 
 def _flat(parts: Iterator[Form]) -> tuple[Form, ...]:
-    """Lists within a list or a set are parts of it: "1 \\pm 2, 7" has three."""
+    """Flatten lists within a list or a set: "1 \\pm 2, 7" has three parts."""
     flat: list[Form] = []
     for part in parts:
         flat.extend(part.parts if part.kind == "list" else [part])

@@ -42,7 +42,9 @@ def defines(reply: str, signature: str) -> float | Invalid:
     """
     name, bracket, _ = signature.partition("(")
     if not name.strip().isidentifier() or (bracket and _parameters(signature) is None):
-        raise UserError(f"{signature!r} is no signature: give a name, or a name with parameters, such as solve(a, b=1)")
+        raise UserError(
+            f"{signature!r} is not a signature: give a name, or a name with parameters, such as solve(a, b=1)"
+        )
     wanted = _parameters(signature) if bracket else None
     return _asked("posttrain.verify.syntax:has", code_in(reply), name.strip(), wanted)
 
@@ -66,7 +68,7 @@ def tree_similarity(reply: str, reference: str) -> float | Invalid:
         found = alone
     if isinstance(found, Invalid):
         return found
-    return Invalid("the reference is no Python code") if found is None else float(found)
+    return Invalid("the reference is not Python code") if found is None else float(found)
 
 
 def _asked(function: str, code: str, *more: Any) -> float | Invalid:
@@ -98,7 +100,7 @@ def has(code: str, name: str, parameters: list[list[Any]] | None) -> bool:
 
 
 def similarity(code: str, reference: str) -> float | None:
-    """None if the reference does not parse."""
+    """Return the similarity, None if the reference does not parse."""
     gold, said = _tree(reference), _tree(code)
     if gold is None or not gold.body:
         return None
@@ -123,7 +125,7 @@ def _parameters(signature: str) -> list[list[Any]] | None:
 
 
 def _described(arguments: ast.arguments) -> list[list[Any]]:
-    """[kind, name, whether it has a default] of each parameter, in order."""
+    """Return [kind, name, whether it has a default] of each parameter, in order."""
     found: list[list[Any]] = []
     plain = [("positional", a.arg) for a in arguments.posonlyargs] + [("plain", a.arg) for a in arguments.args]
     first_default = len(plain) - len(arguments.defaults)
@@ -139,7 +141,7 @@ def _described(arguments: ast.arguments) -> list[list[Any]]:
 
 
 def _subtrees(tree: ast.Module, known: dict[Any, int]) -> Counter[int]:
-    """Number of a subtree -> how often it occurs, of every statement and expression."""
+    """Count subtrees by their number, of every statement and expression."""
     bound = _bound_names(tree)
     found: Counter[int] = Counter()
 
@@ -161,7 +163,7 @@ def _subtrees(tree: ast.Module, known: dict[Any, int]) -> Counter[int]:
 
 
 class _Name(str):
-    """A name of the program's, unlike text in it."""
+    """A name of the program's, distinct from text in it."""
 
 
 def _marked(tree: ast.Module) -> ast.Module:
@@ -173,7 +175,7 @@ def _marked(tree: ast.Module) -> ast.Module:
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
-    """Names that the code gives to something: variables, parameters, functions, classes."""
+    """Return the names that the code binds: variables, parameters, functions, classes."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

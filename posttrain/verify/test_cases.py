@@ -1,9 +1,9 @@
-"""Reads tests: which of them are a call of the program's beside a value, and which are code that has to be played.
+"""Parses tests: a call with an expected value, or code that has to be run.
 
-A test in MBPP's form, `assert f(1, [2]) == 3`, is taken apart. The program is asked for `f(1, [2])`, and its answer is
-compared with 3 outside. Whatever else a test may be, such as `assert math.isclose(f(1), 0.1)` or HumanEval's `check(f)`, is
-played in a jail of its own (`posttrain.sandbox.examiner`), with the program in another. In either way what is expected
-never reaches the program, and what compares never runs beside it.
+A test in MBPP's form, `assert f(1, [2]) == 3`, is split. The program is asked for `f(1, [2])`, and its answer is
+compared with 3 outside. Any other test, such as `assert math.isclose(f(1), 0.1)` or HumanEval's `check(f)`, is run in a
+jail of its own (`posttrain.sandbox.examiner`), with the program in another. Either way the expected value never reaches
+the program, and the comparison never runs beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LITERALS = (bool, int, float, complex, str, bytes, list, tuple, set, dict, type(
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """`call` is evaluated by the program; the answer has to be `expected`."""
+    """A test whose `call` the program evaluates; the answer has to be `expected`."""
 
     call: str
     expected: Any
@@ -32,23 +32,23 @@ class ComparedCase:
 
 @dataclass(frozen=True)
 class PlayedCase:
-    """Code that raises unless the program is right."""
+    """A test as code that raises unless the program is right."""
 
     source: str
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What a program has to pass, in order."""
+    """Tests of a program, in order."""
 
     cases: tuple[ComparedCase | PlayedCase, ...]
-    setup: str = ""  # code before the first that is played
-    names: tuple[str, ...] = ()  # that played code takes from the program
+    setup: str = ""  # code before the first test that is run
+    names: tuple[str, ...] = ()  # names of the program that the tests use
 
 
 def read_tests(tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> Suite | Invalid:
-    """The tests of a task. `setup`: code that stands before them; `entry`: names of Python's own that the program defines
-    anew, such as "sum", and that played tests mean. Invalid where there are none, or they are no Python.
+    """Parse the tests of a task. `setup`: code before them; `entry`: builtins that the program redefines, such as
+    "sum", and that tests refer to. Invalid where there are none, or they are not Python.
     """
     return _read(tuple(tests), setup, tuple(entry))
 
@@ -66,11 +66,11 @@ def _read(tests: tuple[str, ...], setup: str, entry: tuple[str, ...]) -> Suite |
         played = "\n".join([setup, *(case.source for case in cases if isinstance(case, PlayedCase))])
         return Suite(tuple(cases), _with_modules(setup, played), _of_the_program(played, entry))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: a null character
-        return Invalid(f"a test is no Python: {error}")
+        return Invalid(f"a test is not Python: {error}")
 
 
 def _compared(tree: ast.Module, bound: frozenset[str]) -> ComparedCase | None:
-    """A test that can be taken apart."""
+    """Split a test, where that is possible."""
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
         return None
     test = tree.body[0].test
@@ -83,7 +83,9 @@ def _compared(tree: ast.Module, bound: frozenset[str]) -> ComparedCase | None:
 
 
 def _is_programs(node: ast.expr, bound: frozenset[str]) -> bool:
-    """Whether all that this expression computes is the program's: calls and attributes of its names, with literals."""
+    """Return whether everything in this expression is the program's: calls and attributes of its names, with
+    literals.
+    """
     if isinstance(node, ast.Call):
         values = [*node.args, *(keyword.value for keyword in node.keywords)]
         named = all(keyword.arg is not None for keyword in node.keywords)
@@ -120,13 +122,13 @@ def _does_more_than_import(setup: str) -> bool:
 
 
 def _bound(code: str) -> frozenset[str]:
-    """Names that code binds at its top."""
+    """Return the names that code binds at its top level."""
     table = symtable.symtable(code, "<setup>", "exec")
     return frozenset(s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported())
 
 
 def _free(code: str) -> set[str]:
-    """Names that code reads and does not bind."""
+    """Return the names that code reads and does not bind."""
     top = symtable.symtable(code, "<tests>", "exec")
     bound = _bound(code)
     found, line = set(), [top]
@@ -139,9 +141,9 @@ def _free(code: str) -> set[str]:
 
 
 def _with_modules(setup: str, played: str) -> str:
-    """The setup, and before it the modules of the standard library that tests name without importing them.
+    """Return the setup behind imports of the standard library's modules that tests use without importing them.
 
-    A program may have imported them for itself, or put something else in their place.
+    A program may have imported them for itself, or replaced them.
     """
     modules = sorted(_free(played) & sys.stdlib_module_names)
     return "\n".join([*(f"import {name}" for name in modules), setup])

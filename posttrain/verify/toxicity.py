@@ -1,4 +1,4 @@
-"""How toxic a text is: by default the share of its words that are on a list, or what a classifier says.
+"""Toxicity of a text: by default the share of its words that are on a list, else a classifier's verdict.
 
 The list is short, English and coarse: insults, profanity and threats. It misses what is said politely and strikes
 quotations. It is here so that a run works offline; give a list or a classifier of your own where it matters.

@@ -1,9 +1,11 @@
-"""Runs the code of a reply against unit tests, in the sandbox. Who decides never shares an interpreter with the program.
+"""Runs the code of a reply against unit tests, in the sandbox. The comparison never shares an interpreter with the
+program.
 
-What a program can do about its verdict is to give values. `sys.exit(0)`, an equality that is always true, a patched assert,
-a forged line of output, another harness in memory: nothing of that is where the comparison is. A program that ends, hangs
-or takes too much has failed all tests from there on; it is never Invalid, so nothing is gained by making the check fail.
-Invalid is what is not the program's fault: tests that are no Python, a sandbox that does not start.
+A program can influence its verdict only by the values that it returns. `sys.exit(0)`, an equality that is always true,
+a patched assert, a forged line of output, another harness in memory: none of that is where the comparison is. A program
+that ends, hangs or takes too much has failed all tests from there on; it is never Invalid, so nothing is gained by
+making the check fail. Invalid is what is not the program's fault: tests that are not Python, a sandbox that does not
+start.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from posttrain.verify.fenced import code_in
 from posttrain.verify.test_cases import ComparedCase, Suite, read_tests
 
 LONGEST = 200_000  # characters of a program; a longer one is wrong
-MOST_ASKS = 100_000  # that one played test may make
+MOST_ASKS = 100_000  # questions of one test to the program
 
 
 @dataclass(frozen=True)
 class Grade:
-    """Of one program: which tests it passed, in their order, and what went wrong first."""
+    """Grade of a program: the tests that it passed, in their order, and its first error."""
 
     passed: tuple[bool, ...]
     why: str = ""
@@ -62,7 +64,7 @@ def passes_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Seque
 def graded(
     code: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = (), limits: ProgramLimits | None = None
 ) -> Grade | Invalid:
-    """The grade of a program. It runs once, and the tests follow in the same interpreter, in their order."""
+    """Grade a program. It runs once, and the tests follow in the same interpreter, in their order."""
     read = read_tests(tests, setup, entry)
     if isinstance(read, Invalid):
         return read
@@ -77,9 +79,10 @@ def graded(
 def behaviour(
     code: str, calls: Sequence[str], setup: str = "", limits: ProgramLimits | None = None
 ) -> tuple[str, ...] | Invalid:
-    """What a program gives for each of these calls, such as "f(2)": programs that give the same behave the same.
+    """Return the result of each of these calls, such as "f(2)": programs with equal results behave the same.
 
-    What it raises counts by its type, and once it has ended, it gives nothing. `setup`: code that runs before it.
+    An exception counts by its type, and once the program has ended, results are empty. `setup`: code that runs before
+    it.
     """
     found: list[str] = []
     if len(code) > LONGEST:
@@ -92,7 +95,7 @@ def behaviour(
                     answer = program.asked({"do": "value", "source": call})
                     found.append(answer["raised"][0] if "raised" in answer else json.dumps(answer["value"]))
             except Ended:
-                pass  # what it has said stands
+                pass  # its answers so far count
     except (SandboxError, UserError) as error:
         return Invalid(str(error))
     return (*found, *["nothing"] * (len(calls) - len(found)))
@@ -104,10 +107,10 @@ def _graded(code: str, tests: Suite, limits: ProgramLimits | None) -> Grade | In
     with ExitStack() as opened:
         try:
             began, sandbox, most = time.monotonic(), shared(), limits or usual_limits()
-            waited = time.monotonic() - began  # for the sandbox, if this is the first program
+            waited = time.monotonic() - began  # of the sandbox, if this is its first program
             program = opened.enter_context(sandbox.start(replace(most, life=max(0.0, most.life - waited))))
             if raised := program.run(code):
-                raise Ended(_told(raised))
+                raise Ended(_error_line(raised))
             examination: Examination | None = None
             for case in tests.cases:
                 if isinstance(case, ComparedCase):
@@ -126,15 +129,15 @@ def _graded(code: str, tests: Suite, limits: ProgramLimits | None) -> Grade | In
 
 
 def _compare(program: Program, case: ComparedCase) -> str:
-    """What is wrong with the program's value; "" if nothing is."""
+    """Return an error message about the program's value; "" if it is right."""
     answer = program.asked({"do": "value", "source": case.call})
     if "raised" in answer:
-        return f"{case.call} raised {_told(answer['raised'])}"
+        return f"{case.call} raised {_error_line(answer['raised'])}"
     return "" if equals(answer["value"], case.expected) else f"{case.call} is not {case.expected!r}"
 
 
 class Examination:
-    """Suite that are played in a jail beside the program's."""
+    """Tests that run in a jail beside the program's."""
 
     def __init__(self, program: Program, tests: Suite) -> None:
         self._program = program
@@ -143,7 +146,7 @@ class Examination:
         self._broken: str | Invalid = self._verdict({"do": "examine", "setup": tests.setup, "names": tests.names})
 
     def play(self, source: str) -> str | Invalid:
-        """What is wrong; "" if the test passed, Invalid if the test is at fault."""
+        """Run a test. Return an error message; "" if it passed, Invalid if the test is at fault."""
         return self._broken or self._verdict({"do": "test", "source": source})
 
     def __enter__(self) -> Examination:
@@ -156,22 +159,22 @@ class Examination:
         """Carry questions to the program and answers back, until there is a verdict."""
         for _ in range(MOST_ASKS):
             try:
-                said = self._examiner.ask(request, self._program.left)
-            except Ended as error:  # over what the program gave the tests, or because it had used up the time
+                message = self._examiner.ask(request, self._program.left)
+            except Ended as error:  # caused by the program's values, or by the time that it used
                 if self._asked or not self._program.left:
                     raise
                 return Invalid(f"the tests alone {error}")
-            if "verdict" in said:
-                if said["verdict"] == "broken":
-                    return Invalid(f"a test cannot be played: {said['why']}")
-                return "" if said["verdict"] == "passed" else said["why"] or "failed"
+            if "verdict" in message:
+                if message["verdict"] == "broken":
+                    return Invalid(f"a test cannot be run: {message['why']}")
+                return "" if message["verdict"] == "passed" else message["why"] or "failed"
             self._asked = True
-            request = self._program.ask(said["ask"])
+            request = self._program.ask(message["ask"])
             if not {"value", "raised", "callback"} & request.keys():
-                raise Ended("said what cannot be read")
-        raise Ended("was asked too often")
+                raise Ended("sent a message that cannot be read")
+        raise Ended("was called too often")
 
 
-def _told(raised: Sequence[str]) -> str:
-    """[type, text, ...] of an exception, on one line."""
+def _error_line(raised: Sequence[str]) -> str:
+    """Return [type, text, ...] of an exception on one line."""
     return " ".join(f"{raised[0]}: {raised[1]}"[:300].split())

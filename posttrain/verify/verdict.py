@@ -1,4 +1,4 @@
-"""Reads what a judge's reply ends with: yes or no behind a marker, or a score.
+"""Parses the verdict at the end of a judge's reply: yes or no behind a marker, or a score.
 
 Decided here: the last marker counts, and the verdict is all of its line that follows. "verdict: yes or no" is none.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-FRAME = " \t*_`\"'()[]{}$"  # what models put around a verdict
+FRAME = " \t*_`\"'()[]{}$"  # marks around a verdict that models add
 ENDS = FRAME + ".,;!"
 MOST_DIGITS = 20
 
@@ -16,9 +16,9 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
 
 
 class Behind(NamedTuple):
-    """What follows a marker in its line."""
+    """The text behind a marker, in its line."""
 
-    text: str  # without what frames it
+    text: str  # without surrounding marks
     start: int  # its place in the reply
 
 
@@ -51,7 +51,7 @@ def final_score(reply: str, marker: str = "score:", scale: tuple[float, float] =
 
 
 def behind(reply: str, marker: str) -> Behind | None:
-    """What follows the last marker, to the end of its line; None if there is no marker."""
+    """Return the text behind the last marker, to the end of its line; None if there is no marker."""
     ends = [found.end() for found in re.finditer(re.escape(marker), reply, re.IGNORECASE)]
     if not ends:
         return None

@@ -1,4 +1,4 @@
-"""Puts verifiers together: a weighted sum whose parts are all logged, and parts that count only where another is reached."""
+"""Combines verifiers: a weighted sum whose components are all logged, with gates between components."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Judge = Callable[[Task, str], "float | bool | Invalid"]
 
 @dataclass(frozen=True)
 class Weighted:
-    """A reward: the weighted sum of parts. Each part is logged without its weight, as `reward/NAME`.
+    """A reward: the weighted sum of components. Each is logged without its weight, as `reward/NAME`.
 
         reward = Weighted(
             {"correct": (1.0, correct), "format": (0.2, format), "short": (0.1, short)},
@@ -55,7 +55,7 @@ class Weighted:
             self._refuse_a_circle(name)
 
     def __call__(self, task: Task, reply: str) -> dict[str, float] | Invalid:
-        """{"reward": the sum, and each part}, parts in their order."""
+        """Return {"reward": the sum, and each component}, components in their order."""
         found: dict[str, float] = {}
         for name in self._order():
             if name in self.gates:
@@ -78,7 +78,7 @@ class Weighted:
         return (gate, 1.0) if isinstance(gate, str) else gate
 
     def _order(self) -> list[str]:
-        """The parts, each behind its gate."""
+        """Return the components, each behind its gate."""
         order: dict[str, None] = {}
 
         def add(name: str) -> None:
@@ -100,11 +100,11 @@ class Weighted:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, also as numpy and torch have it; None for anything else."""
+    """Return a finite number, also from numpy and torch types; None for anything else."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)
-    except Exception:  # whatever a user's type does
+    except Exception:  # whatever methods a user's type has
         return None
     return number if math.isfinite(number) else None

@@ -561,9 +561,9 @@ def test_a_generator_of_rows_that_exits_is_told_from_one_that_ends() -> None:
         yield {"prompt": "a"}
         sys.exit(0)
 
-    with pytest.raises(UserError, match="what makes the rows failed after 1: SystemExit: 0"):
+    with pytest.raises(UserError, match="the row generator failed after 1: SystemExit: 0"):
         Stream(rows, Conversion())[:2]
-    with pytest.raises(UserError, match="what makes the rows failed after 1: SystemExit: 0"):
+    with pytest.raises(UserError, match="the row generator failed after 1: SystemExit: 0"):
         load_rows(rows())
 
 
@@ -601,6 +601,6 @@ def test_a_converted_row_is_taken_as_the_plain_dict_that_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/rows.jsonl"])
 def test_what_can_be_no_name_of_a_file_is_told_shortly(name: str) -> None:
-    with pytest.raises(UserError, match="can be no name of rows") as caught:
+    with pytest.raises(UserError, match="is not a source of rows") as caught:
         load_rows(name)
     assert len(str(caught.value)) < 200

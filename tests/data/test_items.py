@@ -260,7 +260,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 10**400}, "margin must be a finite number of at most"),
     ({**two, "comparisons": [[0, 1, 1e308]]}, "share or margin must be a finite number of at most"),
-    ({**two}, "responses say nothing by themselves"),
+    ({**two}, "responses without labels"),
     ({**two, "responses": [], "ranks": []}, f"responses must be 1 to {MOST}, and are 0"),
     ({**two, "responses": ["a", 3], "ranks": [1, 2]}, "responses must be a list of texts"),
     ({**two, "responses": ["a"] * (MOST + 1), "ranks": [1] * (MOST + 1)}, f"and are {MOST + 1}"),
@@ -281,7 +281,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**two, "ranks": [1, 2, 3]}, "ranks must be a list of 2 numbers"),
     ({**two, "scores": [1, "2"]}, "each of scores must be a finite number"),
     ({**two, "scores": [1, float("inf")]}, "each of scores must be a finite number"),
-    ({"prompt": "p", "response": "a"}, "a response alone says nothing"),
+    ({"prompt": "p", "response": "a"}, "a response without a label"),
     ({"prompt": "p", "response": 3, "label": True}, "response must be text"),
     ({"prompt": "p", "response": "a", "label": "good"}, "label is 'good'; it is true or false"),
     ({"prompt": "p", "response": "a", "label": 2}, "label is 2"),
@@ -293,7 +293,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "mistake_index is 1; it is null or the place of a step, 0 to 0",
     ),
     ({"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "labels must be a list of 1"),
-    ({"prompt": "p", "steps": ["a"]}, "steps say nothing by themselves"),
+    ({"prompt": "p", "steps": ["a"]}, "steps without labels"),
 ]
 
 
@@ -325,7 +325,7 @@ def test_links_are_told_which_rows_they_cannot_read() -> None:
     for row, read, told in (
         (label, to_compared, "--algorithm kto"),
         (steps, to_judged, "steps of a solution"),
-        ({"prompt": "p", "response": "r", "score": 4}, to_judged, "its score is 4"),
+        ({"prompt": "p", "response": "r", "score": 4}, to_judged, "the score is 4"),
     ):
         with pytest.raises(UserError, match=told):
             read(row)

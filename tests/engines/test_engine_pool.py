@@ -35,11 +35,19 @@ from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.nccl_transfer import CardToCard
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
-from posttrain.engines.pool.pool_protocol import TOKEN, Gone, Wire, completion_read, host_and_port, prove, read_token
+from posttrain.engines.pool.pool_protocol import TOKEN, Gone, Wire, decode_completion, host_and_port, prove, read_token
 from posttrain.engines.pool.replicas import Many, open_pool
-from posttrain.engines.vllm.vllm_engine import laid_for_vllm
+from posttrain.engines.vllm.vllm_engine import vllm_layout
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
-from posttrain.engines.weight_sync import Files, Laid, Received, SharedMemory, checksum_of, checksum_of_names, offered
+from posttrain.engines.weight_sync import (
+    Files,
+    Received,
+    SharedMemory,
+    WeightLayout,
+    checksum_of,
+    checksum_of_names,
+    offered,
+)
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -113,7 +121,7 @@ def test_whatever_happens_each_request_is_answered_once_by_the_loaded_weights(se
             run.rng.choice((run.submit, run.submit, run.poll, run.poll, run.cancel, run.join, run.leave))()
         run.finish()
     known = Counter(run.world.happened)
-    assert run.pool.counts()["answered_twice"] <= known["answers twice"] + known["babbles"]
+    assert run.pool.counts()["duplicate_answers"] <= known["answers twice"] + known["babbles"]
     run.pool.close()
     assert all(engine.ended for engine in run.world.engines), "an engine is left behind"
     HAPPENED.update(run.world.happened)
@@ -141,7 +149,7 @@ def test_a_group_stays_together_up_to_a_fair_share() -> None:
     for id, prompt in enumerate([1, 2, 3, 4] * 2):
         pool.submit(id, [prompt] * 3, Sampling(max_tokens=5))
     pool.poll()
-    prompts = [[request.prompt for request in m.owes.values()] for m in pool.members]
+    prompts = [[request.prompt for request in m.requests.values()] for m in pool.members]
     assert [m.tokens for m in pool.members] == [32, 32]
     assert [len(set(own)) for own in prompts] == [2, 2], "each group's prompt is computed by one of them"
     for member in pool.members:
@@ -155,7 +163,7 @@ def test_a_group_stays_together_up_to_a_fair_share() -> None:
     done: list[Completion] = []
     while len(done) < 16:
         done += pool.poll()
-    assert not any(m.tokens or m.owes for m in pool.members)
+    assert not any(m.tokens or m.requests for m in pool.members)
 
 
 def test_all_engines_gone_and_the_budget_spent_ends_it_with_exit_code_1() -> None:
@@ -189,8 +197,8 @@ def test_a_cancelled_request_is_not_answered_wherever_it_is() -> None:
     assert [message[0] for message in engine.inbox] == ["submit", "cancel"] and pool.members[0].tokens == 0
     pool.submit(2, [1], Sampling())
     pool.poll()
-    pool._done, ticket = [], next(iter(pool.members[0].owes))
-    pool._take(pool.members[0], "done", [ticket, [[1], [-1.0], "", "eos", 1]])
+    pool._finished, ticket = [], next(iter(pool.members[0].requests))
+    pool._handle(pool.members[0], "done", [ticket, [[1], [-1.0], "", "eos", 1]])
     pool.cancel(2)  # it is answered, and nobody has seen that
     assert pool.poll() == []
 
@@ -216,19 +224,19 @@ def test_what_is_lost_is_asked_first_and_goes_on_elsewhere() -> None:
     for engine in world.engines:
         engine.stopped = True
     pool.poll()
-    owed = [request.id for request in pool.members[0].owes.values()]
-    later = list(pool._waiting)
+    owed = [request.id for request in pool.members[0].requests.values()]
+    later = list(pool._queue)
     assert len(owed) == 4 and len(later) == 4, "each has one more than its slots"
     world.engines[0].closed = True
     pool.poll()
-    assert list(pool._waiting) == [*owed, *later]
+    assert list(pool._queue) == [*owed, *later]
     world.engines[1].stopped = False
     answered: list[Completion] = []
     while len(answered) < 12:
         answered += pool.poll()
-    assert set(pool._home.values()) == {pool.members[1]}
+    assert set(pool._prefix_owner.values()) == {pool.members[1]}
     pool.load(2, 2)
-    assert not pool._home, "what was kept was computed with other weights"
+    assert not pool._prefix_owner, "what was kept was computed with other weights"
 
 
 def test_what_an_engine_keeps_is_gone_with_it_and_nobody_waits_for_it() -> None:
@@ -238,7 +246,7 @@ def test_what_an_engine_keeps_is_gone_with_it_and_nobody_waits_for_it() -> None:
     pool.submit(0, [1], Sampling(max_tokens=3), keep=True)
     while not pool.poll():
         pass
-    home = pool._home[0]
+    home = pool._prefix_owner[0]
     world.engines[pool.members.index(home)].closed = True
     pool.submit(0, [1, 2], Sampling(max_tokens=3), keep=True)
     polls = 0
@@ -253,7 +261,7 @@ def test_silence_counts_only_while_something_is_owed_and_the_pool_listens() -> N
     pool.load(1, 1)
     pool.submit(0, [1], Sampling(max_tokens=3))
     pool.poll()
-    idle, works = sorted(pool.members, key=lambda m: len(m.owes))
+    idle, works = sorted(pool.members, key=lambda m: len(m.requests))
     engine = world.engines[pool.members.index(works)]
     engine.stopped = True
     world.now += 1000  # an update took that long
@@ -262,18 +270,18 @@ def test_silence_counts_only_while_something_is_owed_and_the_pool_listens() -> N
     for _ in range(40):
         engine.outbox.append(["alive"])
         pool.poll()
-    assert works.state is MemberState.READY and works.owes, "it says that it lives"
+    assert works.state is MemberState.READY and works.requests, "it says that it lives"
     assert idle.state is MemberState.READY and idle.silent == 0, "it has nothing to say"
     while works.state is MemberState.READY:
         pool.poll()
-    assert pool.counts()["asked_again"] == 1
+    assert pool.counts()["resubmitted"] == 1
 
 
-def test_the_canary_is_told_who_had_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weight_probe_is_told_who_had_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
 
-    def deviation(self: Score, found: Any, knew: bool = False) -> tuple[float, str | None]:
-        told.append(knew)
+    def deviation(self: Score, found: Any, had_previous: bool = False) -> tuple[float, str | None]:
+        told.append(had_previous)
         return 0.0, None
 
     monkeypatch.setattr(Score, "deviation", deviation)
@@ -300,42 +308,42 @@ def test_an_engine_that_was_of_use_once_is_not_started_for_ever() -> None:
         pool.load(3, 3)
 
 
-# -- the canary --------------------------------------------------------------------------------------------------------
+# -- the probe --------------------------------------------------------------------------------------------------------
 
 
-def sung(canary: WeightProbe, engine: Engine) -> dict[int, Completion]:
-    for place, (prompt, sampling) in enumerate(canary.requests()):
+def sung(probe: WeightProbe, engine: Engine) -> dict[int, Completion]:
+    for place, (prompt, sampling) in enumerate(probe.requests()):
         engine.submit(place, prompt, sampling)
     found: dict[int, Completion] = {}
-    while len(found) < len(canary.requests()):
+    while len(found) < len(probe.requests()):
         found |= {done.id: done for done in engine.poll()}
     return found
 
 
-def test_the_canary_hears_weights_that_were_handed_over_and_reached_nothing(tokenizer: Tokenizer) -> None:
+def test_the_weight_probe_hears_weights_that_were_handed_over_and_reached_nothing(tokenizer: Tokenizer) -> None:
     learner = tiny(tokenizer)
-    engine, canary = LocalEngine(learner, tokenizer), WeightProbe(learner, LIMIT)
-    assert len(canary.requests()) == 32
-    canary.look(learner)
-    far, problem = canary.deviation(sung(canary, engine))
+    engine, probe = LocalEngine(learner, tokenizer), WeightProbe(learner, LIMIT)
+    assert len(probe.requests()) == 32
+    probe.look(learner)
+    far, problem = probe.deviation(sung(probe, engine))
     assert far < 1e-5 and problem is None
     other = LocalEngine(tiny(tokenizer, seed=1), tokenizer)
-    far, problem = canary.deviation(sung(canary, other))
+    far, problem = probe.deviation(sung(probe, other))
     assert far > LIMIT and problem is not None and "off the learner's" in problem
     moved = own_copy(learner)  # by one small update, far below the limit
     with torch.no_grad():
         for parameter in moved.parameters():
             parameter.mul_(1 + 2e-4)
-    canary.look(moved)
-    far, problem = canary.deviation(sung(canary, engine), knew=True)
-    assert 1e-4 < far < LIMIT and problem is not None and "still samples with the weights before" in problem
-    assert canary.deviation(sung(canary, LocalEngine(moved, tokenizer)), knew=True)[1] is None  # type: ignore[arg-type]
-    canary.look(moved)
-    assert canary.deviation(sung(canary, LocalEngine(moved, tokenizer)), knew=True)[1] is None  # type: ignore[arg-type]
+    probe.look(moved)
+    far, problem = probe.deviation(sung(probe, engine), had_previous=True)
+    assert 1e-4 < far < LIMIT and problem is not None and "still samples with the old weights" in problem
+    assert probe.deviation(sung(probe, LocalEngine(moved, tokenizer)), had_previous=True)[1] is None  # type: ignore[arg-type]
+    probe.look(moved)
+    assert probe.deviation(sung(probe, LocalEngine(moved, tokenizer)), had_previous=True)[1] is None  # type: ignore[arg-type]
     with torch.no_grad():
         next(moved.parameters()).fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        canary.look(moved)
+        probe.look(moved)
 
 
 # -- weight sync and wire ------------------------------------------------------------------------------------------------
@@ -343,7 +351,7 @@ def test_the_canary_hears_weights_that_were_handed_over_and_reached_nothing(toke
 
 def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
-    laid = Laid(first, torch.float32, named_weights)
+    laid = WeightLayout(first, torch.float32, named_weights)
     files, memory = Files(tmp_path / "weights", 0, laid), SharedMemory(laid)
     for way in (memory, files):
         for version, model in enumerate((first, second)):
@@ -379,22 +387,22 @@ def ends() -> tuple[Wire, socket.socket]:
 
 def test_what_was_said_before_the_end_is_heard() -> None:
     ours, theirs = ends()
-    Wire(theirs).tell("failed", "why")
+    Wire(theirs).send("failed", "why")
     theirs.close()
-    assert ours.heard() == [["failed", "why"]]
+    assert ours.receive() == [["failed", "why"]]
     with pytest.raises(Gone, match="closed"):
-        ours.heard()
+        ours.receive()
 
 
 @pytest.mark.parametrize(
     ("said", "why"),
     [
         (b"\xff\xff\xff\xff", "announced a message of 4294967295 bytes"),
-        (b"\0\0\0\x03{{{", "no JSON"),
+        (b"\0\0\0\x03{{{", "invalid JSON"),
         (b'\0\0\0\x07["a",1', "closed"),  # and then no more
         (b"\0\0\0\x02[]", "no message"),
         (b"\0\0\0\x02{}", "no message"),
-        (b'\0\0\0\x09["a",NaN]', "no JSON"),
+        (b'\0\0\0\x09["a",NaN]', "invalid JSON"),
     ],
 )
 def test_what_comes_is_read_with_suspicion(said: bytes, why: str) -> None:
@@ -403,7 +411,7 @@ def test_what_comes_is_read_with_suspicion(said: bytes, why: str) -> None:
     peer.close()
     with pytest.raises(Gone, match=why):
         while True:
-            wire.heard()
+            wire.receive()
     wire.close()
 
 
@@ -424,9 +432,9 @@ def test_what_comes_is_read_with_suspicion(said: bytes, why: str) -> None:
     ],
 )
 def test_a_reply_that_is_none_is_not_taken_for_one(said: Any) -> None:
-    assert completion_read(7, [[1], [-1.0], "", "eos", 0], 50, 2).id == 7
-    with pytest.raises(Gone, match="a reply that is none"):
-        completion_read(7, said, 50, 2)
+    assert decode_completion(7, [[1], [-1.0], "", "eos", 0], 50, 2).id == 7
+    with pytest.raises(Gone, match="an invalid completion"):
+        decode_completion(7, said, 50, 2)
 
 
 def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +476,7 @@ def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(Gone, match="another token"):
             found.result()
     monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(UserError, match="a token of at least 16 characters"):
+    with pytest.raises(UserError, match="a shared token of at least 16 characters"):
         read_token(None)
     (tmp_path / "token").write_text("0123456789abcdef\n")
     assert read_token(str(tmp_path / "token")) == b"0123456789abcdef"
@@ -477,10 +485,10 @@ def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("http://a:7000/v1", "it is no http that is spoken there: give a:7000 alone"),
-        ("tcp://", "it is no tcp that is spoken there: give 127.0.0.1:7000 alone"),
-        ("a", "give a machine and a port"),
-        ("a:70000", "give a machine and a port"),
+        ("http://a:7000/v1", "no http:// here: give a:7000 alone"),
+        ("tcp://", "no tcp:// here: give 127.0.0.1:7000 alone"),
+        ("a", "give HOST:PORT"),
+        ("a:70000", "give HOST:PORT"),
     ],
 )
 def test_what_is_no_address_of_an_engine_is_refused(
@@ -555,10 +563,10 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     monkeypatch.setattr(engine, f"{kind}TrainerWeightTransferEngine", own, raising=False)
     Sender.made.clear()
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
-    transport = CardToCard(backend, laid_for_vllm(first, torch.float32), 20.0)
+    transport = CardToCard(backend, vllm_layout(first, torch.float32), 20.0)
     world = World(random.Random(0), 0)
     pool = pool_of(world, 2, transport)
-    monkeypatch.setattr(pool.canary, "deviation", lambda found, knew: (0.0, None))  # the fakes sample nothing
+    monkeypatch.setattr(pool.probe, "deviation", lambda found, had_previous: (0.0, None))  # the fakes sample nothing
     whole = ["start_weight_update", "update_weights", "finish_weight_update"]
     pool.load(first, 0)
     pool.load(second, 1)
@@ -665,13 +673,13 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
         first, second = pool.members
         assert pool.batch_invariant == local.batch_invariant and pool.backend == f"2 engines ({local.backend})"
         assert sampled(pool, asked) == calm and not said
-        assert 0 <= pool.counts()["canary"] < 1e-5
+        assert 0 <= pool.counts()["probe_gap"] < 1e-5
 
         os.kill(worker_of(second), signal.SIGKILL)  # while nothing is asked of it
         assert sampled(pool, asked, lambda: os.kill(worker_of(first), signal.SIGSTOP)) == calm
         assert re.fullmatch(r"the engine 1 is lost: .* \(exit code -9, SIGKILL\); it is started again in 0 s", said[0])
-        assert "the engine 0 is lost: it said nothing for 2 s" in said[1]
-        assert pool.counts()["asked_again"] > 0 == pool.counts()["answered_twice"]
+        assert "the engine 0 is lost: it sent nothing for 2 s" in said[1]
+        assert pool.counts()["resubmitted"] > 0 == pool.counts()["duplicate_answers"]
 
         until(pool, lambda: all(m.state is MemberState.READY for m in pool.members))
         assert pool.counts()["restarts"] == 2
@@ -692,7 +700,7 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
             patch.setattr(SharedMemory, "put", dies_during_load)
             pool.load(later, 1)
         assert any("engine 0 is lost" in line for line in said)
-        assert any("engine 1 is lost: it took over version 2" in line for line in said)
+        assert any("engine 1 is lost: it loaded version 2" in line for line in said)
         other = LocalEngine(later, tokenizer, slots=8)
         other.load(later, 1)
         assert sampled(pool, asked) == sampled(other, asked)
@@ -757,7 +765,7 @@ def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
     timing = [json.loads(line) for line in (tmp_path / "two" / "timing.jsonl").read_text().splitlines()]
     evaluated = [posttrain.evaluate(SUMS[:5], talk, str(start), samples=3, env_workers=0, replicas=n) for n in (0, 1)]
     assert evaluated[0].rewards == evaluated[1].rewards
-    assert len(killed) == 1 == timing[-1]["engines/restarts"] and all(row["engines/canary"] < 1e-5 for row in timing)
+    assert len(killed) == 1 == timing[-1]["engines/restarts"] and all(row["engines/probe_gap"] < 1e-5 for row in timing)
 
 
 def test_a_run_that_loses_all_its_engines_saves_and_says_how_to_go_on(

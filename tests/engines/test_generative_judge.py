@@ -185,7 +185,7 @@ def test_what_cannot_be_asked_is_invalid_and_costs_no_sampling(trained: Path, co
         ({"scale": [1, 5], "answer": "probability"}, "scale excludes words and answer"),
         ({"stop": ""}, "stop holds an empty text"),
         ({"vots": 3}, "did you mean 'votes'"),
-        ({"marker": "Urteil: ß"}, "can never say 'Urteil: ß yes'"),
+        ({"marker": "Urteil: ß"}, "can never produce 'Urteil: ß yes'"),
         ({"max_tokens": 5}, "max_tokens 5 ends every reply before its verdict, which has 11 tokens"),
         ({"template": "x" * 60 + "{response}"}, "a context of 64 tokens, and the template alone has 60"),
         ({"chat": True}, "has no chat template"),

@@ -261,7 +261,7 @@ def test_hand_over_that_goes_wrong_stops_the_run(
     with closing(VLLMEngine(policy, tokenizer, slots=4)) as engine:
         engine.load_seconds = 2.0
         processes, ask = descendants(engine.process.child.process.pid), engine.process.ask
-        message = {"dies": "died while taking over weights of version 1 .*SIGKILL", "hangs": "silent for 2 s while"}
+        message = {"dies": "died while loading weights of version 1 .*SIGKILL", "hangs": "timed out after 2 s while"}
         if what == "dies":
             os.kill(processes[0], signal.SIGKILL)
         elif what == "hangs":
@@ -269,7 +269,7 @@ def test_hand_over_that_goes_wrong_stops_the_run(
         else:
 
             def damaged(*arguments: Any) -> Any:
-                engine.shared.memory[engine.shared.laid.stored[3].offset + 5] += 1
+                engine.shared.memory[engine.shared.weight_layout.stored[3].offset + 5] += 1
                 return ask(*arguments)
 
             monkeypatch.setattr(engine.process, "ask", damaged)
@@ -293,10 +293,12 @@ def test_hand_over_that_binds_nothing_stops_the_run(
         for parameter in moved.parameters():
             parameter.mul_(1.2)
     with closing(VLLMEngine(policy, tokenizer, slots=4)) as engine:
-        assert 0 < engine.counts()["canary"] < GAP
-        laid = engine.shared.laid.write
-        monkeypatch.setattr(engine.shared.laid.__class__, "write", lambda self, weights, memory: laid(policy, memory))
-        with pytest.raises(UserError, match="nats off the learner's log-probabilities.* after it took over version 1"):
+        assert 0 < engine.counts()["probe_gap"] < GAP
+        laid = engine.shared.weight_layout.write
+        monkeypatch.setattr(
+            engine.shared.weight_layout.__class__, "write", lambda self, weights, memory: laid(policy, memory)
+        )
+        with pytest.raises(UserError, match="nats off the learner's log-probabilities.* after it loaded version 1"):
             engine.load(moved, 1)
 
 
@@ -371,7 +373,7 @@ def test_run_whose_vllm_dies_is_saved_and_says_how_to_go_on(
     monkeypatch.setattr("posttrain.engines.open_engine.VLLMEngine", Mortal)
     save_model(small(tokenizer), tmp_path / "start", tokenizer)
     tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(2)]
-    with pytest.raises(UserError, match="died while taking over weights of version 2.*after step 2 with .* --resume"):
+    with pytest.raises(UserError, match="died while loading weights of version 2.*after step 2 with .* --resume"):
         posttrain.rl(
             tasks, env=digits, model=str(tmp_path / "start"), out=str(tmp_path / "run"), engine="vllm", slots=8,
             algorithm="dr-grpo", lr=1e-3, steps=5, prompts=2, group=4, max_tokens=8, quiet=True,
@@ -406,7 +408,7 @@ def test_a_cancelled_request_is_not_answered_and_leaves_the_engine_free(
     engine.cancel(2)  # which vLLM has not got yet
     done = engine.poll()
     engine.cancel(0)
-    while engine._owed:
+    while engine._running:
         done += engine.poll()
     assert [completion.id for completion in done] == [1] and engine.poll() == []
 
@@ -421,20 +423,20 @@ def test_a_pool_of_two_of_which_one_is_killed_samples_what_the_learner_scores(
     with closing(open_pool("vllm", policy, tokenizer, 16, "float32", many, cache_gib=1.0, seconds=300.0)) as pool:
         pool.say = said.append
         pool.load(policy, 3)
-        assert not pool.batch_invariant and pool.counts()["canary"] < GAP
+        assert not pool.batch_invariant and pool.counts()["probe_gap"] < GAP
         for id, (prompt, sampling) in enumerate(zip(prompts, how, strict=True)):
             pool.submit(id, prompt, sampling)
         done = pool.poll()
         while not done:
             done = pool.poll()
-        victim = next(member for member in pool.members if member.owes)
+        victim = next(member for member in pool.members if member.requests)
         os.kill(descendants(victim.link.process.child.process.pid)[0], signal.SIGKILL)  # type: ignore[attr-defined]
         while len(done) < len(prompts):
             done += pool.poll()
         done.sort(key=lambda completion: completion.id)
         assert [completion.id for completion in done] == list(range(60)) and {c.version for c in done} == {3}
         assert gap(policy, prompts, done, 1.0).abs().max() < GAP
-        assert len(said) == 1 and pool.counts()["asked_again"] > 0
+        assert len(said) == 1 and pool.counts()["resubmitted"] > 0
         alone = [LocalEngine(policy, tokenizer, slots=8)]
         greedy = [Sampling(0.0, max_tokens=9)] * 60
         assert [c.text for c in complete(pool, prompts, greedy)] == [
@@ -467,6 +469,6 @@ def test_models_of_transformers_are_sampled_with_their_newest_weights(
                         0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
                     )
             pool.load(model, version)
-            assert pool.counts()["canary"] < 0.01
+            assert pool.counts()["probe_gap"] < 0.01
         done = complete(pool, prompts, how)
         assert {c.version for c in done} == {5} and gap(model, prompts, done, 1.0).abs().max() < 1e-3

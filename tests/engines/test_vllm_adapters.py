@@ -64,13 +64,13 @@ def test_vllm_samples_with_the_newest_adapter_and_gets_nothing_else(
     adapted(model, quantize="int8" if "packed" in kind else "")
     prompts, how = ragged(12)
     with closing(VLLMEngine(model, tokenizer, slots=16, adapter_alone=True)) as engine:
-        assert engine.counts()["canary"] < GAP
-        engine.shared.laid.write = None  # type: ignore[method-assign, assignment]  # the base never goes over again
+        assert engine.counts()["probe_gap"] < GAP
+        engine.shared.weight_layout.write = None  # type: ignore[method-assign, assignment]  # the base never goes over again
         stale = complete(engine, prompts, how)
         for version in range(1, 6):
             move(model, version)
             engine.load(model, version)
-            assert engine.counts()["canary"] < GAP < 0.01
+            assert engine.counts()["probe_gap"] < GAP < 0.01
         done = complete(engine, prompts, how)
         assert {c.version for c in done} == {5} and gap(model, prompts, done, 1.0).abs().max() < GAP
         assert gap(model, prompts, stale, 1.0).abs().max() > 0.1  # the change is one that shows
@@ -103,8 +103,8 @@ def test_hand_over_of_an_adapter_that_binds_less_than_it_should_stops_the_run(
             move(model, version)
         monkeypatch.setattr(AdapterSync, "write", wrong)
         message = {
-            "some are missing": "has adapters in 7 of 14 matrices, after it took over version 1",
-            "the ones before": "nats off the learner's log-probabilities.* after it took over version 1",
+            "some are missing": "has adapters in 7 of 14 matrices, after it loaded version 1",
+            "the ones before": "nats off the learner's log-probabilities.* after it loaded version 1",
             "other bytes": "version 1 with checksum .*, not ",
         }
         with pytest.raises(UserError, match=message[what]):

@@ -22,7 +22,7 @@ from processes import descendants, gone
 from tiny_models import make
 
 from posttrain.core.types import Sampling, UserError
-from posttrain.engines.model_manifest import announced
+from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.vllm import vllm_engine
 from posttrain.engines.vllm.vllm_engine import VLLMEngine
 from posttrain.models.checkpoint_folder import load_model
@@ -37,7 +37,7 @@ from conftest import tiny
 from posttrain.engines.vllm import vllm_engine as vllm
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 vllm.WORKER = "vllm_stub:main"
-vllm.VLLMEngine._sing = lambda engine, weights: None
+vllm.VLLMEngine._run_probe = lambda engine, weights: None
 tokenizer = Tokenizer.train(["0123456789"], 64, "characters")
 engine = vllm.VLLMEngine(tiny(tokenizer), tokenizer)
 print("ready", flush=True)
@@ -51,7 +51,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(vllm_engine, "WORKER", "vllm_stub:main")
-    monkeypatch.setattr(VLLMEngine, "_sing", lambda engine, weights: None)  # it knows no weights
+    monkeypatch.setattr(VLLMEngine, "_run_probe", lambda engine, weights: None)  # it knows no weights
 
 
 def test_weights_of_another_version_stop_the_run_in_one_line(
@@ -72,12 +72,12 @@ def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
 ) -> None:
     config = replace(tiny(tokenizer).config, tied=tied)
     model = new_decoder(config, 0) if kind == "native" else load_model(make(kind, tmp_path, tie_word_embeddings=tied))
-    laid = vllm_engine.laid_for_vllm(model, torch.float32)
+    laid = vllm_engine.vllm_layout(model, torch.float32)
     memory = torch.zeros(laid.bytes, dtype=torch.uint8)
     laid.write(model, memory)
     stored = {own.name: own for own in laid.stored}
     assert len(stored) == len(laid.stored), "each name once"
-    head, embedding = (stored[name] for name in ("lm_head.weight", announced(model).embedding_name))
+    head, embedding = (stored[name] for name in ("lm_head.weight", backbone_of(model).embedding_name))
     assert (head.offset == embedding.offset) is tied
     assert torch.equal(head.tensor_in(memory, torch.float32), model.head.weight)
     assert {own.offset + 4 * torch.Size(own.shape).numel() <= laid.bytes for own in laid.stored} == {True}

@@ -368,7 +368,7 @@ def test_a_scorer_that_fails_on_everything_is_invalid() -> None:
     [row] = reasoning.tasks(1, 0, "leg_counting")
     broken = {**row, "entry": {**row["entry"], "answer": 5}}
     assert isinstance(reasoning.reward(broken, "<answer>4</answer>"), Invalid)
-    assert "is none of" in getattr(reasoning.reward({"dataset": "x"}, "4"), "reason", "")
+    assert "was not made by" in getattr(reasoning.reward({"dataset": "x"}, "4"), "reason", "")
     assert isinstance(reasoning.reward({**row, "dataset": "no_such_set"}, "<answer>4</answer>"), Invalid)
 
 

@@ -107,9 +107,9 @@ def test_masks_and_contexts_are_those_of_the_environment(tokenizer: Tokenizer) -
 @pytest.mark.parametrize(
     ("replies", "problem"),
     [
-        (["7"], "asks for reply 2, and the row has 1"),
+        (["7"], "asks for reply 2, but the row has 1"),
         (["2", "more"], "ends after 1 of its 2 replies"),
-        (["a7 and on", "b"], "reply 1 goes on behind 'a7', where it is stopped"),
+        (["a7 and on", "b"], "reply 1 has text after the stop string 'a7'"),
         (["", "b"], "reply 1 is empty"),
         (["raise"], "RuntimeError: as asked"),
     ],
@@ -267,7 +267,7 @@ def test_a_written_reply_ends_behind_the_stop_string_that_is_whole_first(tokeniz
     engine.submit(0, [2], Sampling(max_tokens=9, stop=("7 ", "a7")))
     [done] = engine.poll()
     assert done.text == "a7" and done.tokens == tokenizer.encode("a7")
-    with pytest.raises(UserError, match="reply 2 goes on behind 'a7'"):
+    with pytest.raises(UserError, match="reply 2 has text after the stop string 'a7'"):
         engine.submit(0, [2], Sampling(max_tokens=9, stop=("b3", "7")))
 
 

@@ -124,7 +124,7 @@ def test_a_branch_is_a_transcript_and_what_two_share_is_learned_from_once() -> N
 
 
 def test_an_interpreter_that_there_is_not_is_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not tell the tasks: .*No such file"):
+    with pytest.raises(UserError, match="cannot list the tasks: .*No such file"):
         Taskset(BLOCK, str(tmp_path / "python")).rows()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.core.types import Completion, Sampling, StopReason
 from posttrain.engines.pool.engine_pool import EnginePool
-from posttrain.engines.pool.pool_protocol import Gone, completion_said
+from posttrain.engines.pool.pool_protocol import Gone, encode_completion
 
 SECONDS = 5.0  # of silence
 RESTARTS = 10**9
@@ -41,7 +41,7 @@ class World:
 class Fake:
     """An engine, and the pool's way to it. Its reply to a request is one token: the version it really samples with."""
 
-    owes = False
+    pending = False
 
     def __init__(self, world: World) -> None:
         self.world, self.inbox, self.outbox = world, list[Any](), list[Any]()
@@ -64,14 +64,14 @@ class Fake:
         self.ended = self.closed = True
         return ""
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         assert not self.ended, "the pool speaks to one that it has given up"
         self.inbox.append(message)
 
     def flush(self) -> None:
         pass
 
-    def heard(self) -> list[Any]:
+    def receive(self) -> list[Any]:
         found, self.outbox = self.outbox, []
         if self.closed and not found:
             raise Gone("it is gone")
@@ -120,7 +120,7 @@ class Fake:
         id, _ = self.requests.pop(ticket)
         version = self.claimed + self.world.mishap("another version", 0.01)
         token = max(0, self.version) % 50
-        said = ["done", ticket, completion_said(Completion(id, [token], [-1.0], "", StopReason.EOS, version))]
+        said = ["done", ticket, encode_completion(Completion(id, [token], [-1.0], "", StopReason.EOS, version))]
         self.outbox += [said] * (2 if self.world.mishap("answers twice", 0.05) else 1)
 
 
@@ -149,7 +149,7 @@ class Put:
 
 
 class Somewhere:
-    """See `members.Place`."""
+    """See `pool_member.EnginePlace`."""
 
     def __init__(self, name: str, world: World, transport: Any) -> None:
         self.name, self.world, self.transport = name, world, transport
@@ -161,7 +161,7 @@ class Somewhere:
 
 
 class Score:
-    """In the place of a canary: it knows the version, as that knows the learner's log-probabilities."""
+    """In the place of a weight probe: it knows the version, as that knows the learner's log-probabilities."""
 
     def __init__(self) -> None:
         self.version = -1
@@ -172,7 +172,7 @@ class Score:
     def requests(self) -> list[tuple[list[int], Sampling]]:
         return [([1], Sampling(max_tokens=1)), ([1, 2], Sampling(max_tokens=1))]
 
-    def deviation(self, found: Mapping[int, Completion], knew: bool = False) -> tuple[float, str | None]:
+    def deviation(self, found: Mapping[int, Completion], had_previous: bool = False) -> tuple[float, str | None]:
         right = all(done.tokens == [self.version] for done in found.values())
         return 0.0, None if right else "sings another song"
 

@@ -439,7 +439,7 @@ def one_is_lost(rank: int, port: int, out: Path) -> None:
     (out / "said").write_text(f"{caught.value.code} {caught.value}")
 
 
-def test_a_process_that_is_lost_while_the_canary_is_told_what_to_hear_is_told_in_words(tmp_path: Path) -> None:
+def test_a_process_that_is_lost_while_the_weight_probe_is_told_what_to_hear_is_told_in_words(tmp_path: Path) -> None:
     in_processes(one_is_lost, (free_port(), tmp_path), 2)
     assert (tmp_path / "said").read_text().startswith("1 another process of the run is gone")
 
@@ -459,8 +459,8 @@ def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match="it weighs rollouts by their own gradients"):
         adjust(find("grpo"), RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, shard=True), True)
     other = Recurrent(Sizes(9, 8, 16), (1,))
-    with pytest.raises(UserError, match="--shard deals out the layers of a decoder, and a Recurrent is none"):
+    with pytest.raises(UserError, match="--shard requires a decoder, and a Recurrent is not one"):
         new_learner(SFT(shard=True), other, Optimization(), Alone())
     other.save(tmp_path)
-    with pytest.raises(UserError, match="--shard deals out the layers of a decoder, and a recurrent is none"):
+    with pytest.raises(UserError, match="--shard requires a decoder, and a recurrent is not one"):
         load_model(tmp_path, shard=lambda found: None)

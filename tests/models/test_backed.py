@@ -338,7 +338,7 @@ def test_backed_model_learns_and_goes_on_exactly(kind: str, tmp_path: Path, toke
     ("change", "message"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder with a decoder"),
-        ({"model_type": "nobody"}, "model_type .nobody. is unknown, here and to the installed transformers"),
+        ({"model_type": "nobody"}, "model_type .nobody. is unknown here and to the installed transformers"),
         ({"model_type": "nobody", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "POSTTRAIN_TRUST_REMOTE_CODE=1"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights cannot be trained"),
         ({"num_hidden_layers": 3}, "lacks tensors"),

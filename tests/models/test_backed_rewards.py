@@ -81,7 +81,7 @@ def test_transformers_reads_the_same_scores_or_refuses(tmp_path: Path, kind: str
     expected = scores(model, texts)
     assert expected.max() - expected.min() > 0.05
     assert torch.allclose(scores(load_reward_model(folder), texts), expected, atol=1e-6)
-    with pytest.raises(UserError, match="is a reward model .*, and a language model is needed"):
+    with pytest.raises(UserError, match="is a reward model .*, and a language model is required"):
         load_model(folder)
     if model.classifier is None:
         assert kind in WITHOUT_CLASS

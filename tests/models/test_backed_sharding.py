@@ -184,7 +184,7 @@ def test_what_cannot_be_dealt_out_is_refused_in_one_line(tmp_path: Path) -> None
     model = opened(make("gemma3_text", tmp_path / "base"))
     layers = model.inner.model.layers
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    with pytest.raises(UserError, match="--shard deals out layers, and layers of Gemma3ForCausalLM share weights"):
+    with pytest.raises(UserError, match="--shard splits layers, and layers of Gemma3ForCausalLM share weights"):
         shard(model, 2, torch.device("cpu"))
     with pytest.raises(UserError, match="leave out --shard, or these"):
         moe = opened(make("qwen3_moe", tmp_path / "moe"))

@@ -118,7 +118,7 @@ def test_what_transformers_has_no_form_for_it_refuses_and_we_read(tmp_path: Path
     for kind in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForCausalLM):
         with pytest.raises(ValueError, match="posttrain_reward_model"):
             kind.from_pretrained(tmp_path / "reward")
-    with pytest.raises(UserError, match="is a reward model .posttrain_reward_model., and a language model is needed"):
+    with pytest.raises(UserError, match="is a reward model .posttrain_reward_model., and a language model is required"):
         load_model(tmp_path / "reward")
     texts = spoken(tokenizer, start.eos_ids[0])
     again = load_reward_model(tmp_path / "reward")
@@ -207,7 +207,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         with_weights(lambda w: w.update({"score.weight": torch.ones(3, 32)})),
         r"score.weight has shape \[3, 32\]; a reward model has one label",
     ),
-    "no head": (with_weights(lambda w: w.pop("score.weight")), "is no reward model: it has no score.weight"),
+    "no head": (with_weights(lambda w: w.pop("score.weight")), "is not a reward model: it has no score.weight"),
     "bias": (with_weights(lambda w: w.update({"score.bias": torch.ones(1)})), "its head has a bias"),
     "another size": (with_weights(lambda w: w.update({"score.weight": torch.ones(1, 16)})), r"has shape \[1, 16\]"),
     "NaN in the head": (with_weights(spoil), "score.weight holds numbers that are not finite"),
@@ -241,7 +241,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path, tokenizer: Tokenize
 
 def test_a_reward_model_is_no_language_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
     trained(tmp_path, tokenizer, tiny(tokenizer))
-    with pytest.raises(UserError, match="is a reward model .*give this as --reward-model"):
+    with pytest.raises(UserError, match="is a reward model .*pass this as --reward-model"):
         load_model(tmp_path / "reward")
 
 

@@ -156,7 +156,7 @@ def test_vectors_of_queries_have_to_fit(bag: str) -> None:
         open_index("index").search(["x"], 1)
     for wrong, told in (
         ("bag.py:nix", "has no 'nix'"),
-        ("bag.py:nothing", "is no function"),
+        ("bag.py:nothing", "is not a function"),
         ("nix", "no such folder"),
     ):
         with pytest.raises(UserError, match=told):

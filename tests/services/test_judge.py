@@ -513,7 +513,7 @@ def test_an_endpoint_without_structured_output_is_told_apart_and_the_setting_nam
 
 def test_a_first_question_takes_no_longer_than_the_stated_time(judge_of: Callable[..., Judge]) -> None:
     with serving(lambda request, number: Said(by_length(request).content, after=2)) as server:
-        problem = judge_of(server, seconds=0.3).problem()
+        problem = judge_of(server, timeout=0.3).problem()
         assert problem is not None and "no answer within 0.3 s" in problem
         assert len(server.asked) == 1, "it is not asked again behind the limit"
 

@@ -31,7 +31,7 @@ from posttrain.services.retrieval.index_folder import MANIFEST
 from posttrain.services.retrieval.passage_index import build, open_index
 from posttrain.services.retrieval.passages import PassageSource, read_passages, taken
 from posttrain.services.retrieval.top_k import best
-from posttrain.services.retrieval.words import LONGEST_WORD, STOP_WORDS, asked_words, words_of
+from posttrain.services.retrieval.words import LONGEST_WORD, STOP_WORDS, query_words, words_of
 
 ALPHABET = [f"w{i}" for i in range(12)]
 NASTY = ["", " ", "\x00", "a\x00b", "\ud800", "\U0001f642", "the the", "e\u0301" * 50, "(" * 500, "ﷺ" * 100, "x" * 100_000,
@@ -46,7 +46,7 @@ def by_the_formula(texts: list[str], query: str, k1: float, b: float) -> list[tu
     scores = []
     for place, words in enumerate(split):
         score = 0.0
-        for word in asked_words(query):
+        for word in query_words(query):
             n = sum(word in other for other in split)
             idf = math.log(1 + (len(texts) - n + 0.5) / (n + 0.5))
             score += idf * words[word] / (k1 * (1 - b + b * length[place] / mean) + words[word]) if n else 0.0
@@ -98,8 +98,8 @@ def test_words_are_the_same_in_any_writing() -> None:
     assert words_of("1,000 U.S. e-mails_x") == ["1", "000", "u", "s", "e", "mails_x"]
     assert words_of("Straße") == ["strasse"] and words_of("한국어") == ["한국어"]
     assert all(len(word) <= LONGEST_WORD for word in words_of("x" * 1000 + " é" * 3))
-    assert asked_words("the of") == ["the", "of"] and asked_words("the Tiber") == ["tiber"]
-    assert not STOP_WORDS & set(asked_words("who is the author of it"))
+    assert query_words("the of") == ["the", "of"] and query_words("the Tiber") == ["tiber"]
+    assert not STOP_WORDS & set(query_words("who is the author of it"))
 
 
 @pytest.mark.parametrize("query", NASTY, ids=range(len(NASTY)))
@@ -307,7 +307,7 @@ def test_what_is_no_index_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes" / "a.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for place in ("notes", "file"):
-        with pytest.raises(UserError, match="holds something else than an index"):
+        with pytest.raises(UserError, match="holds files that are not an index"):
             build(ROWS, tmp_path / place, overwrite=True)
     other = small_index(tmp_path / "other")
     (other / "notes.txt").write_text("mine")
@@ -315,7 +315,7 @@ def test_what_is_no_index_is_never_replaced(tmp_path: Path) -> None:
         build(ROWS, other, overwrite=True)
     assert len(open_index(other)) == 5
     (tmp_path / "link").symlink_to(small_index(tmp_path / "index"))
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="holds files that are not an index"):
         build(ROWS, tmp_path / "link", overwrite=True)
     (tmp_path / "empty").mkdir()
     build(ROWS, tmp_path / "empty")

@@ -73,17 +73,17 @@ def test_a_query_that_does_not_say_how_many_gets_three(port: int, topk: dict[str
 
 
 REFUSED: list[tuple[Any, int, str]] = [
-    (b"", 400, "the body is no JSON"),
-    (b"{", 400, "the body is no JSON"),
-    (b"\xff", 400, "the body is no JSON"),
-    (b"[" * 100_000, 400, "the body is no JSON"),
-    (b'{"queries": ["x"], "topk": ' + b"9" * 5000 + b"}", 400, "the body is no JSON"),
+    (b"", 400, "the body is not JSON"),
+    (b"{", 400, "the body is not JSON"),
+    (b"\xff", 400, "the body is not JSON"),
+    (b"[" * 100_000, 400, "the body is not JSON"),
+    (b'{"queries": ["x"], "topk": ' + b"9" * 5000 + b"}", 400, "the body is not JSON"),
     ([], 422, r"the body is \[\] \(list\); expected"),
     ({}, 422, "queries: missing"),
     ({"queries": "x"}, 422, "queries: expected a list of texts, not 'x' (str)"),
     ({"queries": ["x", 3]}, 422, "queries: expected a list of texts, not 3 (int)"),
-    ({"queries": ["x"], "top_k": 3}, 400, "top_k is no field of a request; did you mean 'topk'?"),
-    ({"queries": ["x"], "more": 3}, 400, "more is no field of a request; there are queries, topk, return_scores"),
+    ({"queries": ["x"], "top_k": 3}, 400, "top_k is not a field of a request; did you mean 'topk'?"),
+    ({"queries": ["x"], "more": 3}, 400, "more is not a field of a request; there are queries, topk, return_scores"),
     ({"queries": ["x"], "topk": -1}, 422, "topk: expected a whole number from 1 to 100, not -1"),
     ({"queries": ["x"], "topk": 1.5}, 422, "topk: expected a whole number"),
     ({"queries": ["x"], "topk": "3"}, 422, "topk: expected a whole number"),
@@ -322,7 +322,7 @@ def test_too_many_queries_are_refused_with_the_time_to_come_back(
         connection.request("POST", "/retrieve", b'{"queries": ["x"]}')
         response = connection.getresponse()
         assert response.status == 503 and response.headers["Retry-After"] == "1"
-        assert "ask again later" in json.loads(response.read())["detail"]
+        assert "try again later" in json.loads(response.read())["detail"]
         connection.close()
 
 
@@ -411,7 +411,7 @@ def test_a_port_in_use_and_an_address_that_is_none_are_told(
             ["--port", str(port)],
             f"--port {port} cannot be used on 127.0.0.1: Address already in use; choose another --port, or 0",
         ),
-        (["--host", "256.1.1.1"], "--host 256.1.1.1 is no address of this machine"),
+        (["--host", "256.1.1.1"], "--host 256.1.1.1 is not an address of this machine"),
         (
             ["--host", "192.0.2.1", "--port", "0"],
             "--port 0 cannot be used on 192.0.2.1: Cannot assign requested address",

@@ -352,4 +352,4 @@ def test_a_retriever_is_missed_and_named(place: Path, capsys: pytest.CaptureFixt
     assert main(["check", *words, "my.py:books", "--retriever", "index", "index"]) == 2
     assert "two services are called 'retriever'" in capsys.readouterr().err
     assert main(["check", "--tasks", "rows.jsonl", "--retriever", "index"]) == 2
-    assert "--env is missing: one that asks retriever" in capsys.readouterr().err
+    assert "--env is missing: give an environment that uses retriever" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def meeting() -> Iterator[tuple[int, SimpleQueue[tuple[socket.socket, str]]]]:
     server, proven = socket.create_server(("127.0.0.1", 0)), SimpleQueue[tuple[socket.socket, str]]()
     with server:
         threading.Thread(
-            target=listener._meet, args=(server, b"t" * 32, proven, lambda text: None), daemon=True
+            target=listener._accept, args=(server, b"t" * 32, proven, lambda text: None), daemon=True
         ).start()
         yield server.getsockname()[1], proven
 

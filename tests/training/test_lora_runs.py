@@ -141,7 +141,7 @@ def test_the_first_ratio_is_one_and_the_sampler_agrees_with_the_learner(place: P
         assert step["sampler/gap/max"] < 1e-5
 
 
-def test_a_merge_that_binds_nothing_is_seen_by_the_canary_and_ends_the_run(
+def test_a_merge_that_binds_nothing_is_seen_by_the_weight_probe_and_ends_the_run(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Linear, "merged", lambda linear: linear.weight.detach())
@@ -265,7 +265,7 @@ def test_reward_model_with_an_adapter_scores_the_same_when_it_is_opened_and_merg
         ("--lora-alpha 3", "without --lora"),
         ("--rslora", "without --lora"),
         ("--lora 4 --lora-targets all-linear --lora-targets q_proj", "leave out the others"),
-        ("--lora 4 --lora-targets lm_head", "lm_head is none"),
+        ("--lora 4 --lora-targets lm_head", "lm_head is unknown"),
         ("--lora 0", "--lora"),
     ],
 )

@@ -313,7 +313,7 @@ def test_pictures_that_a_model_cannot_see_are_refused(
 
     blind = make("qwen3", tmp_path / "blind", vocab_size=reader.vocab_size)
     reader.save(blind)
-    refused(blind, "this model reads text alone")
+    refused(blind, "this model is text-only")
     lacking = tmp_path / "lacking"
     lacking.mkdir()
     for file in folders("qwen2_5_vl").iterdir():

@@ -216,7 +216,9 @@ def test_services_that_cannot_be_are_refused(place: Path, capsys: pytest.Capture
     refused(capsys, [*RL, "--reward-model", "start"], "--reward-model start has no score head")
     refused(capsys, [*RL, "--reward-model", "nowhere"], "nowhere")
     refused(capsys, [*RL, "--judge", "nowhere.toml"], "--judge nowhere.toml: there is no such file")
-    refused(capsys, [*RL, "--reward-model", "a=reward", "b=reward"], "--env is missing: one that asks a, b")
+    refused(
+        capsys, [*RL, "--reward-model", "a=reward", "b=reward"], "--env is missing: give an environment that uses a, b"
+    )
     refused(capsys, [*RL, "--reward-model", "reward", "reward"], "two services are called 'reward-model'")
     refused(capsys, [*RL], "--env is missing")
     config = json.loads(Path("reward/config.json").read_text())

@@ -130,7 +130,7 @@ def test_references_within_a_schema_work_and_deep_data_is_bounded() -> None:
         ({"$ref": "#/$defs/missing"}, "the schema cannot be used: .*missing"),
         ({"pattern": "("}, "the schema cannot be used"),
         ({"properties": {"a": {"items": [{"$ref": "other.json#/a"}]}}}, "refers to 'other.json#/a'"),
-        ({"enum": [{1, 2}]}, "the schema is no JSON"),
+        ({"enum": [{1, 2}]}, "the schema is not JSON"),
     ],
 )
 def test_what_is_wrong_with_a_schema_is_invalid_for_every_reply(schema: Any, told: str) -> None:
@@ -581,7 +581,7 @@ def test_code_defines_what_was_asked(code: str, signature: str, verdict: float) 
 
 @pytest.mark.parametrize("signature", ["", "1f", "f(a", "f(a))", "f()\nimport os", "f(a): return 1\nx"])
 def test_a_signature_that_cannot_be_read_is_refused(signature: str) -> None:
-    with pytest.raises(UserError, match="is no signature"):
+    with pytest.raises(UserError, match="is not a signature"):
         defines("x = 1", signature)
 
 
@@ -609,8 +609,8 @@ def test_golden_tree_similarity() -> None:
 
 def test_code_that_cannot_be_compared() -> None:
     assert tree_similarity("x = (", LOOP) == 0.0 and tree_similarity("", LOOP) == 0.0
-    assert reason(tree_similarity(LOOP, "x = (")) == "the reference is no Python code"
-    assert reason(tree_similarity("-" * 100_000 + "1", "")) == "the reference is no Python code"
+    assert reason(tree_similarity(LOOP, "x = (")) == "the reference is not Python code"
+    assert reason(tree_similarity("-" * 100_000 + "1", "")) == "the reference is not Python code"
     assert tree_similarity("-" * 100_000 + "1", LOOP) == 0.0
     assert "cannot be compared" in reason(tree_similarity(LOOP, "-" * 100_000 + "1"))
 

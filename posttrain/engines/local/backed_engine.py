@@ -35,19 +35,21 @@ TOLERANCE = 1e-3  # nats, of padded rows beside unpadded ones
 
 @dataclass
 class _Begun(RunningReply):
-    """With the experts that its tokens took."""
+    """A request with the experts that its tokens were routed to."""
 
     experts: list[NDArray[np.int16]] = field(default_factory=list)  # [prompt, M, k], then [1, M, k] of each token
 
 
 @dataclass
 class _Cohort:
-    """Requests that began together."""
+    """Requests that began together and are decoded as one batch."""
 
     cache: Any
-    rows: list[_Begun | None]  # [B]; None: it has ended, and its row is computed for nothing until it is removed
-    padding: Tensor  # int64 [B], tokens to the left that stand for nothing
-    place: Tensor  # int64 [B], of the next token: fewer than stand before it where pictures' tokens lie side by side
+    rows: list[_Begun | None]  # [B]; None: the reply has ended; its row is computed and ignored until it is removed
+    padding: Tensor  # int64 [B], padding tokens on the left
+    place: (
+        Tensor  # int64 [B], of the next token: fewer than the tokens before it where tokens of pictures share positions
+    )
     length: int  # of every row, with its padding
 
     @property
@@ -56,7 +58,7 @@ class _Cohort:
 
 
 class BackedEngine(UncachedEngine):
-    """See `posttrain.core.protocols.Engine`."""
+    """Embedded engine of a model of transformers; implements `posttrain.core.protocols.Engine`."""
 
     model: Backed
 
@@ -65,7 +67,7 @@ class BackedEngine(UncachedEngine):
     ) -> None:
         super().__init__(model, tokenizer, slots, precision, own)
         self._cohorts: list[_Cohort] = []
-        self._placeholders = 0  # times that what stands for a picture would have been sampled
+        self._placeholders = 0  # times that a picture's placeholder token would have been sampled
         known = inspect.signature(model.inner.base_model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
         self._positions = "position_ids" in known
@@ -74,7 +76,7 @@ class BackedEngine(UncachedEngine):
 
     @property
     def backend(self) -> str:
-        """What computes, in words."""
+        """Return a description of what computes: the model's class."""
         return f"{type(self.model.inner).__name__} of transformers, with its cache"
 
     def counts(self) -> dict[str, float]:
@@ -99,11 +101,13 @@ class BackedEngine(UncachedEngine):
         if not isinstance(running, _Begun) or not running.experts:
             return done
         prompt, *others = running.experts
-        last = np.full((1, *prompt.shape[1:]), UNKNOWN, np.int16)  # nothing was sampled behind it
+        last = np.full((1, *prompt.shape[1:]), UNKNOWN, np.int16)  # nothing was sampled after it
         return replace(done, prompt_experts=prompt, experts=np.concatenate([*others, last]))
 
     def _admits(self) -> bool:
-        """Not one by one: each would be a cohort of its own."""
+        """Return whether waiting requests may begin. They are not admitted one by one: each would be a cohort of its
+        own.
+        """
         return self.slots - len(self._running) >= max(1, self.slots // 4)
 
     def _logits(self) -> Tensor:
@@ -124,7 +128,7 @@ class BackedEngine(UncachedEngine):
         return self.model.head.logits(torch.cat(found).index_select(0, order))
 
     def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands for a picture is not said; how often it would have been is counted."""
+        """Sample tokens, never a placeholder token of pictures; how often one would have been sampled is counted."""
         vision = self.model.vision
         if vision is not None:
             free, _ = super()._drawn(logits - self.model.scale * vision.forbidden)
@@ -137,7 +141,7 @@ class BackedEngine(UncachedEngine):
         found.append(states)
 
     def _beginning(self, new: Sequence[_Begun]) -> list[list[_Begun]]:
-        """New requests, dealt to cohorts."""
+        """Divide new requests into cohorts."""
         if self._pads or not new:
             return [list(new)] if new else []
         by_length: dict[int, list[_Begun]] = {}
@@ -146,7 +150,9 @@ class BackedEngine(UncachedEngine):
         return list(by_length.values())
 
     def _prefilled(self, some: list[_Begun]) -> tuple[_Cohort, Tensor]:
-        """A cohort of these, and the hidden states [B, D] of which their first tokens are sampled."""
+        """Prefill these requests. Return their cohort, and the hidden states [B, D] from which their first tokens are
+        sampled.
+        """
         asked = {_key(r): r.request for r in some}
         prompts, seen = [request.prompt for request in asked.values()], [request.media for request in asked.values()]
         longest, device = max(map(len, prompts)), self.model.head.device
@@ -173,7 +179,7 @@ class BackedEngine(UncachedEngine):
         return _Cohort(cache, list(some), padding[row], place, longest), states[row]
 
     def _decoded(self, cohort: _Cohort) -> Tensor:
-        """The hidden states [B, D] behind the last token of each row."""
+        """Decode one token of each row. Return the hidden states [B, D] behind the last token of each row."""
         alive = cohort.alive
         if len(alive) < SPARSE * len(cohort.rows):
             index = torch.tensor(alive, device=cohort.padding.device)
@@ -195,10 +201,11 @@ class BackedEngine(UncachedEngine):
     def _computed(
         self, tokens: Tensor, cache: Any, padding: Tensor, length: int, places: Tensor, more: dict[str, Any]
     ) -> tuple[Tensor, Any, NDArray[np.int16] | None]:
-        """(hidden states [B, D] of the last of tokens [B, n], the cache, [B, n, M, k] experts of the tokens if recorded).
+        """Run the model on tokens [B, n] behind `length` tokens. Return (hidden states [B, D] of the last tokens, the
+        cache, experts [B, n, M, k] if recorded).
 
-        Rows are `length` long with these tokens. `places` [B, n], or [3, B, n] where they are places in time, height and
-        width; `more`: what the model takes besides.
+        `places`: positions [B, n], or [3, B, n] where they are positions in time, height and width; `more`: the model's
+        other inputs.
         """
         cache = self.model.new_cache() if cache is None else cache
         more = {**more, self._cache_name: cache}
@@ -215,13 +222,15 @@ class BackedEngine(UncachedEngine):
 
     @contextmanager
     def _recording(self) -> Iterator[tuple[Routed, Any]]:
-        """Around a call of the model: which experts its tokens take, where the model is to replay them later."""
+        """Record the experts that tokens are routed to during a call of the model, where the model is to replay them
+        later.
+        """
         model = self.model
         with watching(model) as routed, calling(model, model.routers if model.replays else None, None) as matter:
             yield routed, matter
 
     def _padding_is_free(self) -> bool:
-        """Whether padded rows give the states of unpadded ones, for a prompt and for a token behind it."""
+        """Return whether padding leaves hidden states unchanged, for a prompt and for a token behind it."""
         device, vocab = self.model.head.device, self.model.config.vocab
         short = [(37 * n + 11) % vocab for n in range(5)]
         zero, four = (torch.tensor(p, device=device) for p in ([0], [4]))
@@ -241,12 +250,14 @@ class BackedEngine(UncachedEngine):
 
 
 def _key(running: RunningReply) -> tuple[Any, ...]:
-    """Equal where prompts are, with the pictures in them."""
+    """Return a key that is equal for equal prompts, with the pictures in them."""
     return running.request.prompt, running.request.media
 
 
 def _places(prompts: Sequence[Sequence[int]], seen: Sequence[Sequence[Media]], longest: int) -> Tensor:
-    """[B, longest], or [3, B, longest] where a picture has a height and a width: those of the padding are 0."""
+    """Return positions [B, longest], or [3, B, longest] where a picture has a height and a width; those of padding are
+    0.
+    """
     rows = [
         torch.arange(len(prompt)) if (found := positions_of(len(prompt), media)) is None else torch.from_numpy(found)
         for prompt, media in zip(prompts, seen, strict=True)
@@ -257,12 +268,12 @@ def _places(prompts: Sequence[Sequence[int]], seen: Sequence[Sequence[Media]], l
 
 
 def _joined(caches: Sequence[Any]) -> Any:
-    """One cache of several, their rows one after the other."""
+    """Concatenate several caches along the rows."""
     first = caches[0]
     for number, layer in enumerate(first.layers):
         others = [cache.layers[number] for cache in caches[1:]]
         for name, value in vars(layer).items():
-            if isinstance(value, Tensor) and value.ndim:  # a number is what rows have in common
+            if isinstance(value, Tensor) and value.ndim:  # rows have numbers in common
                 setattr(layer, name, torch.cat([value, *(getattr(o, name) for o in others)]))
             elif isinstance(value, dict) and value and all(isinstance(v, Tensor) for v in value.values()):
                 setattr(

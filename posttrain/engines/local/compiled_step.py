@@ -23,19 +23,23 @@ from posttrain.models.native.kernels import binder
 from posttrain.models.native.linear import Linear
 
 UNIT = 32
-"""Numbers of rows and strides of buffers are multiples of it: vectors, panels and tiles of every processor divide it."""
+"""Numbers of rows and strides of buffers are multiples of it: it is a multiple of every processor's vectors, panels and
+tiles.
+"""
 KINDS = ("products", "attention", "norms", "sampling")
-"""Of the work in a step, as in decode.c."""
+"""Kinds of work in a step, as in decode.c."""
 FEED_ROWS = 256  # tokens that are given, in a step
 SAMPLED = ("count", "budget", "seed", "temperature", "filtered", "ended", "tokens", "logp")
-"""Fields of a step that are of drawing alone."""
+"""Fields of a step that are about sampling alone."""
 HEAD_ROWS = 16  # of an output head's product that torch computes
 PACKED_HEAD = 1 << 22
-"""Entries of an output head up to which a copy is kept: memory is not to grow with the vocabulary."""
+"""Entries of an output head up to which a packed copy is kept: memory should not grow with the vocabulary."""
 
 
 def logits_in_blocks(model: Decoder, hidden: Tensor) -> Tensor:
-    """[n, hidden] -> [n, vocab], so that no row depends on how many there are."""
+    """Compute logits [n, vocab] of hidden states [n, hidden] in blocks, so that no row depends on the number
+    of rows.
+    """
     whole = torch.cat((hidden, hidden[:1].expand(-len(hidden) % HEAD_ROWS, -1)))
     return torch.cat([model.logits(rows) for rows in whole.split(HEAD_ROWS)])[: len(hidden)]
 
@@ -44,7 +48,7 @@ def logits_in_blocks(model: Decoder, hidden: Tensor) -> Tensor:
 
 
 def supported(model: Decoder, dtype: torch.dtype) -> bool:
-    """Whether this model, with products of `dtype`, can be decoded by compiled code here. May compile it."""
+    """Return whether this model, with products of `dtype`, can be decoded by compiled code here. May compile it."""
     if model.head.device.type != "cpu" or any(p.dtype != torch.float32 for p in model.parameters()):
         return False
     library = binder.decode()
@@ -56,12 +60,14 @@ def _round_up(count: int, unit: int = UNIT) -> int:
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x [n, k] with zeros up to [rows, columns]."""
+    """Pad x [n, k] with zeros to [rows, columns]."""
     return functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 
 def panels(weight: Tensor, dtype: torch.dtype, lanes: int) -> Tensor:
-    """A weight [outputs, K] packed for products of `dtype`: panels of two vectors of outputs, in bfloat16 of input pairs."""
+    """Pack a weight [outputs, K] for products of `dtype`: panels of two vectors of outputs, in bfloat16 of pairs of
+    inputs.
+    """
     width = 2 * lanes
     outputs = _round_up(weight.shape[0], width)
     if dtype == torch.float32:
@@ -72,7 +78,7 @@ def panels(weight: Tensor, dtype: torch.dtype, lanes: int) -> Tensor:
 
 
 def interleaved(gate_up: Tensor, lanes: int) -> Tensor:
-    """Rows (gate, up) [2 n, ...] as a vector of gate, the same of up, and so on; missing ones are zeros."""
+    """Interleave rows (gate, up) [2 n, ...]: a vector of gate, the same of up, and so on; missing ones are zeros."""
     gate, up = gate_up.chunk(2)
     missing = (0,) * (2 * (gate.dim() - 1)) + (0, -len(gate) % lanes)
     both = torch.stack([functional.pad(x, missing).unflatten(0, (-1, lanes)) for x in (gate, up)], 1)
@@ -110,7 +116,7 @@ class PackedModel:
 
     @property
     def current(self) -> bool:
-        """Whether no weight was changed in place since it was packed."""
+        """Return whether no weight was changed in place since it was packed."""
         return self._versions == [p._version for p in self.parameters]
 
     @property
@@ -143,7 +149,7 @@ class PackedModel:
         return binder.CLinear(weight=self._hold(packed), bias=shift, inputs=inputs, panels=packed.shape[0])
 
     def _vector(self, x: Tensor) -> int:
-        """A bias or a norm, with zeros up to whole panels."""
+        """Return the address of a bias or norm, padded with zeros to whole panels."""
         return self._hold(functional.pad(x.detach(), (0, -x.shape[-1] % UNIT)).contiguous())
 
     def _hold(self, x: Tensor) -> int:
@@ -155,15 +161,15 @@ class PackedModel:
 
 
 class Given(NamedTuple):
-    """Tokens that follow what a request has in the cache."""
+    """Given tokens, which follow a request's tokens in the cache."""
 
     slot: int
-    place: int  # of the first of them, among its own
+    place: int  # index of the first of them among the request's own tokens
     tokens: tuple[int, ...]
 
 
 class CompiledStep:
-    """Decoding steps of one model. Holds copies of its weights and buffers until `forget`."""
+    """Compiled decoding steps of one model. It holds copies of its weights and buffers until `forget`."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype, eos: Tensor) -> None:
         library = binder.decode()
@@ -175,11 +181,13 @@ class CompiledStep:
         self.seconds: Tensor | None = None  # float64 [KINDS]: the time of decoding is added to these
 
     def forget(self) -> None:
-        """Give back copies and buffers: the weights may have changed, or nothing runs."""
+        """Free copies and buffers: the weights may have changed, or nothing is running."""
         self._packed, self._buffers, self._rotary = None, {}, None
 
     def __call__(self, cache: PackedCache, rows: RunningBatch, count: int) -> tuple[Tensor, slice | Tensor] | None:
-        """One token for the first `count` requests. Returns what it leaves to draw: logits float32 [n, V] and whose."""
+        """Decode one token of the first `count` requests. Return the logits float32 [n, V] that are left to sample
+        from, and their requests.
+        """
         packed = self._pack()
         order, prompt, _ = cache.requests()
         step = self._step(
@@ -211,7 +219,7 @@ class CompiledStep:
         return logits[rows.filtered_slots, : self._decoder.config.vocab], rows.filtered_slots
 
     def feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
-        """Keys and values of tokens that are given, into the cache: the bits that decoding them one by one would give."""
+        """Write keys and values of given tokens into the cache, bit for bit as if they were decoded one by one."""
         left = list(given)
         while left:
             taken: list[Given] = []
@@ -225,10 +233,10 @@ class CompiledStep:
             self._feed(cache, taken)
 
     def _feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
-        """At most `FEED_ROWS` tokens."""
+        """Write at most `FEED_ROWS` tokens."""
         packed = self._pack()
         _, prompts, lengths = cache.requests()
-        given = sorted(given, key=lambda one: int(prompts[one.slot]))  # those of one prompt side by side
+        given = sorted(given, key=lambda one: int(prompts[one.slot]))  # requests of one prompt next to each other
         counts = torch.tensor([len(one.tokens) for one in given])
         slots = torch.tensor([one.slot for one in given], dtype=torch.int32)
         starts = torch.tensor([one.place for one in given]) + lengths[prompts[slots.long()].long()]
@@ -259,7 +267,7 @@ class CompiledStep:
         return self._packed
 
     def _step(self, cache: PackedCache, rows: int, **of_rows: Any) -> binder.CStep:
-        """`of_rows`: fields that say what the rows are."""
+        """Build the C structure of a step. `of_rows`: fields that describe the rows."""
         assert self._packed is not None
         config, library, model = self._decoder.config, self._library, self._packed.model
         threads = torch.get_num_threads()
@@ -310,14 +318,16 @@ class CompiledStep:
         )
 
     def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Of the rotary embedding, for at least so many positions."""
+        """Return the tables of the rotary embedding for at least that many positions."""
         if self._rotary is None or len(self._rotary[0]) < positions:
             cos, sin = self._decoder.rotary(torch.arange(_round_up(positions, 256)), torch.float32)
             self._rotary = cos.contiguous(), sin.contiguous()
         return self._rotary
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype = torch.float32) -> int:
-        """Where so many numbers have room. Zeros at first: what pads a row is read, and stays 0."""
+        """Return the address of a buffer of at least `size` numbers. It starts as zeros: the padding of a row is read,
+        and stays 0.
+        """
         held = self._buffers.get(name)
         if held is None or held.numel() < size:
             held = self._buffers[name] = torch.zeros(size, dtype=dtype)
@@ -328,7 +338,9 @@ class CompiledStep:
 
 
 class PackedCache(KVCache):
-    """Keys lie in blocks of a vector of tokens [tokens / lanes, size, lanes], where a plain cache has [tokens, size]."""
+    """Cache with keys in blocks of a vector of tokens [tokens / lanes, size, lanes], where a plain cache has [tokens,
+    size].
+    """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         library = binder.decode()
@@ -339,11 +351,11 @@ class PackedCache(KVCache):
 
     @property
     def positions(self) -> int:
-        """More than any request has."""
+        """Number of positions; no request has more."""
         return min(self.config.context, self.own.shape[4] + self.shared.shape[4])
 
     def requests(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Requests with those of a prompt side by side, the prompt of each, and the prompts' lengths; all int32."""
+        """Return requests grouped by prompt, the prompt of each, and the prompts' lengths; all int32."""
         if self._requests is None:
             prompt = torch.tensor([self.row[prompt] for prompt in self.prompt], dtype=torch.int32)
             lengths = torch.tensor([len(prompt) for prompt in self.row], dtype=torch.int32)

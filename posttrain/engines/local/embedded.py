@@ -1,4 +1,6 @@
-"""The engine that shares a process with the learner, and its weights or a copy of them: the fast one where there is one."""
+"""Opens the engine that runs in the learner's process, with its weights or a copy: the fastest one that the model
+allows.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,12 @@ def embedded(
     own: bool = False,
     filled: bool = False,
 ) -> Engine:
-    """`slots`: how many requests run at once. `kept_gib`: of keys and values that are kept between turns. `rests`: whether
-    memory is given back when nothing runs. `own`: it samples with a copy of the weights that are loaded last; `filled`: the
-    model is that copy, and nobody else's."""
+    """Open the engine in the learner's process.
+
+    `slots`: most requests that run at once. `kept_gib`: memory of keys and values that are kept between turns. `rests`:
+    whether memory is freed when nothing runs. `own`: sample with a copy of the weights that were loaded last; `filled`:
+    `model` is already that copy, and used by nobody else.
+    """
     model, own = own_copy(model) if own else model, own or filled
     if model.decoder is None:
         return UncachedEngine(model, tokenizer, slots, precision, own)

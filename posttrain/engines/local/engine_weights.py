@@ -1,4 +1,6 @@
-"""How an engine in the learner's process gets its weights: it shares the learner's, or has a copy that is written over."""
+"""Weights of an engine in the learner's process: it shares the learner's, or has a copy that each weight sync
+overwrites.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from posttrain.models.row_shards import is_sharded, whole
 
 
 def own_copy(model: Model) -> Model:
-    """A copy that no update moves, with adapters merged.
+    """Copy a model, with adapters merged; no update changes the copy.
 
-    Of weights that lie in several processes each of them makes one, at the same time.
+    Where weights are sharded over processes, all of these make the copy at the same time.
     """
     if not any(map(is_sharded, model.parameters())):
         copied: Model = copy.deepcopy(model)
@@ -27,19 +29,21 @@ def own_copy(model: Model) -> Model:
         return copied.requires_grad_(False)
     assert model.decoder is not None, "others are not sharded"
     own = model.decoder.empty_like().requires_grad_(False)
-    take_over(own, model)
+    copy_weights(own, model)
     return own
 
 
 def named_weights(weights: Any) -> Iterable[tuple[str, Tensor]]:
-    """What an engine samples with: of a model with adapters, these are merged; what was handed over is so already."""
+    """Yield the tensors that an engine samples with: adapters are merged, unless the weights come from a weight sync
+    already.
+    """
     return plain_weights(weights) if isinstance(weights, nn.Module) else weights.named_parameters()
 
 
-def take_over(own: Model, weights: Model) -> None:
-    """Write these weights over those of a copy, in place."""
+def copy_weights(own: Model, weights: Model) -> None:
+    """Copy these weights over those of an engine's own model, in place."""
     mine = dict(held(own))  # type: ignore[arg-type]
     with torch.no_grad():
         for name, weight in named_weights(weights):
             mine.pop(name).copy_(whole(weight))
-    assert not mine, f"weights that are not handed over: {', '.join(mine)}"
+    assert not mine, f"weights that the weight sync lacks: {', '.join(mine)}"

@@ -1,9 +1,9 @@
-"""Decides where keys and values of running requests lie: a prompt once for all its requests, and each one's own tokens.
+"""Key-value cache of running requests: a prompt is stored once for all its requests, each one's own tokens apart.
 
-A request looks at its prompt and at its own tokens in two products that are joined by their normalisers. So the prompt
-of a group costs memory and bandwidth once, however many rollouts continue it.
+A request attends to its prompt and to its own tokens in two products that are joined by their normalisers. So the
+prompt of a group costs memory and bandwidth once, however many rollouts continue it.
 
-    B    running requests    G    prompts in use    W    requests of the most used prompt    R    query heads per key head
+B    running requests    G    prompts in use    W    requests of the most used prompt    R    query heads per key head
 """
 
 from __future__ import annotations
@@ -34,25 +34,27 @@ class PromptPrefix:
         return self.k, self.v, self.logits
 
     def alone(self) -> PromptPrefix:
-        """Itself, without the memory of prompts that were computed beside it."""
+        """Return a copy that does not hold the memory of prompts that were computed with it."""
         return self if all(x._base is None for x in self.tensors) else PromptPrefix(*(x.clone() for x in self.tensors))
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Which requests share which row of prompts. Padding members repeat the first one of their row."""
+    """Assignment of requests to rows of prompts. Padding members repeat the first one of their row."""
 
-    members: Tensor  # int64 [G * kv_heads * W], index into queries laid as [B * kv_heads]
-    place: Tensor  # int64 [B * kv_heads], where a request's output lies in [G * kv_heads * W]
+    members: Tensor  # int64 [G * kv_heads * W], index into queries ordered as [B * kv_heads]
+    place: Tensor  # int64 [B * kv_heads], index of a request's output in [G * kv_heads * W]
     mask: Tensor  # [G, 1, 1, P], added to the scores
 
 
 class KVCache:
-    """Running requests occupy the first slots, and their prompts the first rows: one step is a few dense products."""
+    """Key-value cache whose running requests occupy the first slots, and their prompts the first rows: a step is a few
+    dense products.
+    """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        self.unit = 1  # tokens that lie together
+        self.unit = 1  # tokens per unit of the cache
         self.own = self._empty(0, 0)
         self.shared = self._empty(0, 0)
         self.row: dict[Prompt, int] = {}  # of every prompt in use, in the order of the rows
@@ -60,12 +62,12 @@ class KVCache:
         self._groups: _Groups | None = None
 
     def reserve(self, slots: int, own: int, prompts: int, prompt: int) -> None:
-        """Make room for so many requests with `own` tokens each, and so many prompts of at most `prompt` tokens."""
+        """Make room for that many requests with `own` tokens each, and that many prompts of at most `prompt` tokens."""
         self.own = self._grown(self.own, slots, own)
         self.shared = self._grown(self.shared, len(self.row) + prompts, prompt)
 
     def admit(self, prompts: Sequence[Prompt], computed: dict[Prompt, PromptPrefix]) -> None:
-        """The next slots run these prompts."""
+        """Assign these prompts to the next slots."""
         for prompt in dict.fromkeys(prompts):
             if prompt not in self.row:
                 row = self.row[prompt] = len(self.row)
@@ -74,7 +76,7 @@ class KVCache:
         self._reseated()
 
     def keep(self, count: int, source: Sequence[int], to: Sequence[int], filled: int) -> None:
-        """The first `count` slots go on, after `source` moved to `to`; `filled`: most own tokens of a request."""
+        """Keep the first `count` slots, after moving `source` to `to`; `filled`: most own tokens of a request."""
         if source:
             index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
             filled = self.whole(filled)
@@ -86,39 +88,39 @@ class KVCache:
         self._reseated()
 
     def states(self, slot: int, tokens: int) -> Tensor:
-        """A copy of a request's own keys and values, [2, layers, kv_heads, tokens, size]; whole units of tokens."""
+        """Copy a request's own keys and values, [2, layers, kv_heads, tokens, size], in whole units of tokens."""
         return self.own[:, :, slot, :, : self.whole(tokens)].clone()
 
     def restore(self, slot: int, states: Tensor) -> None:
-        """The inverse."""
+        """Write what `states` returned into a slot."""
         self.own[:, :, slot, :, : states.shape[3]] = states
 
     def extend(self, slot: int, place: int, tokens: int) -> ExtendAttention:
-        """Where the next so many own tokens of a request are put, from `place` on, and what they may look at."""
+        """Return the attention of the next tokens of a request, whose own tokens begin at `place`."""
         return ExtendAttention(self, slot, place, tokens)
 
     def step(self, place: Tensor, longest: int) -> DecodeAttention:
-        """Where the next token of every request is put and what it may look at; place int64 [B], all below `longest`."""
+        """Return the attention of the next token of every request, at place int64 [B], all below `longest`."""
         if self._groups is None:
             self._groups = self._group()
         return DecodeAttention(self, place, longest, self._groups)
 
     def _reseated(self) -> None:
-        """Other requests run, or in other slots."""
+        """Note that the running requests or their slots have changed."""
         self._groups = None
 
     def _write(self, row: int, prefix: PromptPrefix) -> None:
-        """Keep a prompt in a row."""
+        """Store a prompt in a row."""
         tokens = prefix.k.shape[2]
         self.shared[0, :, row, :, :tokens] = prefix.k
         self.shared[1, :, row, :, :tokens] = prefix.v
 
     def whole(self, tokens: int) -> int:
-        """So many tokens or more that fill whole units."""
+        """Round a number of tokens up to whole units."""
         return math.ceil(tokens / self.unit) * self.unit
 
     def _release(self, used: set[Prompt]) -> None:
-        """Give back the rows of prompts that nobody uses; the last rows fill the holes."""
+        """Free the rows of prompts that no request uses; the last rows fill the gaps."""
         rows = list(self.row)
         for hole in [row for prompt, row in self.row.items() if prompt not in used]:
             while rows and rows[-1] not in used:
@@ -155,12 +157,12 @@ class KVCache:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _grown(self, old: Tensor, slots: int, tokens: int) -> Tensor:
-        """With at least so many slots and tokens: `old` itself where it has them."""
+        """Return a tensor with at least that many slots and tokens: `old` itself if it is large enough."""
         have, filled = old.shape[2], old.shape[4]
         if slots <= have and tokens <= filled:
             return old
         if filled and tokens > filled:
-            tokens = max(tokens, min(self.config.context, 3 * filled // 2))  # grows in few steps
+            tokens = max(tokens, min(self.config.context, 3 * filled // 2))  # few reallocations
         new = self._empty(max(slots, have), max(64 * math.ceil(tokens / 64), filled))
         new[:, :, :have, :, :filled] = old
         return new
@@ -176,13 +178,13 @@ class DecodeAttention:
         self.mask = _added(visible, cache.dtype)  # [B, 1, 1, longest]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, heads, size], k and v [B, kv_heads, size] -> [B, heads, size]."""
+        """Attend: q [B, heads, size], k and v [B, kv_heads, size] -> [B, heads, size]."""
         cache, groups = self.cache, self.groups
         count, (heads, size) = q.shape[0], k.shape[1:]
         keys, values = cache.own[0, layer], cache.own[1, layer]
         keys[self.slot, :, self.place] = k.to(cache.dtype)
         values[self.slot, :, self.place] = v.to(cache.dtype)
-        # The R query heads that share a key head are laid as its queries: nothing is repeated.
+        # The R query heads that share a key head become queries of it: nothing is repeated.
         queries = q.to(cache.dtype).reshape(count, heads, -1, size)
         own, own_mass = attention(
             queries, keys[:count, :, : self.longest], values[:count, :, : self.longest], self.mask
@@ -197,7 +199,7 @@ class DecodeAttention:
 
 
 class ExtendAttention:
-    """The `Attend` of given tokens that follow what one request has in the cache. What fills them up sees nothing."""
+    """The `Attend` of given tokens that follow one request's tokens in the cache. Padding attends to nothing."""
 
     def __init__(self, cache: KVCache, slot: int, place: int, tokens: int) -> None:
         self.cache, self.slot, self.place, self.tokens = cache, slot, place, tokens
@@ -212,13 +214,13 @@ class ExtendAttention:
         self.all = torch.zeros(1, 1, 1, self.length, dtype=cache.dtype, device=cache.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [n, heads, size], k and v [n, kv_heads, size], n at least `tokens` -> [n, heads, size]."""
+        """Attend: q [n, heads, size], k and v [n, kv_heads, size], n at least `tokens` -> [n, heads, size]."""
         cache, count, (heads, size) = self.cache, self.tokens, k.shape[1:]
         where = slice(self.place, self.place + count)
         keys, values = cache.own[0, layer, self.slot], cache.own[1, layer, self.slot]
         keys[:, where] = k[:count].transpose(0, 1).to(cache.dtype)
         values[:, where] = v[:count].transpose(0, 1).to(cache.dtype)
-        # The R query heads that share a key head are laid as its queries.
+        # The R query heads that share a key head become queries of it.
         queries = q[:count].to(cache.dtype).unflatten(1, (heads, -1)).permute(1, 2, 0, 3).reshape(1, heads, -1, size)
         own = attention(queries, keys[None, :, : where.stop], values[None, :, : where.stop], self.mask)
         shared = attention(
@@ -234,7 +236,8 @@ class ExtendAttention:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [B, heads, n, size] of q over k and v [B, heads, m, size], and the logsumexp of its scores [B, heads, n].
+    """Return the attention [B, heads, n, size] of q over k and v [B, heads, m, size], and the logsumexp of its scores
+    [B, heads, n].
 
     mask [B, 1, 1 or n, m] is added to the scores.
     """
@@ -244,7 +247,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Te
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in single operations, for devices whose fused kernels want another mask. Scores are float32 at least."""
+    """Compute `attention` in single operations, for devices whose fused kernels want another mask. Scores are float32
+    at least.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
     mass = scores.logsumexp(-1)
@@ -252,6 +257,6 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tens
 
 
 def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool [B, m] -> 0 where a query may look and -inf elsewhere, [B, 1, 1, m]."""
+    """Convert a mask bool [B, m] to 0 where a query may attend and -inf elsewhere, [B, 1, 1, m]."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, -math.inf)[:, None, None, :]

@@ -27,7 +27,7 @@ from posttrain.core.batch import Layout
 from posttrain.core.protocols import Engine, Paced
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.compiled_step import CompiledStep, Given, PackedCache, logits_in_blocks, supported
-from posttrain.engines.local.engine_weights import take_over
+from posttrain.engines.local.engine_weights import copy_weights
 from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
 from posttrain.engines.local.running_batch import RunningBatch
@@ -42,15 +42,15 @@ from posttrain.models.native.linear import ROUND, in_blocks, rounds
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
-POLL_STEPS = 4  # of decoding, after which the caller may look at what else has happened
+POLL_STEPS = 4  # of decoding, after which the caller may handle other events
 
 
 class LocalEngine:
-    """See `posttrain.core.protocols.Engine`. One per learner; not thread-safe.
+    """Embedded engine of the decoder; implements `posttrain.core.protocols.Engine`. One per learner; not thread-safe.
 
-    `slots`: how many requests run at once. `context`: tokens of prompt and reply together, at most the model's. `rests`:
-    whether memory that an update can use is given back when nothing runs; it then takes a while to begin again. `own`: the
-    model is the engine's, and weights that are loaded are written over its own; else it is the learner's.
+    `slots`: most requests that run at once. `context`: tokens of prompt and reply together, at most the model's.
+    `rests`: whether memory that an update can use is freed when nothing runs; the next start then takes longer. `own`:
+    the model is the engine's, and a weight sync overwrites its weights; else it is the learner's.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class LocalEngine:
         self.kept = PrefixCache(kept_bytes)
         self.computed = 0  # tokens that went through the model
         self._pace = Throughput()
-        self._resumed: dict[int, CachedPrefixes] = {}  # by the id of the waiting request that goes on from it
-        self._prefix_of: dict[int, PromptPrefix] = {}  # of running requests that are to be kept
+        self._resumed: dict[int, CachedPrefixes] = {}  # by id of the waiting request that continues it
+        self._prefix_of: dict[int, PromptPrefix] = {}  # of running requests to be kept
         self._rows = RunningBatch(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
         self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
@@ -88,15 +88,15 @@ class LocalEngine:
 
     @property
     def backend(self) -> str:
-        """What computes the decoding steps, in words."""
+        """Return a description of what computes the decoding steps."""
         return build.backend(self._compiled is not None)
 
     def load(self, weights: Any, version: int) -> None:
-        """Shared weights are there already: only the version is noted."""
+        """Take weights. Shared weights are there already: only the version is noted."""
         assert not self.running and not self.waiting, "weights change between batches of rollouts, not within one"
         assert self.own or weights is self.model, "this engine shares the learner's weights"
         if self.own:
-            take_over(self.model, weights)
+            copy_weights(self.model, weights)
         self.version = version
         self.prefixes.clear()
         self.kept.clear()
@@ -130,7 +130,7 @@ class LocalEngine:
         self.kept.copy(id, to, tokens, self._cache.whole)
 
     def poll(self) -> list[Completion]:
-        """Decode until a request has finished, for a few steps at most; [] if none has."""
+        """Decode until a request has finished, for a few steps at most. Return what has finished."""
         # Not inference_mode: under it autocast would cast every weight again at every token.
         with torch.no_grad(), self._autocast():
             for _ in range(POLL_STEPS):
@@ -144,7 +144,7 @@ class LocalEngine:
                     self._admit(free)
                 else:
                     self._decode()
-                done = self._finished()  # waits for the device, so the clock may be read
+                done = self._finished()  # synchronises with the device, so the clock may be read
                 seconds = time.perf_counter() - began
                 if admitting:
                     self._pace.read(self.computed - computed, seconds)
@@ -169,12 +169,12 @@ class LocalEngine:
         self._rest()
 
     def _rest(self) -> None:
-        """Nothing runs: give back the memory that an update can use."""
+        """Free the memory that an update can use, since nothing runs."""
         self._cache = self._new_cache()
         self._forget_copies()
 
     def _forget_copies(self) -> None:
-        """Of the weights: they may have changed, or nothing runs."""
+        """Free copies of the weights: they may have changed, or nothing runs."""
         if self._compiled is not None:
             self._compiled.forget()
 
@@ -191,9 +191,9 @@ class LocalEngine:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self, free: int) -> None:
-        """Move requests from the line into free slots and sample their first token."""
+        """Move waiting requests into free slots and sample their first token."""
         requests = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        requests.sort(key=lambda r: not r.own)  # those that go on come first
+        requests.sort(key=lambda r: not r.own)  # those that continue an earlier request come first
         waiting = len(self.running) + len(requests) + len(self.waiting)
         here = {r.prompt: r.prompt in self._cache.row for r in requests} | {
             r.prompt: False for r in requests if not r.own
@@ -222,7 +222,9 @@ class LocalEngine:
         self.prefixes = {p: x for p, x in self.prefixes.items() if p in still}
 
     def _go_on(self, slots: range) -> None:
-        """Compute what these slots were given behind what was kept of them, but for the last token: that is decoded."""
+        """Prefill the given tokens of these slots behind their kept prefix, but for the last token, which is
+        decoded.
+        """
         given = []
         for slot in slots:
             request = self.running[slot]
@@ -240,7 +242,7 @@ class LocalEngine:
             self._extend(one)
 
     def _extend(self, given: Given) -> None:
-        """The same by torch's operations, of one request."""
+        """Prefill the given tokens of one request by torch's operations."""
         count, first = len(given.tokens), len(self.running[given.slot].prompt) + given.place
         total = -(-count // ROUND) * ROUND if rounds(self.device) else count
         tokens = torch.zeros(total, dtype=torch.int64, device=self.device)
@@ -259,7 +261,7 @@ class LocalEngine:
             prompts = prompts[take:]
 
     def _prefill_batch(self, prompts: list[tuple[int, ...]]) -> None:
-        """Compute and keep these prompts, in one pass through the model."""
+        """Prefill and store these prompts, in one pass through the model."""
         self.computed += sum(map(len, prompts))
         layout = self._laid(prompts)
         ends = [start + length - 1 for start, length in zip(layout.start, layout.length, strict=True)]
@@ -285,7 +287,7 @@ class LocalEngine:
             self.prefixes[prompt] = PromptPrefix(k[:, :, span], v[:, :, span], logits[i])
 
     def _laid(self, prompts: list[tuple[int, ...]]) -> Layout:
-        """The prompts end to end, and what fills them up where numbers of rows are to be multiples."""
+        """Lay out the prompts end to end, with padding where the number of rows has to be a multiple."""
         length = [len(p) for p in prompts]
         layout = Layout(
             torch.tensor([t for p in prompts for t in p], device=self.device),
@@ -299,7 +301,7 @@ class LocalEngine:
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
-        """One token for every running request."""
+        """Decode one token of every running request."""
         count, rows = len(self.running), self._rows
         self.computed += count
         if self._compiled is not None:
@@ -329,7 +331,7 @@ class LocalEngine:
         state.record(rows, token, logp, torch.isin(token, self.eos))
 
     def _finished(self) -> list[Completion]:
-        """Take finished requests out of their slots, and keep the rest in the first ones."""
+        """Remove finished requests from their slots, and keep the rest in the first ones."""
         state, count = self._rows, len(self.running)
         ended = state.ended[:count].tolist()
         stopped = self._reached_stop(count)
@@ -343,7 +345,7 @@ class LocalEngine:
         return completions
 
     def _leave(self, out: list[int]) -> None:
-        """The requests in these slots are over; the others fill the first slots."""
+        """Remove the requests in these slots; the others fill the first slots."""
         state, keep = self._rows, sorted(set(range(len(self.running))) - set(out))
         # Fill the holes among the first len(keep) slots from the slots behind them.
         holes = [slot for slot in out if slot < len(keep)]
@@ -397,7 +399,7 @@ class LocalEngine:
         return found
 
     def _keep(self, slot: int, completion: Completion) -> None:
-        """Set aside what a request leaves, if another one may go on from it."""
+        """Store the prefix of a request, if another one may continue it."""
         request = self.running[slot]
         if not request.keep:
             return

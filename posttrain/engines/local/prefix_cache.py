@@ -1,7 +1,7 @@
-"""What an engine keeps of requests that may go on: the keys and values of their tokens, within a budget of bytes.
+"""Prefix cache: keys and values of requests that may be continued, within a budget of bytes.
 
-Decided here: what was kept longest without being asked for is let go first. It is then computed again, to the same bits,
-so that a budget changes nothing but the time.
+Decided here: the least recently used prefix is dropped first. It is then computed again, to the same bits, so the
+budget changes nothing but the time.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from posttrain.engines.local.kv_cache import Prompt, PromptPrefix
 
-KEPT_BYTES = 4 << 30  # unless a run says otherwise
+KEPT_BYTES = 4 << 30  # unless a run sets another
 
 
 @dataclass(frozen=True)
 class CachedPrefixes:
-    """A request that was answered."""
+    """Cached prefix of a request that was answered."""
 
-    prompt: Prompt  # what others share with it, or nobody
+    prompt: Prompt  # the shared prompt; None: not cached
     own: tuple[int, ...]  # the tokens behind it; the last one was sampled and is not computed yet
-    prefix: PromptPrefix | None = None  # of the prompt; None: let go
-    states: Tensor | None = None  # of the own tokens but the last, as `Cache.states` gives them; None: let go
+    prefix: PromptPrefix | None = None  # of the prompt; None: dropped
+    states: Tensor | None = None  # of the own tokens but the last, as `Cache.states` returns them; None: dropped
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -31,14 +31,14 @@ class CachedPrefixes:
 
 
 class PrefixCache:
-    """By the ids of the requests. What several share is counted once."""
+    """Prefixes by the ids of their requests. Memory that several share is counted once."""
 
     def __init__(self, budget: int) -> None:
-        """`budget`: bytes."""
+        """Create an empty cache. `budget`: bytes."""
         self.budget = budget
-        self.bytes = 0  # of all keys and values that are held
+        self.bytes = 0  # of all keys and values that are cached
         self._kept: dict[int, CachedPrefixes] = {}  # in the order in which they were answered
-        self._holders: dict[int, int] = {}  # of each tensor that is held, by its identity
+        self._holders: dict[int, int] = {}  # of each cached tensor, by its identity
 
     def put(self, id: int, kept: CachedPrefixes) -> None:
         self._kept[id] = kept
@@ -50,14 +50,16 @@ class PrefixCache:
             self._kept[oldest] = replace(other, prefix=None, states=None)
 
     def take(self, id: int) -> CachedPrefixes | None:
-        """What is known of a request; it is then no longer kept."""
+        """Remove and return the prefix of a request, if there is one."""
         kept = self._kept.pop(id, None)
         if kept is not None:
             self._let_go(kept)
         return kept
 
     def copy(self, id: int, to: int, tokens: int, whole: Callable[[int], int]) -> None:
-        """Another request goes on from the first so many tokens. `whole`: so many or more, as `Cache.states` gives them."""
+        """Let another request continue from the first `tokens` tokens. `whole`: at least that many, as `Cache.states`
+        returns them.
+        """
         kept = self._kept.get(id)
         own = tokens - len(kept.prompt) if kept else 0
         if kept is None or not 0 < own <= len(kept.own):
@@ -74,7 +76,7 @@ class PrefixCache:
 
     @property
     def tokens(self) -> int:
-        """Whose keys and values are held."""
+        """Number of tokens whose keys and values are cached."""
         prompts = {id(kept.prefix): len(kept.prompt) for kept in self._kept.values() if kept.prefix is not None}
         states = {id(kept.states): len(kept.own) - 1 for kept in self._kept.values() if kept.states is not None}
         return sum(prompts.values()) + sum(states.values())

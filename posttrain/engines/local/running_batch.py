@@ -1,4 +1,4 @@
-"""Holds what an engine knows of its running requests between two decoding steps."""
+"""State of the running requests between two decoding steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.engines.request import Request
 
 
 class _Asked(NamedTuple):
-    """Which parts of sampling a request asks for."""
+    """Parts of sampling that some request needs."""
 
     tempered: bool
     greedy: bool
@@ -31,7 +31,7 @@ class _Asked(NamedTuple):
 
 
 class RunningBatch:
-    """What is known of each running request, one row per slot, on the device: a decoding step touches no Python list."""
+    """State of each running request, one row per slot, on the device: a decoding step touches no Python list."""
 
     _COLUMNS = (
         "token",
@@ -56,7 +56,7 @@ class RunningBatch:
         self.slot = integers  # 0, 1, 2, ...
         self.token = integers  # the last token sampled
         self.length = integers  # tokens in the cache, so also the position of the next
-        self.before = integers  # own tokens that were given
+        self.before = integers  # own tokens that were given, not sampled
         self.count = integers  # tokens sampled
         self.budget = integers  # tokens that may be sampled
         self.seed = integers
@@ -65,7 +65,7 @@ class RunningBatch:
         self.ended = bools
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, tokens sampled]
         self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
-        self.longest = 0  # the most own tokens, given or sampled, known without asking the device
+        self.longest = 0  # the most own tokens, given or sampled, known without a synchronisation with the device
         self._asked: list[_Asked] = []  # [size]
         self._note()
 
@@ -96,13 +96,13 @@ class RunningBatch:
             setattr(self, name, grown)
         self.size = total
         self.slot = torch.arange(total, device=self.device)
-        # what is new samples its first token before anything is decoded; what goes on does so by decoding
+        # a new request samples its first token before anything is decoded; a continued one by decoding
         self.longest = max(self.longest, *(max(1, len(r.own)) for r in requests))
         self._asked += asked
         self._note()
 
     def record(self, rows: slice | Tensor, token: Tensor, logp: Tensor, eos: Tensor) -> None:
-        """Note the next token of some slots: a slice, or int64 [n]."""
+        """Store the next token of some slots: a slice, or int64 [n]."""
         count = self.count[rows]
         self.token[rows] = token
         self.tokens[self.slot[rows], count] = token
@@ -112,12 +112,14 @@ class RunningBatch:
         self.ended[rows] = eos | (sampled >= self.budget[rows])
 
     def advance(self, count: int) -> None:
-        """The last token of the first `count` requests went into the cache; the next one is about to be sampled."""
+        """Advance the first `count` requests: their last token is in the cache, and the next one is about to be
+        sampled.
+        """
         self.length[:count] += 1
         self.longest += 1
 
     def keep(self, count: int, source: list[int], to: list[int]) -> None:
-        """The first `count` slots go on, after `source` moved to `to`."""
+        """Keep the first `count` slots, after moving `source` to `to`."""
         if source:
             index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
             for name in (*self._COLUMNS, "tokens", "logp"):
@@ -131,7 +133,7 @@ class RunningBatch:
         self._note()
 
     def _note(self) -> None:
-        """What some of the requests that run now ask of sampling; what none asks for is left out of it."""
+        """Note which parts of sampling the running requests need; the others are skipped."""
         asked = set(self._asked)
         self.any_tempered = any(a.tempered for a in asked)
         self.any_greedy = any(a.greedy for a in asked)
@@ -139,7 +141,7 @@ class RunningBatch:
         self.any_top_k = any(a.top_k for a in asked)
         self.any_stop = any(a.stop for a in asked)
         self.filtered_slots: Tensor | None = None
-        """int64 [n], of requests whose logits are filtered by top-p or top-k; None: there are none."""
+        """int64 [n], requests whose logits are filtered by top-p or top-k; None: there are none."""
         if self.any_top_p or self.any_top_k:
             slots = [slot for slot, a in enumerate(self._asked) if a.filtered]
             self.filtered_slots = torch.tensor(slots, device=self.device)

@@ -1,4 +1,5 @@
-"""Decides which token comes next: one uniform number per row, and the log-probability under what was sampled from.
+"""Samples the next tokens: one uniform number per row, and the log-probability under the distribution that was sampled
+from.
 
 B    rows (one per running request)    V    vocabulary
 """
@@ -13,10 +14,10 @@ BLOCK = 64  # entries of the vocabulary that are summed before the running sum
 
 
 def uniform(seed: Tensor, index: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1]: float32 [B] from int64 seeds [B] and counters [B], the same on every device.
+    """Return uniform numbers in (0, 1]: float32 [B] from int64 seeds [B] and counters [B], the same on every device.
 
-    Counter-based, so a draw depends on (seed, index) and on nothing that happened before. The mixing function is
-    the finaliser of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed and again to seed and counter.
+    Counter-based, so a draw depends on (seed, index) alone and on nothing before it. The mixing function is the
+    finaliser of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed and again to seed and counter.
     """
     x = _mix(_mix(seed) + index * -7046029254386353131)  # 0x9E3779B97F4A7C15 as a signed number
     return (((x >> 40) & 0xFFFFFF).to(torch.float32) + 0.5) * 2.0**-24
@@ -36,10 +37,10 @@ def sample(
     top_k: Tensor | None = None,
     greedy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw by inverting the cumulative distribution. logits [B, V], draw [B] -> token, logp [B].
+    """Sample by inverting the cumulative distribution. logits [B, V], draw [B] -> token, logp [B].
 
     `temperature`, `top_p`, `top_k` and `greedy` [B] are None where no request uses them; a row with temperature = 1,
-    top_p = 1 or top_k = 0 is left as it is. A greedy row has a point for a distribution: its log-probability is 0.
+    top_p = 1 or top_k = 0 is left as it is. A greedy row is a point distribution: its log-probability is 0.
     """
     logits = logits.float()
     if temperature is not None:
@@ -47,13 +48,13 @@ def sample(
     if top_k is not None or top_p is not None:
         logits = _truncate(logits, top_p, top_k)
     top = logits.amax(-1)
-    # Two levels: first the block of the vocabulary, then the token in it. A running sum over all of it takes longest.
+    # Two levels: the block of the vocabulary, then the token in it. A running sum over the whole vocabulary is slowest.
     mass = _blocks((logits - top[:, None]).exp_())  # [B, blocks, BLOCK]
     each = mass.sum(-1)
     total = each.sum(-1)
     block, before = _invert(each, draw * total)
     token, _ = _invert(mass[torch.arange(len(block), device=block.device), block], draw * total - before)
-    token = (block * BLOCK + token).clamp_max_(logits.shape[-1] - 1)  # beyond it only where nothing is a number
+    token = (block * BLOCK + token).clamp_max_(logits.shape[-1] - 1)  # beyond it only for NaN
     if greedy is not None:
         token = torch.where(greedy, logits.argmax(-1), token)
     logp = logits.gather(-1, token[:, None]).squeeze(-1) - top - total.log()
@@ -61,7 +62,7 @@ def sample(
 
 
 def _invert(mass: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-    """The first entry of mass [B, n] at which the running sum exceeds draw [B], and the sum before it.
+    """Return the first entry of mass [B, n] at which the running sum exceeds draw [B], and the sum before it.
 
     A draw may round to the total or above: then the last entry with mass.
     """
@@ -69,20 +70,22 @@ def _invert(mass: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
     found = torch.searchsorted(running, draw[:, None], right=True)
     last = torch.searchsorted(running, running[:, -1:].contiguous()).clamp_max_(mass.shape[-1] - 1)  # of NaN: none
     found = torch.minimum(found, last)
-    # the very number the search compared with: what is left of the draw is never below 0
+    # the number that the search compared with: the rest of the draw is never below 0
     before = running.gather(-1, (found - 1).clamp_min_(0)).masked_fill_(found == 0, 0.0)
     return found.squeeze(-1), before.squeeze(-1)
 
 
 def _blocks(mass: Tensor) -> Tensor:
-    """[B, V] -> [B, blocks, BLOCK], filled up with zeros."""
+    """Split [B, V] into [B, blocks, BLOCK], padded with zeros."""
     if missing := -mass.shape[-1] % BLOCK:
         mass = torch.nn.functional.pad(mass, (0, missing))
     return mass.unflatten(-1, (-1, BLOCK))
 
 
 def _truncate(logits: Tensor, top_p: Tensor | None, top_k: Tensor | None) -> Tensor:
-    """-inf outside the kept set: the top_k likeliest tokens, then the smallest set of those with mass >= top_p."""
+    """Set logits to -inf outside the kept set: the top_k likeliest tokens, then the smallest set of those with mass >=
+    top_p.
+    """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)[None, :]
     if top_k is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from posttrain.core.batch import Layout
 from posttrain.core.protocols import Engine, Model, Seeing
 from posttrain.core.types import Completion, Media, Sampling, positions_of
-from posttrain.engines.local.engine_weights import take_over
+from posttrain.engines.local.engine_weights import copy_weights
 from posttrain.engines.local.sampler import sample, uniform
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 @dataclass
 class RunningReply:
-    """A reply as far as it is sampled."""
+    """A reply while it is sampled."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -39,9 +39,9 @@ class RunningReply:
 
 
 class UncachedEngine:
-    """See `posttrain.core.protocols.Engine`. `slots`: how many requests run at once.
+    """Engine without a cache; implements `posttrain.core.protocols.Engine`. `slots`: most requests that run at once.
 
-    `own`: the model is the engine's, and weights that are loaded are written over its own; else it is the learner's.
+    `own`: the model is the engine's, and a weight sync overwrites its weights; else it is the learner's.
     """
 
     batch_invariant = False  # sequences are computed together
@@ -57,19 +57,21 @@ class UncachedEngine:
 
     @property
     def backend(self) -> str:
-        """What computes, in words."""
+        """Return a description of what computes: the model's class."""
         return f"{type(self.model).__name__}, whole sequences at each token"
 
     def load(self, weights: Any, version: int) -> None:
-        """Shared weights are there already: only the version is noted."""
+        """Take weights. Shared weights are there already: only the version is noted."""
         assert not self._running and not self._waiting, "weights change between batches of rollouts, not within one"
         assert self.own or weights is self.model, "this engine shares the learner's weights"
         if self.own:
-            take_over(self.model, weights)
+            copy_weights(self.model, weights)
         self.version = version
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
-        """Queue one request. Raises UserError if the prompt leaves no room for a reply. There is nothing to keep."""
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply. `keep` has no effect: there is
+        no cache.
+        """
         request = Request(id, tuple(prompt), sampling)
         self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
 
@@ -91,7 +93,7 @@ class UncachedEngine:
         self._running = [running for running in self._running if running.request.id != id]
 
     def poll(self) -> list[Completion]:
-        """One token of every running request; the replies that ended with it."""
+        """Sample one token of every running request. Return the replies that ended with it."""
         if self._admits():
             while self._waiting and len(self._running) < self.slots:
                 self._running.append(self._began(self._waiting.popleft()))
@@ -116,11 +118,11 @@ class UncachedEngine:
         return RunningReply(request)
 
     def _admits(self) -> bool:
-        """Whether requests that wait may begin, as far as there are slots."""
+        """Return whether waiting requests may begin, as far as there are slots."""
         return True
 
     def _logits(self) -> Tensor:
-        """[B, V], of the next token of each running request."""
+        """Compute logits [B, V] of the next token of each running request."""
         device, sequences = self.model.head.device, [r.sequence for r in self._running]
         length = [len(s) for s in sequences]
         end = torch.tensor(length).cumsum(0)
@@ -142,11 +144,11 @@ class UncachedEngine:
         return self.model.head.logits(self.model.hidden(layout, (end - 1).to(device)))
 
     def _next(self) -> tuple[Tensor, Tensor]:
-        """The next token of each running request and its log-probability, [B] each."""
+        """Sample the next token of each running request. Return tokens and log-probabilities, [B] each."""
         return self._drawn(self._logits())
 
     def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of logits [B, V]."""
+        """Sample from logits [B, V]. Return tokens and log-probabilities, [B] each."""
         device = self.model.head.device
         asked = [r.request.sampling for r in self._running]
 

@@ -1,1 +1,1 @@
-"""Several engines behind one: crashes, hangs and wrong weights are tolerated."""
+"""Several engines behind one. Crashes, hangs and wrong weights are tolerated."""

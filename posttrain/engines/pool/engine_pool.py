@@ -1,16 +1,16 @@
 """An engine pool that tolerates crashes, hangs and wrong weights: what a run learns does not depend on them.
 
-    STARTING -> STALE -> READY -> DEAD, and from DEAD again to STARTING while the budget lasts
+STARTING -> STALE -> READY -> DEAD, and from DEAD again to STARTING while the budget of restarts lasts
 
-An engine says what it is (STALE), takes over the weights that are offered, gives back their version and checksum, and passes
-a canary (READY). Only then is it asked for anything. What it owes when it dies, falls silent or says what is not true is
-asked of the others again, with the same seeds. So where engines are `batch_invariant`, nothing that is sampled depends on
-which of them answered, nor on whether one was lost.
+An engine reports its properties (STALE), loads the weights that are offered, returns their version and checksum, and
+passes a weight probe (READY). Only then does it get requests. When it dies, times out or sends something wrong, its
+open requests go to the other engines, with the same seeds. So where engines are `batch_invariant`, nothing that is
+sampled depends on which of them answered, or on whether one was lost.
 
-Decided here: nothing waits for a single engine. Whatever is told them goes into a buffer, whatever they say is read as it
-comes, and silence counts only while the pool listens, so that a long update takes nobody's time away. What an engine is
-asked has a number of its own, a ticket: an answer without one that is open is dropped and counted. A group's members go to
-one engine, which computes their prompt once, unless others would have to wait for it.
+Decided here: nothing waits for a single engine. Outgoing messages go into a buffer, incoming ones are read as they
+arrive, and a timeout counts only while the pool listens, so that a long update is charged to no engine. Each submission
+has a number of its own, a ticket: an answer without an open ticket is dropped and counted. A group's requests go to one
+engine, which prefills their prompt once, unless others would be idle.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.pool.pool_member import EnginePlace, MemberState, PoolMember
-from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, completion_read, wait
+from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_completion, wait
 from posttrain.engines.request import Request
 from posttrain.engines.weight_probe import WeightProbe
 from posttrain.engines.weight_sync import Transport
 
-POLL_SECONDS = 0.005  # that a poll waits where nobody has anything to say
-LOOK_SECONDS = 1.0  # most seconds of silence between two looks: the pool itself was elsewhere
+POLL_SECONDS = 0.005  # longest wait of a poll
+LOOK_SECONDS = 1.0  # most seconds of silence between two looks: beyond that the pool itself was busy elsewhere
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a second start in a row, doubled for each further one
 
 
 class EnginePool:
-    """See `posttrain.core.protocols.Engine`. Close it: it holds processes or connections."""
+    """Engines behind one; implements `posttrain.core.protocols.Engine`. Close it: it holds processes or connections."""
 
     def __init__(
         self,
         places: Sequence[EnginePlace],
-        canary: WeightProbe,
+        probe: WeightProbe,
         context: int,
         vocab: int,
         *,
@@ -53,22 +53,25 @@ class EnginePool:
         listen: Callable[[Sequence[Wire], float], None] = wait,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Returns when all have started; none has weights then. Raises UserError if one does not start.
+        """Start the engines. Return when all have started; none has weights then. Raises UserError if one does not
+        start.
 
-        `seconds`: of silence of an engine that has to say something; `start_seconds`: while it starts. `restarts`: how
-        often in a row each is started again. `closed`: called at the end.
+        `seconds`: timeout of an engine that requests an answer; `start_seconds`: of its start. `restarts`: most restarts in
+        a row of each engine. `closed`: called at the end.
         """
-        self.canary, self.context, self.vocab, self.version, self._before = canary, context, vocab, 0, -1
+        self.probe, self.context, self.vocab, self.version, self._before = probe, context, vocab, 0, -1
         self.seconds, self.start_seconds, self.restarts = seconds, start_seconds, restarts
-        self._closed, self._listen, self._clock, self._looked = closed, listen, clock, clock()
+        self._closed, self._listen, self._clock, self._last_look = closed, listen, clock, clock()
         self.say: Callable[[str], None] = lambda text: print(f"posttrain: {text}", file=sys.stderr)
         self._tickets = count()
-        self._waiting: dict[int, Request] = {}  # by id, in the order in which they are to be asked
-        self._asked: dict[int, tuple[PoolMember, int]] = {}  # by id: who has it, and under which ticket
-        self._home: dict[int, PoolMember] = {}  # by id: who keeps what the next request of it may go on from
-        self._done: list[Completion] = []
-        self._offering = self._begun = False
-        self._counted = {"restarts": 0, "asked_again": 0, "answered_twice": 0}
+        self._queue: dict[int, Request] = {}  # by id, in the order of submission
+        self._submitted: dict[int, tuple[PoolMember, int]] = {}  # by id: the engine that has it, and the ticket
+        self._prefix_owner: dict[
+            int, PoolMember
+        ] = {}  # by id: the engine with the cached prefix that the next request of the episode continues
+        self._finished: list[Completion] = []
+        self._weights_offered = self._started = False
+        self._counted = {"restarts": 0, "resubmitted": 0, "duplicate_answers": 0}
         self._deviation, self._last = 0.0, "none"
         self.members: list[PoolMember] = []
         try:
@@ -78,7 +81,7 @@ class EnginePool:
         except BaseException:
             self.close()
             raise
-        self._begun = True
+        self._started = True
 
     @property
     def batch_invariant(self) -> bool:
@@ -90,24 +93,24 @@ class EnginePool:
         return f"{len(self.members)} engines ({', '.join(kinds)})"
 
     def counts(self) -> dict[str, float]:
-        """What became of the engines, since the beginning; `canary`: most nats off the learner, of the last weight sync."""
+        """Return counters since the beginning, and `probe_gap`: most nats off the learner in the last weight sync."""
         ready = sum(m.state is MemberState.READY for m in self.members)
-        return {"ready": ready, "canary": self._deviation, **self._counted}
+        return {"ready": ready, "probe_gap": self._deviation, **self._counted}
 
-    # -- who belongs to it ---------------------------------------------------------------------------------------------
+    # -- membership ------------------------------------------------------------------------------------------------------
 
     def join(self, place: EnginePlace) -> None:
-        """One more. It is asked for something as soon as it has the weights."""
+        """Add an engine. It gets requests as soon as it has the weights."""
         self.members.append(PoolMember(place, place.open()))
 
     def leave(self, name: str) -> None:
-        """One less. What it owes is asked of the others."""
+        """Remove an engine. Its open requests go to the others."""
         member = next(m for m in self.members if m.place.name == name)
         self._drop(member)
         member.link.end(kept=False)
         self.members.remove(member)
 
-    # -- what an engine does -------------------------------------------------------------------------------------------
+    # -- the protocol of an engine -------------------------------------------------------------------------------------
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
@@ -115,49 +118,53 @@ class EnginePool:
         if 0 < sampling.temperature < coldest:
             raise UserError(f"an engine samples at temperature 0 or {coldest} and above, not at {sampling.temperature}")
         request = Request(id, tuple(prompt), sampling, keep=keep).check(self.context, self.vocab)
-        assert self._offering, "there are no weights yet"
-        assert id not in self._waiting and id not in self._asked, "this request is not answered yet"
-        self._waiting[id] = request
+        assert self._weights_offered, "there are no weights yet"
+        assert id not in self._queue and id not in self._submitted, "this request is not answered yet"
+        self._queue[id] = request
 
     def forget(self, id: int) -> None:
-        if (home := self._home.pop(id, None)) is not None:
-            self._tell(home, "forget", id)
+        if (owner := self._prefix_owner.pop(id, None)) is not None:
+            self._send(owner, "forget", id)
 
     def copy(self, id: int, to: int, tokens: int) -> None:
-        if (home := self._home.get(id)) is not None and self._tell(home, "copy", id, to, tokens):
-            self._home[to] = home
+        if (owner := self._prefix_owner.get(id)) is not None and self._send(owner, "copy", id, to, tokens):
+            self._prefix_owner[to] = owner
 
     def cancel(self, id: int) -> None:
-        self._waiting.pop(id, None)
-        self._done = [done for done in self._done if done.id != id]
-        if (asked := self._asked.pop(id, None)) is not None:
-            member, ticket = asked
-            member.tokens -= _cost(member.owes.pop(ticket))
+        self._queue.pop(id, None)
+        self._finished = [done for done in self._finished if done.id != id]
+        if (target := self._submitted.pop(id, None)) is not None:
+            member, ticket = target
+            member.tokens -= _cost(member.requests.pop(ticket))
             member.cancelled.add(ticket)
-            self._tell(member, "cancel", id)
+            self._send(member, "cancel", id)
 
     def poll(self) -> list[Completion]:
-        """What has been answered; waits a moment for it. Raises UserError (exit code 1) if no engine is left."""
-        self._tend(POLL_SECONDS if self._waiting or self._asked else 0.0)
-        done, self._done = self._done, []
+        """Return the requests that have finished, after a short wait. Raises UserError (exit code 1) if no engine is
+        left.
+        """
+        self._exchange(POLL_SECONDS if self._queue or self._submitted else 0.0)
+        done, self._finished = self._finished, []
         return done
 
     def load(self, weights: Any, version: int) -> None:
-        """Hand over weights to all engines that live. Returns when all these have them, or are lost, and one is ready."""
-        assert not self._waiting and not self._asked, "weights change between batches of rollouts, not within one"
-        self._offering = False
-        self._until(lambda: not any(m.loading or m.canary for m in self.members))  # who still reads those before
-        self.canary.look(weights)
+        """Sync weights to all engines that live. Return when each has them or is lost, and at least one is ready."""
+        assert not self._queue and not self._submitted, "weights change between batches of rollouts, not within one"
+        self._weights_offered = False
+        self._until(
+            lambda: not any(m.loading or m.probe for m in self.members)
+        )  # until nobody reads the weights before
+        self.probe.look(weights)
         self._deviation, self._before, self.version = 0.0, self.version, version
         for member in self.members:
             member.failures *= not member.useful
             member.useful = False
             if member.state is MemberState.READY:
                 member.state = MemberState.STALE
-        self._home.clear()
+        self._prefix_owner.clear()
         for transport in self._transports():
             transport.put(weights, version)
-        self._offering = True
+        self._weights_offered = True
         self._until(
             lambda: (
                 any(m.state is MemberState.READY for m in self.members)
@@ -168,7 +175,7 @@ class EnginePool:
             transport.done()
 
     def close(self) -> None:
-        """End all engines; requests in them are lost. May be called twice."""
+        """Stop all engines; their requests are lost. May be called twice."""
         for member in self.members:
             member.state = MemberState.DEAD
             member.link.end(kept=False)
@@ -179,27 +186,27 @@ class EnginePool:
     def _transports(self) -> Iterable[Transport]:
         return dict.fromkeys(m.place.transport for m in self.members)
 
-    # -- the course of things ------------------------------------------------------------------------------------------
+    # -- one round of messages -----------------------------------------------------------------------------------------
 
     def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
-            self._tend(POLL_SECONDS)
+            self._exchange(POLL_SECONDS)
 
-    def _tend(self, seconds: float) -> None:
-        """Tell engines what is to be told, and take in what they say; waits so long for that."""
+    def _exchange(self, seconds: float) -> None:
+        """Restart, sync and submit as needed, and handle incoming messages; waits up to `seconds` for them."""
         self._start_again()
         self._offer()
-        self._hand_out()
+        self._submit_waiting()
         lives = [m for m in self.members if m.state is not MemberState.DEAD]
         self._listen([m.link.wire for m in lives if m.link.wire is not None], seconds)
         now = self._clock()
-        passed, self._looked = min(now - self._looked, LOOK_SECONDS), now
+        passed, self._last_look = min(now - self._last_look, LOOK_SECONDS), now
         for member in lives:
             try:
-                self._hear(member, passed)
+                self._receive(member, passed)
             except Gone as error:
                 self._lose(member, str(error))
-        if all(map(self._hopeless, self.members)):
+        if all(map(self._is_lost_for_good, self.members)):
             gone = UserError(
                 f"no engine is left, each was lost {self.restarts + 1} times in a row (--engine-restarts {self.restarts}); "
                 f"the last one: {self._last}"
@@ -207,99 +214,101 @@ class EnginePool:
             gone.code = 1
             raise gone
 
-    def _hopeless(self, member: PoolMember) -> bool:
-        """Whether nothing can come of it any more: it is dead for good, or needs weights that are gone."""
-        lacks = self._offering and member.place.transport.offer is None and not member.awaited
+    def _is_lost_for_good(self, member: PoolMember) -> bool:
+        """Return whether an engine cannot recover: it is dead for good, or needs weights that are gone."""
+        lacks = self._weights_offered and member.place.transport.offer is None and not member.awaited
         spent = member.state is MemberState.DEAD and member.failures > self.restarts
         return spent or (member.state is MemberState.STALE and lacks)
 
     def _start_again(self) -> None:
         now = self._clock()
         for member in self.members:
-            if member.state is MemberState.DEAD and member.failures <= self.restarts and now >= member.again:
+            if member.state is MemberState.DEAD and member.failures <= self.restarts and now >= member.restart_at:
                 member.state, member.link = MemberState.STARTING, member.place.open()
                 self._counted["restarts"] += 1
 
     def _offer(self) -> None:
-        """The weights, to those that do not have them."""
+        """Offer the weights to the engines that do not have them."""
         for member in self.members:
             offer = member.place.transport.offer
-            if self._offering and offer is not None and member.state is MemberState.STALE and not member.awaited:
+            if self._weights_offered and offer is not None and member.state is MemberState.STALE and not member.awaited:
                 member.loading = True
                 try:
                     member.place.transport.send(member.place.name, member.held is None, partial(self._call, member))
                 except Gone as error:
                     self._lose(member, str(error))
-                self._tell(member, "load", offer)
+                self._send(member, "load", offer)
 
-    def _hand_out(self) -> None:
-        """What is to be asked, to those that owe least; a group's members to one, up to its fair share."""
+    def _submit_waiting(self) -> None:
+        """Submit the waiting requests to the least loaded engines; a group's requests go to one, up to its
+        fair share.
+        """
         ready = [m for m in self.members if m.state is MemberState.READY]
-        if not ready or not self._waiting:
+        if not ready or not self._queue:
             return
-        fair = (sum(m.tokens for m in ready) + sum(map(_cost, self._waiting.values()))) / len(ready)
+        fair = (sum(m.tokens for m in ready) + sum(map(_cost, self._queue.values()))) / len(ready)
         groups: dict[tuple[int, ...], list[Request]] = {}
-        for request in self._waiting.values():
+        for request in self._queue.values():
             groups.setdefault(request.prompt, []).append(request)
         for group in groups.values():
             chosen: PoolMember | None = None
             for request in group:
-                home = self._home.get(request.id)
-                if home is None and (chosen is None or chosen.tokens >= fair or not chosen.room):
+                owner = self._prefix_owner.get(request.id)
+                if owner is None and (chosen is None or chosen.tokens >= fair or not chosen.room):
                     free = [m for m in ready if m.state is MemberState.READY and m.room]
                     chosen = min(free, key=lambda m: m.tokens, default=None)
-                asked = home or chosen
-                if asked is not None and asked.state is MemberState.READY:
-                    self._ask(asked, request)
+                target = owner or chosen
+                if target is not None and target.state is MemberState.READY:
+                    self._ask(target, request)
 
     def _ask(self, member: PoolMember, request: Request) -> None:
         ticket = next(self._tickets)
-        del self._waiting[request.id]
-        member.owes[ticket], self._asked[request.id] = request, (member, ticket)
+        del self._queue[request.id]
+        member.requests[ticket], self._submitted[request.id] = request, (member, ticket)
         member.tokens += _cost(request)
         how = asdict(request.sampling)
-        self._tell(member, "submit", ticket, request.id, list(request.prompt), how, request.keep)
+        self._send(member, "submit", ticket, request.id, list(request.prompt), how, request.keep)
 
-    def _tell(self, member: PoolMember, *message: Any) -> bool:
-        """Returns whether it lives."""
+    def _send(self, member: PoolMember, *message: Any) -> bool:
+        """Send a message. Return whether the engine is alive."""
         if member.state is MemberState.DEAD or member.link.wire is None:
             return False
-        member.link.wire.tell(*message)
+        member.link.wire.send(*message)
         return True
 
     def _call(self, member: PoolMember, method: str, info: Any) -> None:
-        """Waits for its end. Raises Gone."""
+        """Call a method of an engine and wait for its end. Raises Gone."""
         wire, end = member.link.wire, self._clock() + self.seconds
-        assert wire is not None, "it was heard before"
-        wire.tell("transfer", method, info)
-        while not (messages := [message for message in wire.heard() if message[0] != "alive"]):
+        assert wire is not None, "it has connected before"
+        wire.send("transfer", method, info)
+        while not (messages := [message for message in wire.receive() if message[0] != "alive"]):
             if self._clock() > end:
-                raise Gone(f"it said nothing for {self.seconds:g} s in {method}")
+                raise Gone(f"it sent nothing for {self.seconds:g} s in {method}")
             self._listen([wire], POLL_SECONDS)
         if messages != [["transferred"]]:
             raise Gone(f"it failed in {method}: {messages[0][-1]!s:.400}")
 
-    def _hear(self, member: PoolMember, passed: float) -> None:
-        """What it has said since. `passed`: seconds since the last look. Raises Gone."""
+    def _receive(self, member: PoolMember, passed: float) -> None:
+        """Handle the messages that have arrived from an engine. `passed`: seconds since the last look. Raises Gone."""
         if member.state is MemberState.DEAD:
             return
         member.link.look()
         messages: list[Message] = []
         if member.link.wire is not None:
-            messages = member.link.wire.heard()
+            messages = member.link.wire.receive()
             member.link.wire.flush()
         for what, *more in messages:
             try:
-                self._take(member, what, more)
+                self._handle(member, what, more)
             except (TypeError, ValueError, KeyError) as error:
-                raise Gone(f"it said what cannot be read ({what[:20]!r})") from error
+                raise Gone(f"it sent a message that cannot be read ({what[:20]!r})") from error
         member.silent = 0.0 if messages or not member.awaited else member.silent + passed
         limit = self.start_seconds if member.state is MemberState.STARTING else self.seconds
         if member.silent > limit:
-            raise Gone(f"it said nothing for {limit:g} s")
+            raise Gone(f"it sent nothing for {limit:g} s")
 
-    def _take(self, member: PoolMember, what: str, more: list[Any]) -> None:
-        """One message. Raises Gone, or ValueError and the like where it cannot be read."""
+    def _handle(self, member: PoolMember, what: str, more: list[Any]) -> None:
+        """Handle one message. Raises Gone, or ValueError and the like where it cannot be read."""
         if what == "hello" and member.state is MemberState.STARTING:
             (hello,) = more
             kinds = {"backend": str, "batch_invariant": bool, "coldest": float, "slots": int, "context": int}
@@ -309,90 +318,90 @@ class EnginePool:
                 raise Gone(f"its context is {hello['context']} tokens, the run's is {self.context}")
             member.hello, member.state, member.held = hello, MemberState.STALE, None
         elif what == "loaded":
-            self._take_loaded(member, *more)
+            self._handle_loaded(member, *more)
         elif what == "done":
-            self._take_done(member, *more)
+            self._handle_done(member, *more)
         elif what == "failed":
             raise Gone(f"it failed: {more[0]:.400}")
         elif what != "alive":
             raise ValueError(what)
 
-    def _take_loaded(self, member: PoolMember, version: int, checksum: int) -> None:
-        """It has taken over weights: now it is to sing."""
+    def _handle_loaded(self, member: PoolMember, version: int, checksum: int) -> None:
+        """Check the weights that an engine has loaded, and send it the weight probe."""
         offer = member.place.transport.offer or {}
         if not member.loading or (version, checksum) != (offer["version"], offer["checksum"]):
             raise Gone(
-                f"it took over version {version} with checksum {checksum:08x}, not {offer['version']} with "
+                f"it loaded version {version} with checksum {checksum:08x}, not {offer['version']} with "
                 f"{offer['checksum']:08x}"
             )
-        member.loading, member.sung = False, {}
-        for place, (prompt, sampling) in enumerate(self.canary.requests()):
+        member.loading, member.probed = False, {}
+        for place, (prompt, sampling) in enumerate(self.probe.requests()):
             ticket = next(self._tickets)
-            member.canary[ticket] = place
-            self._tell(member, "submit", ticket, -1 - place, prompt, asdict(sampling), False)
+            member.probe[ticket] = place
+            self._send(member, "submit", ticket, -1 - place, prompt, asdict(sampling), False)
 
-    def _take_done(self, member: PoolMember, ticket: int, said: Any) -> None:
-        if ticket in member.canary:
-            place = member.canary.pop(ticket)
-            member.sung[place] = completion_read(place, said, self.vocab, 1)
-            if not member.canary:
+    def _handle_done(self, member: PoolMember, ticket: int, content: Any) -> None:
+        if ticket in member.probe:
+            place = member.probe.pop(ticket)
+            member.probed[place] = decode_completion(place, content, self.vocab, 1)
+            if not member.probe:
                 self._judge(member)
-        elif ticket in member.owes:
-            request = member.owes[ticket]
-            done = completion_read(request.id, said, self.vocab, request.budget(self.context))
+        elif ticket in member.requests:
+            request = member.requests[ticket]
+            done = decode_completion(request.id, content, self.vocab, request.budget(self.context))
             if done.version != self.version:
                 raise Gone(f"it sampled with weights of version {done.version}, not {self.version}")
-            del member.owes[ticket], self._asked[request.id]
+            del member.requests[ticket], self._submitted[request.id]
             member.tokens -= _cost(request)
             member.useful = True
             if request.keep:
-                self._home[request.id] = member
-            self._done.append(done)
+                self._prefix_owner[request.id] = member
+            self._finished.append(done)
         elif ticket in member.cancelled:
             member.cancelled.discard(ticket)
         else:
-            self._counted["answered_twice"] += 1
+            self._counted["duplicate_answers"] += 1
 
     def _judge(self, member: PoolMember) -> None:
-        """Whether it may be asked, now that the canary has sung."""
-        far, problem = self.canary.deviation(member.sung, member.held == self._before)
+        """Mark an engine as ready, or raise Gone, by the results of the weight probe."""
+        far, problem = self.probe.deviation(member.probed, member.held == self._before)
         if problem is not None:
-            raise Gone(f"it {problem}, after it took over version {self.version}")
+            raise Gone(f"it {problem}, after it loaded version {self.version}")
         self._deviation = max(self._deviation, far)
         member.held, member.state = self.version, MemberState.READY
 
     def _lose(self, member: PoolMember, why: str) -> None:
-        """It is dead, or as good as that."""
+        """Mark an engine as dead and schedule its restart."""
         if member.state is MemberState.DEAD:
             return
-        self._counted["asked_again"] += len(member.owes)
+        self._counted["resubmitted"] += len(member.requests)
         self._drop(member)
         how = member.link.end(kept=True)
         self._last = f"{why}{how}"
-        told = f"the engine {member.place.name} is lost: {self._last}"
-        if not self._begun:
-            raise UserError(told)
+        message = f"the engine {member.place.name} is lost: {self._last}"
+        if not self._started:
+            raise UserError(message)
         member.failures += 1
         pause = 0.0 if member.failures == 1 else min(FIRST_PAUSE * 2 ** min(member.failures - 2, 9), LONGEST_PAUSE)
-        member.again = self._clock() + pause
+        member.restart_at = self._clock() + pause
         last = member.failures > self.restarts
-        self.say(f"{told}; {'it is not started again' if last else f'it is started again in {pause:g} s'}")
+        self.say(f"{message}; {'it is not started again' if last else f'it is started again in {pause:g} s'}")
 
     def _drop(self, member: PoolMember) -> None:
-        """What it owes is asked again, before all else, with the same seeds; what it keeps is gone."""
+        """Requeue an engine's open requests before all others, with the same seeds; its cached prefixes are lost."""
         member.state = MemberState.DEAD
-        again = {request.id: request for request in member.owes.values()}
+        again = {request.id: request for request in member.requests.values()}
         for id in again:
-            del self._asked[id]
-        self._waiting = {**again, **self._waiting}
-        self._home = {id: home for id, home in self._home.items() if home is not member}
-        for had in (member.owes, member.cancelled, member.canary, member.sung):
+            del self._submitted[id]
+        self._queue = {**again, **self._queue}
+        self._prefix_owner = {id: owner for id, owner in self._prefix_owner.items() if owner is not member}
+        for had in (member.requests, member.cancelled, member.probe, member.probed):
             had.clear()
         member.tokens, member.loading, member.silent = 0, False, 0.0
 
 
 def _cost(request: Request) -> int:
-    """Tokens that it is at most, for an engine."""
+    """Return the most tokens that an engine processes for a request."""
     return len(request.prompt) + request.sampling.max_tokens
 
 

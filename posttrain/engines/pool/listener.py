@@ -1,4 +1,4 @@
-"""An engine that listens for the pools of runs, one after the other, and samples with the weights that each hands over."""
+"""An engine that listens for the pools of runs, one after the other, and samples with the weights that each syncs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from typing import Any, NoReturn
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.engines.pool.pool_protocol import Gone, Wire, host_and_port, keep_alive, prove
-from posttrain.engines.pool.replica import Host, answered, opened
+from posttrain.engines.pool.replica import Host, open_host, serve_pool
 
-LOOK_SECONDS = 0.5  # between looks at whether anybody said to stop
-MOST_UNPROVEN = 64  # peers that may be about to prove that they have the token; for a further one the oldest goes
+LOOK_SECONDS = 0.5  # between checks for a stop signal
+MOST_UNPROVEN = 64  # connections that have not yet proved that they have the token; beyond it the oldest is closed
 
 
 def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str], None]) -> NoReturn:
-    """Answer until an interruption. `setup`: from `replicas.setup_of`. Raises UserError for an address that is taken."""
+    """Serve pools until an interruption. `setup`: from `replicas.setup_of`. Raises UserError for an address that is in
+    use.
+    """
     host, port = host_and_port(address, "--listen")
-    had: tuple[Any, Host] | None = None  # a pool that comes again finds the engine as it was
+    had: tuple[Any, Host] | None = None  # a pool that reconnects finds the engine as it was
 
     def hosted(told: dict[str, Any]) -> Host:
         nonlocal had
         if had is None or had[0] != told["layout"]:
             had = None
-            had = told["layout"], opened({**setup, "layout": told["layout"]}, None)
+            had = told["layout"], open_host({**setup, "layout": told["layout"]}, None)
         return had[1]
 
     try:
         server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise UserError(f"--listen {address} cannot be listened at: {one_line(error)}") from error
+        raise UserError(f"--listen {address} cannot be bound: {one_line(error)}") from error
     with server:
         say(f"listens at  {host}:{server.getsockname()[1]}")
         proven: SimpleQueue[tuple[socket.socket, str]] = SimpleQueue()
-        threading.Thread(target=_meet, args=(server, token, proven, say), name="meeting", daemon=True).start()
+        threading.Thread(target=_accept, args=(server, token, proven, say), name="meeting", daemon=True).start()
         while True:
             try:
                 end, peer = proven.get(timeout=LOOK_SECONDS)
@@ -47,7 +49,7 @@ def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str
                 continue
             say(f"a pool      {peer}")
             try:
-                answered(Wire(end), hosted)
+                serve_pool(Wire(end), hosted)
                 say("it is gone")
             except UserError as error:
                 say(f"it is gone  {error}")
@@ -55,13 +57,13 @@ def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str
                 end.close()
 
 
-def _meet(
+def _accept(
     server: socket.socket, token: bytes, proven: SimpleQueue[tuple[socket.socket, str]], say: Callable[[str], None]
 ) -> None:
-    """Let those in who prove that they have the token. Nobody waits for one that is slow to.
+    """Accept connections that prove that they have the token. No connection waits for a slow one.
 
-    Where too many may be about to, the one that has been silent longest goes, of the peer that has most of them: a right one
-    needs milliseconds.
+    Beyond the limit, the connection that has been silent longest is closed, of the peer that has most of them: an
+    honest one needs milliseconds.
     """
     unproven: dict[socket.socket, str] = {}  # the oldest first
     changing = threading.Lock()

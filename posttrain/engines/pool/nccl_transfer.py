@@ -1,10 +1,10 @@
-"""Weights from card to card, by vLLM's own weight-transfer API: over NCCL, or by CUDA IPC on one card.
+"""Weight sync from GPU to GPU, by vLLM's own weight-transfer API: over NCCL, or by CUDA IPC on one GPU.
 
-vLLM's trainer side drives each weight sync (init once, then start / update / finish); here are the client through which it
-speaks to an engine's process, and the source that it reads. Built to the documented API of vLLM 0.32 and tested with fakes:
-no run on cards has been recorded yet. Differences from the other transports: weights are read from the learner while they
-are sent, so an engine that comes back in the middle of a step gets them with the next one; and the checksum is that of
-names, types and shapes alone, so that what arrived is vouched for by the canary.
+vLLM's trainer side drives each weight sync (init once, then start / update / finish); here are the client through which
+it calls an engine's process, and the source that it reads. Built to the documented API of vLLM 0.32 and tested with
+fakes: no run on GPUs has been recorded yet. Differences from the other transports: weights are read from the learner
+while they are sent, so an engine that restarts in the middle of a step gets them with the next one; and the checksum is
+that of names, types and shapes alone, so that the weight probe vouches for what arrived.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from posttrain.core.messages import one_line
 from posttrain.engines.pool.pool_protocol import Gone
-from posttrain.engines.vllm.vllm_engine import handed_over
-from posttrain.engines.weight_sync import Call, Copied, Laid, Transport, checksum_of_names
+from posttrain.engines.vllm.vllm_engine import checkpoint_tensors
+from posttrain.engines.weight_sync import Call, Copied, Transport, WeightLayout, checksum_of_names
 
 Backend = Literal["nccl", "ipc"]
 
@@ -40,7 +40,7 @@ class Client:
 
     def update_weights(self, update_info: Any) -> None:
         handles = update_info.pop("ipc_handles", None)
-        if handles is not None:  # handles of memory are no JSON; the process that reads them is our own child
+        if handles is not None:  # memory handles are no JSON; the process that reads them is our own child
             update_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
         self.call("update_weights", update_info)
 
@@ -49,16 +49,16 @@ class Client:
 
 
 class CardToCard(Copied):
-    """See `weight_sync.Transport`. `seconds`: limit of one weight sync."""
+    """GPU-to-GPU transfer; implements `weight_sync.Transport`. `seconds`: timeout of one weight sync."""
 
-    def __init__(self, backend: Backend, laid: Laid, seconds: float) -> None:
-        super().__init__(laid)
+    def __init__(self, backend: Backend, weight_layout: WeightLayout, seconds: float) -> None:
+        super().__init__(weight_layout)
         self.backend, self.seconds = backend, seconds
         self._weights: Any = None
         self._senders: dict[str, Any] = {}  # vLLM's trainer side, by the engine's name
 
     def put(self, weights: Any, version: int) -> None:
-        names, shapes = [s.name for s in self.laid.stored], [s.shape for s in self.laid.stored]
+        names, shapes = [s.name for s in self.weight_layout.stored], [s.shape for s in self.weight_layout.stored]
         self._weights = weights
         self.offer = {
             "version": version,
@@ -66,7 +66,7 @@ class CardToCard(Copied):
         }
 
     def send(self, name: str, first: bool, call: Call) -> None:
-        """In a thread, since a collective with one that died may never end. Raises Gone."""
+        """Send the weights in a thread, since a collective with a dead process may never end. Raises Gone."""
         failed: list[BaseException] = []
 
         def work() -> None:
@@ -87,18 +87,20 @@ class CardToCard(Copied):
             raise Gone(f"the weights did not reach it ({one_line(failed[0])[:200]})") from failed[0]
 
     def _sender(self, call: Call) -> Any:
-        """vLLM's trainer side, connected to the engine."""
+        """Return vLLM's trainer side, connected to the engine."""
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
         transport = self
 
         class Source(WeightSource):  # type: ignore[misc]
             def metadata(self) -> list[Any]:
-                return [ParamMeta(s.name, transport.laid.dtype, s.shape) for s in transport.laid.stored]
+                return [
+                    ParamMeta(s.name, transport.weight_layout.dtype, s.shape) for s in transport.weight_layout.stored
+                ]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                for name, tensor in handed_over(transport._weights):
-                    yield name, tensor.to(transport.laid.dtype).contiguous()
+                for name, tensor in checkpoint_tensors(transport._weights):
+                    yield name, tensor.to(transport.weight_layout.dtype).contiguous()
 
         if self.backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine

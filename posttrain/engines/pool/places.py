@@ -1,4 +1,4 @@
-"""Where the engines of a pool come from: processes of this machine, or engines that listen elsewhere."""
+"""Places of a pool's engines: processes of this machine, or engines that listen elsewhere."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from posttrain.engines.weight_sync import SharedMemory, Transport
 
 
 def environment_of(setup: dict[str, Any]) -> dict[str, str]:
-    """What the process of an engine is to find in its environment, besides ours."""
+    """Return the environment variables of an engine's process, besides ours."""
     threads = {"OMP_NUM_THREADS": str(setup["threads"])}
     return {**environment(), **threads} if setup["engine"] == "vllm" else threads
 
 
 class LocalProcess:
-    """See `members.Place`: a process of this machine, with the weights in memory that it shares."""
+    """An engine in a process of this machine, with the weights in shared memory; implements
+    `pool_member.EnginePlace`.
+    """
 
     def __init__(self, name: str, setup: dict[str, Any], memory: SharedMemory, transport: Transport) -> None:
-        """`transport`: the memory, or what hands weights over in its place."""
+        """Create the place. `transport`: the shared memory, or the GPU-to-GPU transfer instead."""
         self.name, self.memory, self.transport = name, memory, transport
         self.setup = {**setup, "layout": transport.layout}
 
     def open(self) -> EngineLink:
         own, device = environment_of(self.setup), torch.device(self.setup["device"])
         if self.setup.get("transfer") == "ipc":
-            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of memory, which come from us
+            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles, which come from us
         if self.setup["engine"] == "vllm" and device.type == "cuda":
             own["CUDA_VISIBLE_DEVICES"] = str(device.index or 0)
         return _ProcessLink(EngineProcess(WORKER, "engine", [self.memory.descriptor], own), self.setup)
@@ -42,7 +44,7 @@ class LocalProcess:
 class _ProcessLink:
     def __init__(self, process: EngineProcess, setup: dict[str, Any]) -> None:
         self.process, self.wire, self.ended = process, Wire(process.socket), False
-        self.wire.tell("setup", setup)
+        self.wire.send("setup", setup)
 
     def look(self) -> None:
         pass
@@ -63,10 +65,10 @@ class _ProcessLink:
 
 
 class Listening:
-    """See `members.Place`: an engine that was started with posttrain engine, here or elsewhere."""
+    """An engine that was started with posttrain engine, here or elsewhere; implements `pool_member.EnginePlace`."""
 
     def __init__(self, address: str, token: bytes, transport: Transport, alive: float) -> None:
-        """`alive`: seconds between two signs of life. Raises UserError for what is no address."""
+        """Parse the address. `alive`: seconds between two heartbeats. Raises UserError for an invalid address."""
         self.name, self.token, self.transport, self.alive = address, token, transport, alive
         self.host, self.port = host_and_port(address, "--engines")
 
@@ -75,7 +77,7 @@ class Listening:
 
 
 class _ListeningLink:
-    """Connecting may take long, so it is done beside the pool."""
+    """A connection that is opened in a thread, since connecting may take long."""
 
     def __init__(self, place: Listening) -> None:
         self.place = place
@@ -101,7 +103,7 @@ class _ListeningLink:
             raise found
         if self.wire is None and found is not None:
             self.wire = Wire(found)
-            self.wire.tell("setup", {"layout": self.place.transport.layout, "alive": self.place.alive})
+            self.wire.send("setup", {"layout": self.place.transport.layout, "alive": self.place.alive})
 
     def end(self, kept: bool) -> str:
         if self.wire is not None:

@@ -1,4 +1,4 @@
-"""An engine of a pool as the pool knows it: how it is reached, what state it is in, what it owes."""
+"""A pool's view of an engine: its connection, its state, its open requests."""
 
 from __future__ import annotations
 
@@ -14,56 +14,56 @@ from posttrain.engines.weight_sync import Transport
 
 class MemberState(StrEnum):
     STARTING = "starting"
-    STALE = "stale"  # it lives, and has no weights or old ones
+    STALE = "stale"  # alive, with no weights or old ones
     READY = "ready"
     DEAD = "dead"
 
 
 class EngineLink(Protocol):
-    """The way to an engine that was started or is being reached."""
+    """Connection to an engine that was started or is being reached."""
 
     @property
-    def wire(self) -> Wire | None: ...  # None: it is not reached yet
+    def wire(self) -> Wire | None: ...  # None: not connected yet
     def look(self) -> None: ...  # raises Gone if it cannot be reached
-    def end(self, kept: bool) -> str: ...  # `kept`: what tells why; says how it ended, in words. May be called twice
+    def end(self, kept: bool) -> str: ...  # returns how it ended, in words. `kept`: keep the log. May be called twice
 
 
 class EnginePlace(Protocol):
-    """Where an engine of a pool comes from, as often as it is needed."""
+    """Source of an engine of a pool: opens it as often as needed."""
 
     @property
     def name(self) -> str: ...
     @property
     def transport(self) -> Transport: ...
-    def open(self) -> EngineLink: ...  # waits for nothing
+    def open(self) -> EngineLink: ...  # returns at once
 
 
 @dataclass(eq=False)
 class PoolMember:
-    """An engine as the pool knows it."""
+    """An engine of a pool with its state."""
 
     place: EnginePlace
     link: EngineLink
     state: MemberState = MemberState.STARTING
-    hello: dict[str, Any] = field(default_factory=dict)  # what it said of itself when it was heard last
-    owes: dict[int, Request] = field(default_factory=dict)  # by ticket
-    tokens: int = 0  # that it owes at most
+    hello: dict[str, Any] = field(default_factory=dict)  # the properties that it reported at its start
+    requests: dict[int, Request] = field(default_factory=dict)  # requests by ticket
+    tokens: int = 0  # most tokens of its open requests
     cancelled: set[int] = field(default_factory=set)  # tickets
     loading: bool = False
-    canary: dict[int, int] = field(default_factory=dict)  # tickets -> places
-    sung: dict[int, Completion] = field(default_factory=dict)  # by place
-    held: int | None = None  # the version that it had last
+    probe: dict[int, int] = field(default_factory=dict)  # tickets of the weight probe -> places
+    probed: dict[int, Completion] = field(default_factory=dict)  # its results, by place
+    held: int | None = None  # the version before the current one
     silent: float = 0.0  # seconds
     failures: int = 0  # in a row
-    again: float = 0.0  # when it may be started anew
+    restart_at: float = 0.0  # earliest time of the next start
     useful: bool = False  # whether it has answered since the last weight sync
 
     @property
     def awaited(self) -> bool:
-        """Whether it has to say something."""
-        return self.state is MemberState.STARTING or self.loading or bool(self.canary or self.owes)
+        """Whether an answer is due."""
+        return self.state is MemberState.STARTING or self.loading or bool(self.probe or self.requests)
 
     @property
     def room(self) -> bool:
-        """Whether it could begin with one more soon."""
-        return len(self.owes) <= self.hello["slots"] + self.hello["slots"] // 8
+        """Whether it could begin another request soon."""
+        return len(self.requests) <= self.hello["slots"] + self.hello["slots"] // 8

@@ -1,9 +1,9 @@
-"""What a pool and its engines say to each other: messages of JSON, each behind its length, over a socket that never waits.
+"""Protocol between a pool and its engines: JSON messages with a length prefix, over a non-blocking socket.
 
-JSON and not pickle: what comes may come from another machine, and nothing in it can be more than numbers and text. Numbers
-keep their bits (Python writes the shortest text that gives a float back). A peer that comes over the network first proves
-that it has the token (HMAC-SHA256 over a number that only this connection has, each side in its turn), before a single
-message of it is read. Nothing is encrypted: across networks that others read, use a tunnel.
+JSON and not pickle: messages may come from another machine, and can be nothing but numbers and text. Numbers keep their
+bits (Python writes the shortest text that restores a float). A peer that connects over the network first proves that it
+has the token (HMAC-SHA256 over a nonce of this connection, each side in its turn), before any message of it is read.
+Nothing is encrypted: across untrusted networks, use a tunnel.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import Completion, Sampling, StopReason, UserError
 
 LONGEST = 1 << 28  # bytes of a message
-PIECE = 1 << 18  # bytes that are read at once
+PIECE = 1 << 18  # bytes per read
 TOKEN = "POSTTRAIN_ENGINE_TOKEN"  # the environment variable
 LEAST_TOKEN = 16  # characters
 PROOF_SECONDS = 10.0  # for a peer to prove that it has the token
 
 Message = list[Any]
-"""What it is about, and what belongs to that."""
+"""The name of a message, followed by its arguments."""
 
 
 class Gone(Exception):
-    """The other side has closed, broken off, or said what cannot be read."""
+    """The other side has closed or broken off the connection, or sent something invalid."""
 
 
 class Wire:
-    """One end."""
+    """One end of a connection."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -50,18 +50,18 @@ class Wire:
         return self.socket.fileno()
 
     @property
-    def owes(self) -> bool:
-        """Whether something that was told has not left yet."""
+    def pending(self) -> bool:
+        """Whether some of the outgoing bytes have not left yet."""
         return bool(self._out)
 
-    def tell(self, *message: Any) -> None:
-        """What cannot be told any more is dropped: `heard` says that the other side is gone."""
+    def send(self, *message: Any) -> None:
+        """Send a message. It is dropped if the connection is broken: `receive` raises that."""
         content = json.dumps(message, allow_nan=False).encode()
         self._out += struct.pack(">I", len(content)) + content
         self.flush()
 
     def flush(self) -> None:
-        """As much of what was told as the other side takes now."""
+        """Send as much of the buffer as the other side takes now."""
         try:
             while self._out:
                 del self._out[: self.socket.send(self._out)]
@@ -70,8 +70,8 @@ class Wire:
         except OSError:
             self._out.clear()
 
-    def heard(self) -> list[Message]:
-        """The messages that have come whole. Raises Gone, when all that came before has been given."""
+    def receive(self) -> list[Message]:
+        """Return the complete messages that have arrived. Raises Gone, once all that arrived before was returned."""
         ended = None
         while ended is None:
             try:
@@ -99,9 +99,9 @@ class Wire:
             try:
                 message = json.loads(self._in[place + 4 : place + 4 + length], parse_constant=_refuse)
             except (ValueError, RecursionError) as error:
-                raise Gone("it said what is no JSON") from error
+                raise Gone("it sent invalid JSON") from error
             if not isinstance(message, list) or not message or not isinstance(message[0], str):
-                raise Gone("it said what is no message")
+                raise Gone("it sent something that is no message")
             found.append(message)
             place += 4 + length
         del self._in[:place]
@@ -116,31 +116,31 @@ def _refuse(constant: str) -> float:
 
 
 def wait(wires: Sequence[Wire], seconds: float | None) -> None:
-    """Until one of them has something to say, or can take what it is owed."""
+    """Wait until a connection can be read, or written where bytes are pending."""
     ready = select.poll()
     for wire in wires:
-        ready.register(wire, select.POLLIN | (select.POLLOUT if wire.owes else 0))
+        ready.register(wire, select.POLLIN | (select.POLLOUT if wire.pending else 0))
     ready.poll(None if seconds is None else seconds * 1000)
 
 
-# -- what is said of requests ------------------------------------------------------------------------------------------
+# -- requests and completions -----------------------------------------------------------------------------------------
 
 
-def sampling_read(said: dict[str, Any]) -> Sampling:
-    return Sampling(**{**said, "stop": tuple(said["stop"])})
+def decode_sampling(content: dict[str, Any]) -> Sampling:
+    return Sampling(**{**content, "stop": tuple(content["stop"])})
 
 
-def completion_said(done: Completion) -> Message:
-    said: Message = [list(done.tokens), list(done.logp), done.text, str(done.stop), done.version]
+def encode_completion(done: Completion) -> Message:
+    content: Message = [list(done.tokens), list(done.logp), done.text, str(done.stop), done.version]
     if done.experts is None or done.prompt_experts is None:
-        return said
-    return [*said, done.experts.tolist(), done.prompt_experts.tolist()]
+        return content
+    return [*content, done.experts.tolist(), done.prompt_experts.tolist()]
 
 
-def completion_read(id: int, said: Any, vocab: int, most: int) -> Completion:
-    """Raises Gone for what is no completion of at most so many tokens."""
+def decode_completion(id: int, content: Any, vocab: int, most: int) -> Completion:
+    """Parse a completion. Raises Gone if it is invalid or has more than `most` tokens."""
     try:
-        tokens, logp, text, stop, version, *routed = said
+        tokens, logp, text, stop, version, *routed = content
         right = (
             isinstance(text, str)
             and type(version) is int
@@ -149,41 +149,41 @@ def completion_read(id: int, said: Any, vocab: int, most: int) -> Completion:
             and all(type(value) is float and value <= 1e-3 for value in logp)
         )
         if right:
-            experts, before = map(_routes_read, routed) if routed else (None, None)
+            experts, before = map(_decode_routes, routed) if routed else (None, None)
             if experts is None or len(experts) == len(tokens):
                 return Completion(id, tokens, logp, text, StopReason(stop), version, experts, prompt_experts=before)
     except (ValueError, TypeError, OverflowError):
         pass
-    raise Gone("it gave a reply that is none")
+    raise Gone("it returned an invalid completion")
 
 
-def _routes_read(said: Any) -> NDArray[np.int16]:
-    """[tokens, layers, k]. Raises ValueError, TypeError or OverflowError for anything else."""
-    found = np.array(said, dtype=np.int16)
+def _decode_routes(content: Any) -> NDArray[np.int16]:
+    """Parse routed experts [tokens, layers, k]. Raises ValueError, TypeError or OverflowError for anything else."""
+    found = np.array(content, dtype=np.int16)
     if found.ndim != 3:
         raise ValueError("experts are of tokens and layers")
     return found
 
 
-# -- who may ask -------------------------------------------------------------------------------------------------------
+# -- authentication -----------------------------------------------------------------------------------------------------
 
 
 def read_token(file: str | None) -> bytes:
-    """From a file, or from the environment. Raises UserError where there is none, or one that is too short."""
+    """Read the token from a file or the environment. Raises UserError if it is missing or too short."""
     try:
         token = user_files.text(file, 1 << 20).strip() if file else os.environ.get(TOKEN, "")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--engine-token {file} cannot be read: {one_line(error)}") from error
     if len(token) < LEAST_TOKEN:
         raise UserError(
-            f"engines over the network need a token of at least {LEAST_TOKEN} characters that both sides know: give "
+            f"engines over the network require a shared token of at least {LEAST_TOKEN} characters: give "
             f"--engine-token FILE, or {TOKEN} in the environment (openssl rand -hex 32 makes one)"
         )
     return token.encode()
 
 
 def prove(end: socket.socket, token: bytes, listening: bool) -> None:
-    """Show each other that both have the token. The one who connects proves it first. Raises Gone."""
+    """Prove to each other that both sides have the token. The one who connects proves it first. Raises Gone."""
     deadline = time.monotonic() + PROOF_SECONDS
     mine = os.urandom(32)
     roles = (b"listens", b"connects") if listening else (b"connects", b"listens")
@@ -217,7 +217,7 @@ def _exactly(end: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Notice within a minute that the other machine is gone."""
+    """Have the kernel notice within a minute that the other machine is gone."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
@@ -226,12 +226,12 @@ def keep_alive(end: socket.socket) -> None:
 
 
 def host_and_port(address: str, option: str) -> tuple[str, int]:
-    """Raises UserError for what is no address."""
+    """Parse HOST:PORT. Raises UserError for anything else."""
     scheme, found, rest = address.partition("://")
     if found:
         there = rest.partition("/")[0] or "127.0.0.1:7000"
-        raise UserError(f"{option} {address}: it is no {scheme} that is spoken there: give {there} alone")
+        raise UserError(f"{option} {address}: no {scheme}:// here: give {there} alone")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
-        raise UserError(f"{option} {address}: give a machine and a port, such as 127.0.0.1:7000")
+        raise UserError(f"{option} {address}: give HOST:PORT, such as 127.0.0.1:7000")
     return host.strip("[]"), int(port)

@@ -1,8 +1,8 @@
 """Engines that Ray places and watches: each an actor that listens for the pool, wherever the cluster has room for it.
 
-Ray carries no weights and no requests: the pool speaks to an actor over a socket, as to any engine that listens, with a
-token made for this run alone, and hands weights over in files. An actor that dies closes its socket, which is all that the
-pool has to know.
+Ray carries no weights and no requests: the pool connects to an actor over a socket, as to any engine that listens, with
+a token made for this run alone, and syncs weights through files. An actor that dies closes its socket, which is all
+that the pool has to notice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from posttrain.system.temp_folders import TempFolder
 
 
 class Actor:
-    """What runs there. `files`: of the setup's folder, by name."""
+    """The actor that runs an engine. `files`: of the setup's folder, by name."""
 
     def __init__(self, setup: dict[str, Any], files: Mapping[str, bytes], token: bytes) -> None:
         import ray
@@ -50,19 +50,21 @@ class Actor:
                 listen({**setup, "folder": folder}, f"{host}:0", token, self._said.put)
             except BaseException:
                 traceback.print_exc()
-            os._exit(1)  # an actor without an engine is of no use
+            os._exit(1)  # an actor without an engine is useless
 
         threading.Thread(target=work, daemon=True).start()
 
     def address(self) -> str:
-        return self._said.get().split()[-1]  # the first thing that is said
+        return self._said.get().split()[-1]  # its first message
 
 
 class RayPlaces:
-    """Connects to the cluster that RAY_ADDRESS names, or to one of this machine that is made for the run."""
+    """Places of a pool's engines on the cluster that RAY_ADDRESS names, or on a local one that is made for the run."""
 
     def __init__(self, setup: dict[str, Any], transport: Files, cpus: float, alive: float) -> None:
-        """`cpus`: that each engine takes of its machine. Raises UserError where Ray is not installed, or not there."""
+        """Connect to Ray. `cpus`: processors of each engine. Raises UserError where Ray is not installed or not
+        reachable.
+        """
         try:
             import ray
         except ImportError as error:
@@ -95,7 +97,7 @@ class RayPlaces:
 
 
 class _RayPlace:
-    """See `members.Place`."""
+    """One engine of the cluster; implements `pool_member.EnginePlace`."""
 
     def __init__(self, name: str, of: RayPlaces) -> None:
         self.name, self.of, self.transport = name, of, of.transport
@@ -105,7 +107,7 @@ class _RayPlace:
 
 
 class _RayLink:
-    """An actor that Ray is asked for, and then the way to it."""
+    """A request for an actor, and then the connection to it."""
 
     def __init__(self, of: RayPlaces) -> None:
         self.of = of

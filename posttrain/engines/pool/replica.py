@@ -1,4 +1,4 @@
-"""The process of an engine that answers a pool: `attend` is its whole life, whichever engine it is.
+"""The process of an engine that answers a pool: `serve` is its whole life, whichever engine it is.
 
     pool -> engine   ("submit", ticket, id, prompt, sampling, keep), ("cancel", id), ("forget", id),
                      ("copy", id, to, tokens), ("transfer", method, info), ("load", offer); first of all ("setup", ...)
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from posttrain.core.protocols import Engine
 from posttrain.core.types import UserError
 from posttrain.engines.local.embedded import embedded
-from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, completion_said, sampling_read, wait
+from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sampling, encode_completion, wait
 from posttrain.engines.weight_sync import Offer, Received, checksum_of, offered, shared_memory
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import allocate
@@ -37,20 +37,22 @@ LAST_SECONDS = 1.0  # for the pool to hear why an engine gives up
 
 
 class Host(Protocol):
-    """An engine that takes over weights as they are offered."""
+    """An engine that loads weights as they are offered."""
 
     @property
     def engine(self) -> Engine: ...
-    def hello(self) -> dict[str, Any]: ...  # besides what every engine says
+    def hello(self) -> dict[str, Any]: ...  # besides what every engine reports
     def transfer(self, method: str, info: Any) -> None: ...  # calls a method of vLLM's weight transfer
-    def take(self, offer: Offer) -> tuple[int, int]: ...  # version and checksum of what it holds from then on
+    def take(
+        self, offer: Offer
+    ) -> tuple[int, int]: ...  # returns version and checksum of the weights that it holds from then on
 
 
 class LocalHost:
-    """The embedded engine with weights of its own."""
+    """The embedded engine with its own copy of the weights."""
 
     def __init__(self, setup: dict[str, Any], memory: Tensor | None) -> None:
-        """`setup`: as `described` in `posttrain.engines.pool.replicas`."""
+        """Build the model and its engine. `setup`: as returned by `posttrain.engines.pool.replicas.setup_of`."""
         torch.set_num_threads(setup["threads"])
         build.use(setup["compiled"])
         folder, self.memory, self.layout = Path(setup["folder"]), memory, setup["layout"]
@@ -66,7 +68,7 @@ class LocalHost:
             self.model = empty_backed(folder, dtype, device, setup["context"], setup["backed"]).requires_grad_(False)
         own = {name: list(tensor.shape) for name, tensor in held(cast(nn.Module, self.model))}
         if own != {s["name"]: s["shape"] for s in self.layout["stored"]}:
-            raise UserError("it holds another kind of model than the run trains: start it with the run's --model")
+            raise UserError("it has another model architecture than the run trains: start it with the run's --model")
         self.model.eos_ids = tuple(setup["eos_ids"])
         self.slots, kept = setup["slots"], setup["cache_gib"]
         tokenizer, precision = Tokenizer.load(folder), setup["precision"]
@@ -76,35 +78,35 @@ class LocalHost:
         return {"coldest": 0.0, "slots": self.slots, "context": self.model.config.context}
 
     def transfer(self, method: str, info: Any) -> None:
-        raise NotImplementedError("it takes weights over from memory or files")
+        raise NotImplementedError("it loads weights from memory or files")
 
     def take(self, offer: Offer) -> tuple[int, int]:
-        """The checksum is that of the engine's own weights, behind the weight sync."""
+        """Load the offered weights. The checksum is computed from the engine's own weights, after the weight sync."""
         self.engine.load(Received(self.layout, offered(offer, self.memory)), offer["version"])
         return offer["version"], checksum_of(
             (name, tensor.to(self.dtype)) for name, tensor in held(cast(nn.Module, self.model))
         )
 
 
-def attend(host: Host, wire: Wire, alive: float) -> None:
-    """Answer until the pool is gone, which is raised as Gone. `alive`: seconds between two signs of life."""
+def serve(host: Host, wire: Wire, alive: float) -> None:
+    """Serve the pool until it is gone, which is raised as Gone. `alive`: seconds between two heartbeats."""
     engine, tickets, told = host.engine, dict[int, int](), time.monotonic()
     about = {"backend": engine.backend, "batch_invariant": engine.batch_invariant}
-    wire.tell("hello", {**about, **host.hello()})
+    wire.send("hello", {**about, **host.hello()})
     try:
         while True:
-            if not tickets or wire.owes:
+            if not tickets or wire.pending:
                 wait([wire], 0.001 if tickets else None)
                 wire.flush()
-            for message in wire.heard():
+            for message in wire.receive():
                 _carry_out(host, wire, tickets, message)
             for done in engine.poll() if tickets else ():
-                wire.tell("done", tickets.pop(done.id), completion_said(done))
+                wire.send("done", tickets.pop(done.id), encode_completion(done))
             if tickets and time.monotonic() - told > alive:
-                wire.tell("alive")
+                wire.send("alive")
                 told = time.monotonic()
     finally:
-        for id in tickets:  # another pool may come
+        for id in tickets:  # another pool may connect
             engine.cancel(id)
 
 
@@ -112,7 +114,7 @@ def _carry_out(host: Host, wire: Wire, tickets: dict[int, int], message: Message
     what, *more = message
     if what == "submit":
         ticket, id, prompt, sampling, keep = more
-        host.engine.submit(id, prompt, sampling_read(sampling), keep)
+        host.engine.submit(id, prompt, decode_sampling(sampling), keep)
         tickets[id] = ticket
     elif what == "cancel":
         host.engine.cancel(*more)
@@ -122,16 +124,16 @@ def _carry_out(host: Host, wire: Wire, tickets: dict[int, int], message: Message
     elif what == "copy":
         host.engine.copy(*more)
     elif what == "load":
-        wire.tell("loaded", *host.take(*more))
+        wire.send("loaded", *host.take(*more))
     elif what == "transfer":
         host.transfer(*more)
-        wire.tell("transferred")
+        wire.send("transferred")
     else:
         raise ValueError(f"the pool asked for {what!r}")
 
 
-def opened(setup: dict[str, Any], memory: Tensor | None) -> Host:
-    """The engine that a setup asks for."""
+def open_host(setup: dict[str, Any], memory: Tensor | None) -> Host:
+    """Open the engine that a setup describes."""
     if setup["engine"] == "local":
         return LocalHost(setup, memory)
     from posttrain.engines.vllm.vllm_worker import VLLMHost
@@ -139,27 +141,27 @@ def opened(setup: dict[str, Any], memory: Tensor | None) -> Host:
     return VLLMHost(setup, memory)
 
 
-def answered(wire: Wire, host: Callable[[dict[str, Any]], Host]) -> None:
-    """The whole conversation with one pool. Returns when it is gone; what else goes wrong is told it, and raised."""
+def serve_pool(wire: Wire, host: Callable[[dict[str, Any]], Host]) -> None:
+    """Serve one pool from its first message on. Return when it is gone; any other error is sent to it, and raised."""
     try:
-        while not (messages := wire.heard()):
+        while not (messages := wire.receive()):
             wait([wire], None)
         [[what, setup]] = messages
-        assert what == "setup", "a pool says first what it needs"
-        attend(host(setup), wire, setup["alive"])
+        assert what == "setup", "a pool sends its setup first"
+        serve(host(setup), wire, setup["alive"])
     except Gone:
         return
     except Exception as error:
-        wire.tell("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        wire.send("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         end = time.monotonic() + LAST_SECONDS
-        while wire.owes and time.monotonic() < end:
+        while wire.pending and time.monotonic() < end:
             wait([wire], LAST_SECONDS)
             wire.flush()
         raise
 
 
 def main(socket_fd: int, memory_fd: int) -> None:
-    """A child process of the pool's own machine. `memory_fd`: of the weights."""
+    """Run a child process on the pool's own machine. `memory_fd`: shared memory with the weights."""
     memory = shared_memory(memory_fd)
-    answered(Wire(socket.socket(fileno=socket_fd)), lambda setup: opened(setup, memory))
-    os._exit(0)  # vLLM takes seconds to put away what goes with the process
+    serve_pool(Wire(socket.socket(fileno=socket_fd)), lambda setup: open_host(setup, memory))
+    os._exit(0)  # vLLM takes seconds to shut down

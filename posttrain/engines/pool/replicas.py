@@ -1,4 +1,4 @@
-"""Where the engines of a pool come from: processes of this machine, or engines that listen elsewhere."""
+"""Opens an engine pool: processes of this machine, or engines that listen elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import named_weights
-from posttrain.engines.model_manifest import announced
+from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.nccl_transfer import CardToCard
 from posttrain.engines.pool.places import Listening, LocalProcess
@@ -22,41 +22,43 @@ from posttrain.engines.pool.pool_protocol import read_token
 from posttrain.engines.vllm.vllm_engine import (
     cache_bytes,
     dtype_of,
-    laid_for_vllm,
     prepare,
     require_vllm,
+    vllm_layout,
 )
 from posttrain.engines.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
-from posttrain.engines.weight_sync import Files, Laid, SharedMemory, Transport
+from posttrain.engines.weight_sync import Files, SharedMemory, Transport, WeightLayout
 from posttrain.models.json_files import write_json
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.system.temp_folders import TempFolder
 
-ALIVE_SECONDS = 1.0  # between two signs of life of an engine that works, at most
+ALIVE_SECONDS = 1.0  # most seconds between two heartbeats of an engine that works
 
 Kind = Literal["local", "vllm"]
 
 
 @dataclass(frozen=True)
 class Many:
-    """Engines of a pool, as the options of a run name them. None: one engine, in the place that its kind has."""
+    """Engines of a pool, as a run's options name them. None: one engine in its usual place."""
 
     replicas: int = 0  # processes to start
-    addresses: Sequence[str] = ()  # engines that listen
-    token: str | None = None  # the file that holds what these want to know
+    addresses: Sequence[str] = ()  # addresses of engines that listen
+    token: str | None = None  # the file with their token
     restarts: int = 5
     folder: Path | None = None  # of weights for engines elsewhere, on a disk that all see
-    launch: Literal["local", "ray"] = "local"  # who starts processes, and where
-    cpus: float = 1.0  # of a cluster, for each of them
-    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = "copied"  # how weights reach processes of this machine
-    rank: int = 0  # of the process whose engines these are
+    launch: Literal["local", "ray"] = "local"  # what starts the processes: local or ray
+    cpus: float = 1.0  # processors of the cluster for each of them
+    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = (
+        "copied"  # transport of the weight sync to processes of this machine
+    )
+    rank: int = 0  # rank of the process whose engines these are
 
     def __bool__(self) -> bool:
         return bool(self.replicas or self.addresses)
 
     def of(self, world: World) -> Many:
-        """The share of one of the processes of a run. Raises UserError where it has none."""
+        """Return the share of one process of a run. Raises UserError if it would have none."""
         if self.weight_sync == "adapter":
             if self or world.size > 1:
                 raise UserError(
@@ -71,7 +73,7 @@ class Many:
                 f"each of {world.size} processes samples with engines of its own: give as many at least (--replicas, "
                 "--engines)"
             )
-        first = (world.rank - self.replicas) % world.size  # addresses are dealt on where the replicas end
+        first = (world.rank - self.replicas) % world.size  # where the replicas end, addresses follow
         own = len(range(world.rank, self.replicas, world.size)), self.addresses[first :: world.size]
         return replace(self, replicas=own[0], addresses=own[1], rank=world.rank)
 
@@ -86,19 +88,21 @@ def setup_of(
     cache_gib: float,
     threads: int,
 ) -> dict[str, Any]:
-    """What an engine has to know, but for what the pool says when it comes; files for it are written into a folder."""
+    """Return the setup of an engine, without what the pool adds when it connects; its files are written into a
+    folder.
+    """
     if kind == "vllm":
         require_vllm()
         eos = prepare(str(folder), model, tokenizer)
     else:
         tokenizer.save(folder)
-        write_json(folder / "config.json", announced(model).described())
+        write_json(folder / "config.json", backbone_of(model).described())
         eos = model.eos_ids
     cache = cache_bytes(model, slots, dtype_of(precision), cache_gib)
     return {
         "engine": kind, "folder": str(folder), "context": model.config.context, "eos_ids": list(eos), "slots": slots,
         "precision": precision, "cache_gib": cache_gib, "cache_bytes": cache, "threads": threads,
-        "compiled": build.used(), "device": str(model.head.device), "backed": announced(model).how_it_runs(),
+        "compiled": build.used(), "device": str(model.head.device), "backed": backbone_of(model).how_it_runs(),
     }  # fmt: skip
 
 
@@ -113,9 +117,9 @@ def open_pool(
     cache_gib: float,
     seconds: float,
 ) -> EnginePool:
-    """Nothing is sampled, and no weights are written to a disk, before some are loaded.
+    """Open the pool. Nothing can be sampled, and no weights are on disk, before the first weight sync.
 
-    Raises UserError where one of the engines does not start.
+    Raises UserError where an engine does not start.
     """
     if many.weight_sync != "copied" and (kind != "vllm" or model.head.device.type != "cuda"):
         raise UserError(f"--weight-sync {many.weight_sync} requires vLLM on GPUs: --engine vllm --device cuda")
@@ -124,8 +128,8 @@ def open_pool(
         own = Path(opened.enter_context(TempFolder("engines")))
         alive = min(ALIVE_SECONDS, seconds / 4)
         dtype = dtype_of(precision) if kind == "vllm" else model.head.dtype
-        laid = laid_for_vllm(model, dtype) if kind == "vllm" else Laid(model, dtype, named_weights)
-        files = Files(many.folder or own / "weights", many.rank, laid)
+        weight_layout = vllm_layout(model, dtype) if kind == "vllm" else WeightLayout(model, dtype, named_weights)
+        files = Files(many.folder or own / "weights", many.rank, weight_layout)
         places: list[EnginePlace] = [Listening(address, token, files, alive) for address in many.addresses]
         if many.replicas:
             ray = many.launch == "ray"
@@ -137,24 +141,22 @@ def open_pool(
                 cluster = opened.enter_context(closing(RayPlaces(setup, files, many.cpus, alive)))
                 places += cluster.places(range(many.replicas))
             else:
-                memory = SharedMemory(laid)
+                memory = SharedMemory(weight_layout)
                 opened.callback(memory.close)
                 transport: Transport = memory
                 if many.weight_sync in ("nccl", "ipc"):
-                    transport = CardToCard(many.weight_sync, laid, seconds)
+                    transport = CardToCard(many.weight_sync, weight_layout, seconds)
                     setup["transfer"] = many.weight_sync
                 setups = [_on_device({**setup, "alive": alive}, number) for number in range(many.replicas)]
                 places += [LocalProcess(str(number), setup, memory, transport) for number, setup in enumerate(setups)]
-        canary = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
+        probe = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
         sizes = model.config.context, model.config.vocab
-        return EnginePool(
-            places, canary, *sizes, seconds=seconds, restarts=many.restarts, closed=opened.pop_all().close
-        )
+        return EnginePool(places, probe, *sizes, seconds=seconds, restarts=many.restarts, closed=opened.pop_all().close)
     raise AssertionError("nothing above is left without a pool")
 
 
 def _on_device(setup: dict[str, Any], number: int) -> dict[str, Any]:
-    """Each replica has a CUDA device of its own, as far as there are enough."""
+    """Assign a CUDA device of its own to each replica, as far as there are enough."""
     if setup["device"].startswith("cuda"):
         return {**setup, "device": f"cuda:{number % torch.cuda.device_count()}"}
     return setup

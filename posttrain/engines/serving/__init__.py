@@ -1,1 +1,1 @@
-"""A policy behind HTTP: token ids in and out, and OpenAI's forms on top."""
+"""HTTP server of a policy: token ids in and out, and OpenAI's API on top."""

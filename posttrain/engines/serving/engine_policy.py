@@ -1,4 +1,4 @@
-"""A policy that an engine is, with its tokenizer."""
+"""A policy served from an engine and its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.engines.serving.requests import SEEDS, PolicyRequest, Prompt, Req
 from posttrain.engines.serving.task_group import together
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-SLACK = 4  # as many characters as the longest tokens say are tokenised, and as many again: normalisers drop some
+SLACK = 4  # as many characters as the longest tokens have are tokenised, and as many again: some normalisers drop characters
 
 
 class EnginePolicy:
@@ -34,17 +34,19 @@ class EnginePolicy:
         eos_ids: Sequence[int],
         max_tokens: int | None = None,
     ) -> None:
-        """`name`: of the model, as clients call it; `context`: tokens it reads; `max_tokens`: most of a reply."""
+        """Create the policy. `name`: of the model, as clients call it; `context`: its longest sequence; `max_tokens`:
+        most of a reply.
+        """
         self.desk, self.tokenizer, self.name, self.context = desk, tokenizer, name, context
         self.eos_ids, self.max_tokens = frozenset(eos_ids), max_tokens or context
         self._added = tokenizer.added
         self._most_characters = SLACK * context * max(map(len, tokenizer.vocabulary), default=1)
-        self._texts = ThreadPoolExecutor(1, "texts")  # long prompts take time, in which others are to be heard
+        self._texts = ThreadPoolExecutor(1, "texts")  # long prompts take time, in which others have to be served
 
     def describe(self) -> dict[str, Any]:
         return {"id": self.name, "root": self.name, "max_model_len": self.context}
 
-    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
+    def select(self, body: dict[str, Any]) -> dict[str, Any]:
         return body
 
     def check(self, model: str | None) -> None:
@@ -58,7 +60,7 @@ class EnginePolicy:
         room = self.context - len(tokens)
         if room <= 0:
             raise self._too_long(f"{len(tokens)} tokens")
-        most = min(self.max_tokens, room)  # a reply that is cut says so
+        most = min(self.max_tokens, room)  # a reply that was cut off reports it
         seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
         sampling = Sampling(
             asked.temperature,
@@ -88,9 +90,9 @@ class EnginePolicy:
         return PolicyResponse(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)
 
     def _calls(self, completion: Completion, asked: PolicyRequest) -> tuple[Sequence[ToolCall], int | None]:
-        """The calls of tools in a reply that can be made, and where the first begins.
+        """Return the valid tool calls in a reply, and where the first begins.
 
-        What a template shows of a call may have its id, on which the next reply depends: it follows from the reply.
+        A template may show the id of a call, on which the next reply then depends: the id follows from the reply.
         """
         form = self.tokenizer.tool_format
         found = form.read(completion.text, asked.tools) if form is not None else []
@@ -100,7 +102,7 @@ class EnginePolicy:
         return calls, form.start(completion.text) if form is not None and calls else None
 
     async def _read(self, prompt: Prompt, asked: PolicyRequest) -> tuple[Sequence[int], dict[int, str]]:
-        """The tokens of a prompt, and the text of each token besides the model's own ends that is to end a reply."""
+        """Tokenize a prompt, and decode each token besides the model's own EOS that should end a reply."""
 
         def read() -> tuple[Sequence[int], dict[int, str]]:
             ends = {id: self._end(id) for id in asked.stop_ids if id not in self.eos_ids}
@@ -117,11 +119,11 @@ class EnginePolicy:
         return await asyncio.get_running_loop().run_in_executor(self._texts, read)
 
     def _end(self, id: int) -> str:
-        """The text of a token that is to end a reply. Only one that is never part of another text can."""
+        """Decode a token that should end a reply. It must be one that is never part of another text."""
         text = self._added.get(id)
         if text is None:
             raise RequestRefused(
-                f"stop_token_ids: token {id} is neither an end of the model's nor a special token",
+                f"stop_token_ids: token {id} is neither an EOS token of the model nor a special token",
                 parameter="stop_token_ids",
             )
         return text
@@ -132,13 +134,13 @@ class EnginePolicy:
 
 
 def _id_of(completion: Completion, place: int) -> str:
-    """Nine letters and digits: some templates take no others."""
+    """Return nine letters and digits: some templates accept no other ids."""
     content = repr((list(completion.tokens), place)).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()[:9]
 
 
 def ended_by(completion: Completion, stop: Sequence[str], ends: dict[int, str]) -> tuple[str | int | None, str]:
-    """What ended a reply besides the model itself: a stop string or the id of a token; and the same as text."""
+    """Return what ended a reply besides EOS: a stop string or a token's id; and the same as text."""
     if completion.stop is StopReason.STOP:
         for id, text in ends.items():
             if completion.tokens[-1] == id:

@@ -1,7 +1,8 @@
-"""An engine that many clients ask. It works in a thread of its own, so that decoding and HTTP do not wait for each other.
+"""An engine shared by many clients. It runs in a thread of its own, so that decoding and HTTP do not wait for each
+other.
 
-Decided here: whatever has been asked by then is decoded together, and nobody waits for a batch to fill. The thread sleeps
-while nothing is asked. What a client no longer waits for is cancelled in the engine.
+Decided here: all requests of a moment are decoded together, and none waits for a batch to fill. The thread sleeps while
+there are no requests. A request that its client has dropped is cancelled in the engine.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from posttrain.engines.serving.requests import RequestRefused
 JOIN_SECONDS = 30.0  # for a decoding step to end
 
 Outcome = Completion | UserError
-"""Of a request: what was sampled, or why it cannot be."""
+"""Events of a request: what was sampled, or the error."""
 
 
 @dataclass(frozen=True)
 class _Order:
-    """What the thread is to do."""
+    """An order to the thread."""
 
     id: int
     prompt: Sequence[int] = ()
@@ -34,29 +35,33 @@ class _Order:
 
 
 class EngineThread:
-    """Hands requests to an engine. Made and used in one event loop; the engine belongs to the thread until `close`."""
+    """Hands requests to an engine. Created and used in one event loop; the engine belongs to the thread until
+    `close`.
+    """
 
     def __init__(self, engine: Engine, failed: Callable[[BaseException], None] = lambda error: None) -> None:
-        """`failed` is called in the event loop if the engine cannot go on: nothing is answered from then on."""
+        """Start the thread. `failed` is called in the event loop if the engine cannot go on: no request is answered
+        from then on.
+        """
         self.engine = engine
         self._failed = failed
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, asyncio.Future[Completion]] = {}  # clients, by the number of their request
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}  # futures of clients, by the number of their request
         self._problem: RequestRefused | None = None
-        self._asked = 0
+        self._count = 0
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
     async def complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        """A reply. Cancelled, it is not sampled to its end.
+        """Sample a reply. If cancelled, the engine cancels the request.
 
-        Raises UserError for what the engine refuses, and Refused if it cannot go on.
+        Raises UserError for a request that the engine refuses, and Refused if the engine cannot go on.
         """
         if self._problem is not None:
             raise self._problem
-        self._asked += 1
-        id, answer = self._asked, self._loop.create_future()
+        self._count += 1
+        id, answer = self._count, self._loop.create_future()
         self._waiting[id] = answer
         self._orders.put(_Order(id, prompt, sampling))
         try:
@@ -69,18 +74,18 @@ class EngineThread:
 
     @property
     def under_way(self) -> int:
-        """Requests that somebody waits for."""
+        """Number of requests with a waiting client."""
         return len(self._waiting)
 
     def close(self) -> None:
-        """End the thread; requests in it are lost. The engine stays open. May be called twice."""
+        """Stop the thread; its requests are lost. The engine stays open. May be called twice."""
         self._orders.put(None)
         self._thread.join(JOIN_SECONDS)
 
     def _settle(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
         for id, outcome in outcomes:
             answer = self._waiting.get(id)
-            if answer is None or answer.done():  # the client has gone
+            if answer is None or answer.done():  # the client is gone
                 continue
             if isinstance(outcome, Completion):
                 answer.set_result(outcome)
@@ -97,7 +102,7 @@ class EngineThread:
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        has: set[int] = set()  # requests that the engine owes
+        has: set[int] = set()  # requests in the engine
         try:
             while self._carry_out(has):
                 done = self.engine.poll() if has else []
@@ -108,7 +113,7 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._fail, error)
 
     def _carry_out(self, has: set[int]) -> bool:
-        """What was ordered; waits for it where the engine has nothing to do. False: that was all."""
+        """Carry out the orders; wait for one where the engine is idle. Return False for the order to stop."""
         refused: list[tuple[int, Outcome]] = []
         with suppress(queue.Empty):
             while (order := self._orders.get(block=not (has or refused))) is not None:
@@ -119,7 +124,7 @@ class EngineThread:
                     continue
                 try:
                     self.engine.submit(order.id, order.prompt, order.sampling)
-                except UserError as error:  # a mistake of the client's
+                except UserError as error:  # an error of the client
                     refused.append((order.id, error))
                 else:
                     has.add(order.id)

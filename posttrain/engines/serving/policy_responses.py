@@ -1,4 +1,4 @@
-"""What a policy said, in the forms that clients read: OpenAI's chat and completions, and vLLM's token ids."""
+"""Responses of a policy, in the forms that clients read: OpenAI's chat and completions, and vLLM's token ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.core.types import Completion, StopReason, ToolCall
 from posttrain.engines.serving.requests import PolicyRequest, RequestRefused
 
 Form = Callable[[str, PolicyRequest, Sequence["PolicyResponse"]], dict[str, Any]]
-"""The answer to a request, of the model's name, the request, and what was said to each of its prompts."""
+"""Builds a response from the model's name, the request, and the replies to each of its prompts."""
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,21 @@ class PolicyResponse:
     """A reply to a prompt."""
 
     completion: Completion
-    read: int  # tokens before it
-    prompt: Sequence[int] | None = None  # these; None where they are not known
+    read: int  # tokens of its prompt
+    prompt: Sequence[int] | None = None  # its token ids; None where they are not known
     stopped_by: str | int | None = None  # the stop string, or the id of the token, that ended it
     ending: str = ""  # the same as text
     decode: Callable[[Sequence[int]], str] | None = None  # None where no tokenizer is at hand
-    calls: Sequence[ToolCall] = ()  # of tools, those that can be made
-    before_calls: int | None = None  # characters before the first
+    calls: Sequence[ToolCall] = ()  # tool calls, those that are valid
+    before_calls: int | None = None  # characters before the first of them
 
     def text(self, asked: PolicyRequest) -> str:
-        """As clients are shown it: without the stop string, unless they ask for it."""
+        """Return the text for clients: without the stop string, unless they ask for it."""
         text = self.completion.text
         return text if asked.shows_stop else text.removesuffix(self.ending)
 
     def message(self, asked: PolicyRequest) -> dict[str, Any]:
-        """As chat has it."""
+        """Return the message of a chat response."""
         if not self.calls:
             return {"role": "assistant", "content": self.text(asked), "refusal": None}
         listed = []
@@ -56,9 +56,9 @@ class PolicyResponse:
         return f"token_id:{id}" if self.decode is None else self.decode([id])
 
 
-def chat(name: str, asked: PolicyRequest, said: Sequence[PolicyResponse]) -> dict[str, Any]:
+def chat(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> dict[str, Any]:
     choices = []
-    for index, one in enumerate(said):
+    for index, one in enumerate(replies):
         logprobs = {"content": [_openai_logprob(one, *pair) for pair in _pairs(one)], "refusal": None}
         message = one.message(asked)
         choices.append(
@@ -69,27 +69,29 @@ def chat(name: str, asked: PolicyRequest, said: Sequence[PolicyResponse]) -> dic
                 **_ending(asked, one),
             }
         )
-    return _answer("chat.completion", "chatcmpl-", name, asked, said, choices)
+    return _answer("chat.completion", "chatcmpl-", name, asked, replies, choices)
 
 
-def completions(name: str, asked: PolicyRequest, said: Sequence[PolicyResponse]) -> dict[str, Any]:
+def completions(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> dict[str, Any]:
     choices = []
-    for index, one in enumerate(said):
+    for index, one in enumerate(replies):
         logprobs = _completion_logprobs(one) if asked.logprobs else None
         choices.append({"index": index, "text": one.text(asked), "logprobs": logprobs, **_ending(asked, one)})
-    return _answer("text_completion", "cmpl-", name, asked, said, choices)
+    return _answer("text_completion", "cmpl-", name, asked, replies, choices)
 
 
-def generate(name: str, asked: PolicyRequest, said: Sequence[PolicyResponse]) -> dict[str, Any]:
-    """vLLM's form. A log-probability names its token twice, since versions of clients differ in what they read."""
+def generate(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> dict[str, Any]:
+    """Build a response in vLLM's form. A log-probability names its token twice, since versions of clients differ in
+    what they read.
+    """
     choices = []
-    for index, one in enumerate(said):
+    for index, one in enumerate(replies):
         content = [
             {"token_id": id, "token": f"token_id:{id}", "logprob": logp, "top_logprobs": []} for id, logp in _pairs(one)
         ]
         logprobs = {"content": content} if asked.logprobs else None
         choices.append({"index": index, "logprobs": logprobs, **_ending(asked, one), "token_ids": _ids(one)})
-    answer = _answer("", "", name, asked, said, choices)
+    answer = _answer("", "", name, asked, replies, choices)
     answer.pop("object")
     return {"request_id": answer.pop("id"), "output_mode": "tokens", **answer}
 
@@ -99,11 +101,11 @@ def _answer(
     prefix: str,
     name: str,
     asked: PolicyRequest,
-    said: Sequence[PolicyResponse],
+    replies: Sequence[PolicyResponse],
     choices: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    sampled = sum(len(one.completion.tokens) for one in said)
-    read = sum(one.read for one in said[:: asked.count])  # a prompt counts once
+    sampled = sum(len(one.completion.tokens) for one in replies)
+    read = sum(one.read for one in replies[:: asked.count])  # a prompt is counted once
     return {
         "id": asked.id or prefix + secrets.token_hex(16),
         "object": kind,
@@ -111,12 +113,12 @@ def _answer(
         "model": name,
         "choices": choices,
         "usage": {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled},
-        **({"prompt_token_ids": _prompt_ids(said[0])} if asked.token_ids else {}),
+        **({"prompt_token_ids": _prompt_ids(replies[0])} if asked.token_ids else {}),
     }
 
 
 def _ending(asked: PolicyRequest, one: PolicyResponse) -> dict[str, Any]:
-    """What all choices end with."""
+    """Return the fields with which all choices end."""
     completion = one.completion
     span = {"version": str(completion.version), "start": 0, "end": len(completion.tokens)}
     return {
@@ -157,9 +159,11 @@ def _completion_logprobs(one: PolicyResponse) -> dict[str, Any]:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-def events(form: Form, name: str, asked: PolicyRequest, said: Sequence[PolicyResponse]) -> Iterator[bytes]:
-    """The answer as a stream of server-sent events: each reply is one piece, since engines tell of whole replies."""
-    whole = form(name, asked, said)
+def events(form: Form, name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[bytes]:
+    """Yield the response as a stream of server-sent events: each reply is one piece, since engines return whole
+    replies.
+    """
+    whole = form(name, asked, replies)
     usage = whole.pop("usage")
     choices = whole.pop("choices")
     if form is chat:
@@ -178,7 +182,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 def refusal(refused: RequestRefused) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's form."""
     kinds = {429: "rate_limit_error", 401: "authentication_error"}
     kind = kinds.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.parameter, "code": refused.code}}

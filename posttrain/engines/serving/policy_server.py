@@ -1,12 +1,12 @@
-"""The HTTP server in front of a policy. Decided here: what is served where, how much at once, and what an error looks like.
+"""HTTP server of a policy: its routes, its limits and its errors.
 
-    POST /inference/v1/generate    token ids in, token ids and log-probabilities out
+POST /inference/v1/generate    token ids in, token ids and log-probabilities out
     POST /v1/chat/completions      OpenAI's chat
     POST /v1/completions           OpenAI's completions
     GET  /v1/models                the model and its limits
     GET  /health
 
-It is bound to this machine. Whoever is elsewhere comes through a tunnel. Who may ask: `posttrain.system.http_front`.
+It is bound to this machine. Clients on other machines come through a tunnel. Access: `posttrain.system.http_front`.
 """
 
 from __future__ import annotations
@@ -40,52 +40,56 @@ from posttrain.system import http_server
 from posttrain.system.http_front import HOST, bound, refused
 
 BODY_SECONDS = 60.0  # for a body to arrive
-GOODBYE_SECONDS = 1.0  # for connections to end when the server does
+GOODBYE_SECONDS = 1.0  # for connections to end at shutdown
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Of what is served at once."""
+    """Limits of a server."""
 
     requests: int = 1024
-    body: int = 8 << 20  # bytes: what takes longer to read would keep others waiting
+    body: int = 8 << 20  # bytes of a body: a longer one takes so long to parse that others would wait
 
 
 class Policy(Protocol):
-    """What answers requests."""
+    """A policy that answers requests."""
 
     def describe(self) -> dict[str, Any]:
-        """Its card, as OpenAI lists models; `max_model_len`: tokens of prompt and reply together, as vLLM has it."""
+        """Return the model card, as OpenAI lists models; `max_model_len`: tokens of prompt and reply together, as in
+        vLLM.
+        """
         ...
 
     def check(self, model: str | None) -> None:
-        """Raises Refused if it is not the model that is asked for."""
+        """Check the model's name in a request. Raises Refused."""
         ...
 
-    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What of a request counts here. Raises Refused."""
+    def select(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a request's body that counts here. Raises Refused."""
         ...
 
     async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:
-        """As many replies to a prompt as are asked for. Cancelled where the client goes away. Raises Refused, UserError."""
+        """Sample as many replies to a prompt as requested. Cancelled when the client disconnects. Raises Refused,
+        UserError.
+        """
         ...
 
 
 Find = Callable[[web.Request], Policy]
-"""The policy that a request is for. Raises Refused."""
+"""Finds the policy of a request. Raises Refused."""
 
 
 class PolicyHandlers:
-    """The handlers of an application."""
+    """Handlers of an application."""
 
     def __init__(self, find: Find, limits: ServerLimits, token: str | None = None) -> None:
-        """`token`: what every request has to carry."""
+        """Create the handlers. `token`: required of every request."""
         self._find, self._limits, self._token = find, limits, token
         self.under_way = 0
 
     def application(self, prefix: str = "") -> web.Application:
-        """`prefix`: what all paths begin with, such as "/{key}"."""
-        app = web.Application(middlewares=[self._told], client_max_size=self._limits.body)
+        """Build the application. `prefix`: of all paths, such as "/{key}"."""
+        app = web.Application(middlewares=[self._answer_errors], client_max_size=self._limits.body)
         app.router.add_get(f"{prefix}/health", self.health)
         app.router.add_get(f"{prefix}/v1/models", self.models)
         for path, read, form in (
@@ -109,12 +113,12 @@ class PolicyHandlers:
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
             policy = self._find(request)
-            asked = read(policy.heard(read_body(await _body(request))))
+            asked = read(policy.select(read_body(await _body(request))))
             policy.check(asked.model)
             count = asked.count * len(asked.prompts)
             if self.under_way + count > self._limits.requests:
                 raise RequestRefused(
-                    f"{self.under_way} replies are under way: ask again later", 429, "rate_limit_exceeded"
+                    f"{self.under_way} replies are in progress: try again later", 429, "rate_limit_exceeded"
                 )
             self.under_way += count
             try:
@@ -130,10 +134,10 @@ class PolicyHandlers:
         return answer
 
     @web.middleware
-    async def _told(
+    async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """What goes wrong, in OpenAI's form."""
+        """Turn an exception into an error in OpenAI's form."""
         try:
             if (wrong := refused(request.method, request.headers.items(), token=self._token)) is not None:
                 raise RequestRefused(wrong[1], wrong[0])
@@ -142,13 +146,13 @@ class PolicyHandlers:
             problem = error
         except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
             problem = RequestRefused(_plain(error, request), error.status)
-        except web.RequestPayloadError:  # of a body that is compressed, or cut into pieces, in a wrong way
+        except web.RequestPayloadError:  # of a body that is compressed or chunked wrongly
             problem = RequestRefused("the body cannot be read")
         except UserError as error:
             problem = RequestRefused(one_line(error))
         except Exception:
             traceback.print_exc(file=sys.stderr)
-            problem = RequestRefused("the server made a mistake, which it has printed", 500)
+            problem = RequestRefused("internal server error; the server printed it", 500)
         headers = {"Retry-After": "1"} if problem.status in (429, 503) else {}
         return web.json_response(policy_responses.refusal(problem), status=problem.status, headers=headers)
 

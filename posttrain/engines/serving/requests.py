@@ -1,8 +1,8 @@
-"""Reads what clients ask of a policy, strictly: it comes from anybody.
+"""Reads requests of clients, strictly: they may come from anybody.
 
-Three forms are read: chat and completions as OpenAI has them, and token ids as vLLM has them (`vllm serve --tokens-only`).
-Decided here: what would change the reply and cannot be done is refused, and so is a field that nobody knows, which may be
-another one misspelt. What changes nothing (`UNHEARD`) is not looked at: programs send much that they do not need.
+Three forms are read: OpenAI's chat and completions, and vLLM's token ids (`vllm serve --tokens-only`). Decided here: a
+field that would change the reply and is not supported is refused, and so is an unknown field, which may be another one
+misspelt. Fields that change nothing (`IGNORED`) are ignored: programs send many that they do not need.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from posttrain.core.types import ROLES
 MOST_CHOICES = 128  # replies to one request
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a request, and characters of one
 MOST_STOP_IDS = 1024
-MOST_TOP_K = 10**9  # beyond every vocabulary, and within what an engine counts
-LONGEST_ID = 200  # characters that are given back
-COMPLETION_TOKENS = 16  # of a completion whose request does not say, as OpenAI has it
+MOST_TOP_K = 10**9  # beyond every vocabulary, and within an engine's integers
+LONGEST_ID = 200  # characters that are quoted
+COMPLETION_TOKENS = 16  # of a completion whose request has no max_tokens, as in OpenAI's API
 SEEDS = 1 << 63
 HOTTEST = 100.0  # temperature
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -63,8 +63,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "repetition_detection": (),
 }
-"""What a policy cannot do, and the values that ask for nothing (null never does)."""
-UNHEARD = frozenset(
+"""Features that a policy does not support, and the values that do not ask for them (null never does)."""
+IGNORED = frozenset(
     (
         # of OpenAI's
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -75,21 +75,21 @@ UNHEARD = frozenset(
         "output_text_buffer_length", "data_parallel_rank", "routed_experts_prompt_start",
     )
 )  # fmt: skip
-"""Fields of OpenAI's and vLLM's that change no reply of a policy, or none that can be told apart."""
+"""Fields of OpenAI's and vLLM's APIs that change no reply of a policy, or none visibly."""
 SAMPLED = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "logprobs",
            "include_stop_str_in_output")  # fmt: skip
 OF_REQUESTS = ("model", "request_id", "return_token_ids", "stream", "stream_options")
 CHAT = (*OF_REQUESTS, *SAMPLED, "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice")
 COMPLETION = (*OF_REQUESTS, *SAMPLED, "prompt")
 GENERATE = (*OF_REQUESTS, "token_ids", "sampling_params", "output_mode")
-"""What is read of each form."""
+"""Fields that are read of each form."""
 
 Prompt = tuple[int, ...] | str | list[dict[str, Any]]
-"""Token ids, text, or chat messages."""
+"""A prompt: token ids, text, or chat messages."""
 
 
 class RequestRefused(Exception):
-    """A request that is not carried out. `code`, `parameter`: as in OpenAI's errors; `status`: of HTTP."""
+    """A request that is refused. `code`, `parameter`: as in OpenAI's errors; `status`: of HTTP."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -98,32 +98,32 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class PolicyRequest:
-    """A request."""
+    """A parsed request."""
 
     prompts: tuple[Prompt, ...]
     model: str | None = None
-    id: str | None = None  # by which its client knows it
+    id: str | None = None  # the client's id of it
     count: int = 1  # replies to each prompt
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    max_tokens: int | None = None  # None: as many as there is room for
+    max_tokens: int | None = None  # None: as many as fit
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
-    shows_stop: bool = False  # whether the text of a reply ends with the stop string
+    shows_stop: bool = False  # whether the text of a reply includes the stop string
     seed: int | None = None
     logprobs: bool = False
-    token_ids: bool = False  # whether the answer also gives prompt and replies as token ids
+    token_ids: bool = False  # whether the response also has prompt and replies as token ids
     stream: bool = False
     stream_usage: bool = False
     tools: tuple[dict[str, Any], ...] = ()
 
 
 def read_body(content: bytes) -> dict[str, Any]:
-    """The JSON object of a body."""
+    """Parse the JSON object of a body."""
     try:
         found = json.loads(content.decode(), parse_constant=_refuse_constant)
-        if b"\\u" in content:  # the only way to half a surrogate pair, which no tokenizer takes
+        if b"\\u" in content:  # the only source of half a surrogate pair, which no tokenizer accepts
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestRefused("the body holds half a surrogate pair, which is not a character") from None
@@ -135,7 +135,7 @@ def read_body(content: bytes) -> dict[str, Any]:
 
 
 def read_chat(body: Mapping[str, Any]) -> PolicyRequest:
-    """POST /v1/chat/completions."""
+    """Read a request to POST /v1/chat/completions."""
     fields = _Fields(body)
     fields.refuse_unknown(CHAT)
     given = body.get("messages")
@@ -150,7 +150,7 @@ def read_chat(body: Mapping[str, Any]) -> PolicyRequest:
 
 
 def read_completion(body: Mapping[str, Any]) -> PolicyRequest:
-    """POST /v1/completions. A prompt is text or token ids; a list of them is as many prompts."""
+    """Read a request to POST /v1/completions. A prompt is text or token ids; a list of them is as many prompts."""
     fields = _Fields(body)
     fields.refuse_unknown(COMPLETION)
     given = body.get("prompt")
@@ -164,7 +164,7 @@ def read_completion(body: Mapping[str, Any]) -> PolicyRequest:
 
 
 def read_generate(body: Mapping[str, Any]) -> PolicyRequest:
-    """POST /inference/v1/generate."""
+    """Read a request to POST /inference/v1/generate."""
     request = _Fields(body)
     request.refuse_unknown(GENERATE)
     prompt = _read_ids(request, "token_ids", body.get("token_ids"))
@@ -190,7 +190,7 @@ def _sampled(
     tools: tuple[dict[str, Any], ...] = (),
     request: _Fields | None = None,
 ) -> PolicyRequest:
-    """What all forms have. `request`: of the form that has sampling in an object of its own."""
+    """Read the fields that all forms have. `request`: of the form that has sampling in an object of its own."""
     request = request or fields
     for part in (fields,) if request is fields else (fields, request):
         part.refuse_what_cannot_be_done()
@@ -225,7 +225,7 @@ def _sampled(
 
 
 class _Fields:
-    """The fields of an object. Null is as good as nothing."""
+    """Fields of an object. Null counts as absent."""
 
     def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
         self.body, self.path = body, path
@@ -255,7 +255,7 @@ class _Fields:
         return value
 
     def real(self, name: str, most: float) -> float:
-        """From 0 on; 1 if it is left out."""
+        """Read a number from 0 on; 1 if it is absent."""
         value = self.body.get(name)
         if value is None:
             return 1.0
@@ -264,25 +264,25 @@ class _Fields:
         return float(value)
 
     def refuse_unknown(self, known: Sequence[str]) -> None:
-        """`known`: what is read of this object."""
+        """Refuse fields that are not in `known`."""
         for name in self.body:
-            if name not in known and name not in UNHEARD and name not in NEUTRAL:
-                there = [*known, *NEUTRAL, *UNHEARD]
+            if name not in known and name not in IGNORED and name not in NEUTRAL:
+                there = [*known, *NEUTRAL, *IGNORED]
                 close = near(str(name), there) or f"; there are {', '.join(known)}"
                 raise RequestRefused(
-                    f"{self.path}{name:.60} is no field of this request{close}", parameter=f"{self.path}{name:.60}"
+                    f"{self.path}{name:.60} is not a field of this request{close}", parameter=f"{self.path}{name:.60}"
                 )
 
     def refuse_what_cannot_be_done(self) -> None:
         for name, neutral in NEUTRAL.items():
             if (value := self.body.get(name)) is not None and value not in neutral:
                 raise RequestRefused(
-                    f"{self.path}{name} cannot be done here: leave it out", parameter=f"{self.path}{name}"
+                    f"{self.path}{name} is not supported: leave it out", parameter=f"{self.path}{name}"
                 )
 
 
 def _read_message(fields: _Fields, place: int, message: Any) -> dict[str, Any]:
-    """A message with its content as text."""
+    """Read a message with its content as text."""
     where = f"messages[{place}]"
 
     def wrong(what: str) -> RequestRefused:
@@ -297,7 +297,7 @@ def _read_message(fields: _Fields, place: int, message: Any) -> dict[str, Any]:
         content = "".join(_read_part(part, wrong) for part in content)
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or message.get("function_call"):
-        raise wrong("has calls of tools in another form than tool_calls, a list")
+        raise wrong("has tool_calls that are not a list")
     if content is None and message["role"] == "assistant":
         content = None if calls else ""
     elif not isinstance(content, str):
@@ -312,18 +312,18 @@ def _read_message(fields: _Fields, place: int, message: Any) -> dict[str, Any]:
 
 
 def _read_call(call: Any, wrong: Callable[[str], RequestRefused]) -> dict[str, Any]:
-    """A call of a tool; its arguments as an object."""
+    """Read a tool call; its arguments as an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise wrong(f'has a call of a tool {short(call)}; expected {{"id", "type": "function", "function": ...}}')
+        raise wrong(f'has the tool call {short(call)}; expected {{"id", "type": "function", "function": ...}}')
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
-            raise wrong("has a call of a tool whose arguments are not JSON") from None
+            raise wrong("has a tool call whose arguments are not JSON") from None
     if not isinstance(arguments, dict):
-        raise wrong(f"has a call of a tool whose arguments are {short(arguments)}; expected an object")
+        raise wrong(f"has a tool call whose arguments are {short(arguments)}; expected an object")
     id = call.get("id") if isinstance(call.get("id"), str) else ""
     return {"id": id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -332,14 +332,14 @@ def _read_part(part: Any, wrong: Callable[[str], RequestRefused]) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else part
-    raise wrong(f"has a part of the type {short(kind)}: this policy reads text alone")
+    raise wrong(f"has a part of the type {short(kind)}: this policy reads text only")
 
 
 def _read_tools(fields: _Fields) -> tuple[dict[str, Any], ...]:
-    """The schemas of the tools that a policy is told of."""
+    """Read the schemas of tools."""
     given, choice = fields.body.get("tools") or [], fields.body.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise fields.wrong("tool_choice", '"auto" or "none": no policy can be made to call a tool')
+        raise fields.wrong("tool_choice", '"auto" or "none": a tool call cannot be forced')
     if not isinstance(given, list):
         raise fields.wrong("tools", "a list")
     found = []
@@ -350,7 +350,7 @@ def _read_tools(fields: _Fields) -> tuple[dict[str, Any], ...]:
                 f'{short(tool)} is no {{"type": "function", "function": {{"name": ...}}}}', parameter="tools"
             )
         if not isinstance(function.get("parameters") or {}, dict):
-            raise RequestRefused(f"the parameters of {function['name']:.100} are no JSON schema", parameter="tools")
+            raise RequestRefused(f"the parameters of {function['name']:.100} are not a JSON schema", parameter="tools")
         found.append({"type": "function", "function": function})
     return tuple(found) if choice != "none" else ()
 
@@ -382,4 +382,4 @@ def _read_stop(fields: _Fields) -> tuple[str, ...]:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")

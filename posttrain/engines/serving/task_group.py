@@ -1,4 +1,4 @@
-"""Several things at once, of which none goes on without the others."""
+"""Concurrent tasks that are cancelled together when one fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return, in order. Where one fails, or this is cancelled, all others are."""
+    """Run tasks concurrently and return their results, in order. If one fails, or this is cancelled, all others are
+    cancelled.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

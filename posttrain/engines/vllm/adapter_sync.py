@@ -1,7 +1,7 @@
-"""An adapter handed to vLLM without its base, which goes over once: a folder in PEFT's form for each version.
+"""Sync of an adapter alone to vLLM, whose base weights are sent once: a folder in PEFT's format for each version.
 
-Decides what has to be true of it before anything is sampled: the bytes that were read are those that were written, and as
-many matrices of vLLM's model have an adapter as there are in it. vLLM leaves out in silence what it finds no module for.
+It verifies before anything is sampled: the bytes that were read are those that were written, and every matrix of vLLM's
+model that should have an adapter has one. vLLM silently skips adapters for which it finds no module.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from posttrain.models.backbone import Backbone
 from posttrain.system.temp_folders import TempFolder
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM has room for; an adapter of fewer rows takes the next."""
+"""Ranks that vLLM supports; an adapter of a lower rank uses the next higher one."""
 
 
 class AdapterSync:
-    """Our side of it. Close it: it has a folder."""
+    """Our side of the sync. Close it: it has a folder."""
 
     def __init__(self, model: Model) -> None:
-        """Raises UserError for a model without adapters, or with some that vLLM cannot compute."""
+        """Check the adapters. Raises UserError for a model without adapters, or with some that vLLM cannot compute."""
         lora = decoder_of(model).lora
         if lora is None:
-            raise UserError(
-                "--weight-sync adapter hands adapters over, and the model has none: give --lora, or leave it out"
-            )
+            raise UserError("--weight-sync adapter requires a model with adapters: give --lora, or leave it out")
         if lora.dora or lora.rank > RANKS[-1]:
             what = "DoRA" if lora.dora else f"ranks above {RANKS[-1]}"
             raise UserError(
@@ -39,11 +37,13 @@ class AdapterSync:
         self.folder = TempFolder("adapter")
 
     def base_of(self, model: Model) -> Backbone:
-        """What goes over once: the model without adapters, its packed weights unpacked."""
+        """Return the model that is sent once: without adapters, its packed weights unpacked."""
         return sharing(decoder_of(model))
 
     def write(self, model: Model) -> tuple[str, tuple[int, int]]:
-        """Put the adapters of a model into the folder. Returns it, the checksum and how many matrices are adapted."""
+        """Write a model's adapters into the folder. Return the folder, the checksum and how many matrices are
+        adapted.
+        """
         decoder = decoder_of(model)
         save_adapter(decoder, Path(self.folder.name))
         matrices = sum(len(adapter.names) for adapter in adapters(decoder))

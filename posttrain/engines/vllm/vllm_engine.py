@@ -27,12 +27,12 @@ from torch import Tensor
 from posttrain.core.protocols import Counting, Engine, Model, Paced
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.engine_process import EngineProcess
-from posttrain.engines.model_manifest import HEAD, announced, with_head
+from posttrain.engines.model_manifest import HEAD, backbone_of, with_head
 from posttrain.engines.request import Request
 from posttrain.engines.vllm.adapter_sync import AdapterSync
 from posttrain.engines.vllm.vllm_worker import COLDEST, VLLMSetup
 from posttrain.engines.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
-from posttrain.engines.weight_sync import Laid, SharedMemory
+from posttrain.engines.weight_sync import SharedMemory, WeightLayout
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.system.temp_folders import TempFolder
@@ -40,7 +40,7 @@ from posttrain.system.temp_folders import TempFolder
 WORKER = "posttrain.engines.vllm.vllm_worker:main"
 BLOCK = 128  # tokens in a block of vLLM's cache on processors, the largest of its sizes
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the separation: no further one
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is isolation enough: no further process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's number of threads, on whatever processors are free
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -48,14 +48,14 @@ ENVIRONMENT = {
 
 
 class VLLMEngine:
-    """See `posttrain.core.protocols.Engine`. Close it: it holds a process.
+    """vLLM in a process of its own; implements `posttrain.core.protocols.Engine`. Close it: it holds a process.
 
-    `slots`: how many requests run at once. `precision`: of weights, arithmetic and cache. `cache_gib`: most memory of the
-    key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: time limits of vLLM's start, of a weight sync of
-    weights and of one decoding step. `poll_steps`: decoding steps after which `poll` returns with nothing; None: it does
-    so with a completion only, and then results follow from the order of the calls. `adapter_alone`: the frozen weights of an
-    adapted model go over once, and behind that its adapters; else all weights, merged. Raises UserError if vLLM is not
-    installed or does not start; so do all methods when it has died, failed or overstepped a limit.
+    `slots`: most requests that run at once. `precision`: of weights, arithmetic and cache. `cache_gib`: most memory of
+    the key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: timeouts of vLLM's start, of a weight sync and
+    of one decoding step. `poll_steps`: decoding steps after which `poll` returns with nothing; None: it returns with a
+    completion only, and then results follow from the order of the calls. `adapter_alone`: send the frozen weights of an
+    adapted model once, and its adapters alone from then on; else all weights, merged. Raises UserError if vLLM is not
+    installed or does not start; so do all methods when it has died, failed or exceeded a timeout.
     """
 
     backend = "vLLM"
@@ -80,19 +80,19 @@ class VLLMEngine:
         self.load_seconds, self.step_seconds, self.poll_steps = load_seconds, step_seconds, poll_steps
         self.context, self.vocab, self.version = model.config.context, model.config.vocab, 0
         base = model if self.alone is None else self.alone.base_of(model)
-        self.shared = SharedMemory(laid_for_vllm(base, dtype_of(precision)))
+        self.shared = SharedMemory(vllm_layout(base, dtype_of(precision)))
         self._submitted: list[Request] = []
-        self._owed = 0  # requests that the process has
-        self.computed = 0  # tokens that went through the model: without those that vLLM's prefix cache had
+        self._running = 0  # requests in the process
+        self.computed = 0  # tokens that went through the model: without those in vLLM's prefix cache
         self._pace: dict[str, float] = {}
-        self.canary = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
-        self.deviation, self._sung = 0.0, 0  # tokens that went through the model for the canary alone
+        self.probe = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
+        self.deviation, self._probe_tokens = 0.0, 0  # tokens that went through the model for the weight probe alone
         with TempFolder("vllm") as folder:
-            eos, dtype = prepare(folder, base, tokenizer), self.shared.laid.dtype
+            eos, dtype = prepare(folder, base, tokenizer), self.shared.weight_layout.dtype
             cache = cache_bytes(model, slots, dtype, cache_gib)
             room = 0 if self.alone is None else self.alone.room
             setup = VLLMSetup(
-                folder, dtype, self.context, slots, cache, eos, tuple(self.shared.laid.stored), lora_rank=room
+                folder, dtype, self.context, slots, cache, eos, tuple(self.shared.weight_layout.stored), lora_rank=room
             )
             try:
                 self.process = _Process(self.shared.descriptor)
@@ -101,60 +101,64 @@ class VLLMEngine:
             try:
                 self.process.ask(setup, "starting", start_seconds)
                 if self.alone is not None:
-                    self._hand_over(base, 0)
+                    self._sync_all(base, 0)
                 self.load(model, 0)
-            except BaseException:  # an interruption, too, may come before there is anybody to close us
+            except BaseException:  # an interruption, too, may come before anybody could close the engine
                 self.process.close()
                 raise
 
     def load(self, weights: Any, version: int) -> None:
-        """Hand over weights. Returns when vLLM has them and says so with version and checksum."""
-        assert not self._submitted and not self._owed, "weights change between batches of rollouts, not within one"
+        """Sync weights. Return when vLLM has confirmed them with version and checksum."""
+        assert not self._submitted and not self._running, "weights change between batches of rollouts, not within one"
         if self.alone is None:
-            self._hand_over(weights, version)
+            self._sync_all(weights, version)
         else:
-            self._bind(self.alone, weights, version)
+            self._sync_adapters(self.alone, weights, version)
         self.version = version
-        self._sing(weights)
+        self._run_probe(weights)
 
-    def _hand_over(self, weights: Any, version: int) -> None:
-        """All weights, in place."""
-        checksum = self.shared.laid.write(weights, self.shared.memory)
-        answer = self.process.ask(("load", version), f"taking over weights of version {version}", self.load_seconds)
+    def _sync_all(self, weights: Any, version: int) -> None:
+        """Sync all weights, in place."""
+        checksum = self.shared.weight_layout.write(weights, self.shared.memory)
+        answer = self.process.ask(("load", version), f"loading weights of version {version}", self.load_seconds)
         if answer != (version, checksum):
-            self.process.fail(f"took over version {answer[0]} with checksum {answer[1]:08x}, not {checksum:08x}")
+            self.process.fail(f"loaded version {answer[0]} with checksum {answer[1]:08x}, not {checksum:08x}")
 
-    def _bind(self, alone: AdapterSync, weights: Any, version: int) -> None:
-        """The adapters alone."""
+    def _sync_adapters(self, alone: AdapterSync, weights: Any, version: int) -> None:
+        """Sync the adapters alone."""
         folder, (checksum, matrices) = alone.write(weights)
-        told = self.process.ask(
-            ("bind", (version, folder)), f"taking over adapters of version {version}", self.load_seconds
+        loaded = self.process.ask(
+            ("bind", (version, folder)), f"loading adapters of version {version}", self.load_seconds
         )
-        if told[:2] != (version, checksum):
-            self.process.fail(f"took over version {told[0]} with checksum {told[1]:08x}, not {checksum:08x}")
-        if told[2] != matrices:
-            self.process.fail(f"has adapters in {told[2]} of {matrices} matrices, after it took over version {version}")
+        if loaded[:2] != (version, checksum):
+            self.process.fail(f"loaded version {loaded[0]} with checksum {loaded[1]:08x}, not {checksum:08x}")
+        if loaded[2] != matrices:
+            self.process.fail(f"has adapters in {loaded[2]} of {matrices} matrices, after loading version {version}")
 
-    def _sing(self, weights: Any) -> None:
-        """Compare what is sampled with what the learner says: a checksum is of bytes that arrived, not of what is used."""
-        self.canary.look(weights)
+    def _run_probe(self, weights: Any) -> None:
+        """Compare sampled log-probabilities with the learner's: a checksum covers bytes that arrived, not weights in
+        use.
+        """
+        self.probe.look(weights)
         before = self.computed
-        for place, (prompt, sampling) in enumerate(self.canary.requests()):
+        for place, (prompt, sampling) in enumerate(self.probe.requests()):
             self.submit(place, prompt, sampling)
         found: dict[int, Completion] = {}
-        while self._owed or self._submitted:
+        while self._running or self._submitted:
             found.update({completion.id: completion for completion in self.poll()})
-        self._sung, self.computed = self._sung + self.computed - before, before
-        self.deviation, wrong = self.canary.deviation(found, knew=self.version > 0)
+        self._probe_tokens, self.computed = self._probe_tokens + self.computed - before, before
+        self.deviation, wrong = self.probe.deviation(found, had_previous=self.version > 0)
         if wrong:
-            self.process.fail(f"{wrong}, after it took over version {self.version}")
+            self.process.fail(f"{wrong}, after loading version {self.version}")
 
     def counts(self) -> dict[str, float]:
-        """`canary`: most nats off the learner, of the last weight sync."""
-        return {"canary": self.deviation}
+        """Return `probe_gap`: most nats off the learner, in the last weight sync."""
+        return {"probe_gap": self.deviation}
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
-        """Queue one request. Raises UserError if the prompt leaves no room for a reply. vLLM's own prefix cache keeps."""
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply. vLLM's prefix cache does the
+        keeping.
+        """
         if 0 < sampling.temperature < COLDEST:
             raise UserError(f"vLLM samples at temperature 0 or {COLDEST} and above, not at {sampling.temperature}")
         request = Request(id, tuple(prompt), sampling)
@@ -169,23 +173,23 @@ class VLLMEngine:
     def cancel(self, id: int) -> None:
         submitted = [request for request in self._submitted if request.id != id]
         if len(submitted) == len(self._submitted):
-            self._owed -= self.process.ask(("cancel", id), "ending a request", self.step_seconds)
+            self._running -= self.process.ask(("cancel", id), "ending a request", self.step_seconds)
         self._submitted = submitted
 
     def poll(self) -> list[Completion]:
         """Decode until a request has finished, or for `poll_steps`; [] when nothing is running or waiting."""
         requests, self._submitted = self._submitted, []
-        self._owed += len(requests)
-        if not self._owed:
+        self._running += len(requests)
+        if not self._running:
             return []
         done: list[Completion]
         done, computed, self._pace = self.process.ask(
             ("poll", (requests, self.poll_steps)), "sampling", self.step_seconds
         )
-        self.computed = computed - self._sung
+        self.computed = computed - self._probe_tokens
         if other := {c.version for c in done} - {self.version}:
             self.process.fail(f"sampled with weights of version {other.pop()}, not {self.version}")
-        self._owed -= len(done)
+        self._running -= len(done)
         return done
 
     def pace(self) -> dict[str, float]:
@@ -208,7 +212,9 @@ class _Process(EngineProcess):
         self.connection: Connection[Any, Any] = Connection(os.dup(self.socket.fileno()))
 
     def ask(self, message: object, doing: str, seconds: float) -> Any:
-        """The answer to a message. `seconds`: the longest silence. Raises UserError, and ends the process, without one."""
+        """Return the answer to a message. `seconds`: timeout. On a timeout or error, end the process and raise
+        UserError.
+        """
         if self.dead:
             raise UserError(f"the vLLM process {self.dead}")
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
@@ -226,10 +232,10 @@ class _Process(EngineProcess):
             pass
         except (EOFError, OSError):
             self.fail(f"died while {doing} ({self.exit_code()})")
-        self.fail(f"was silent for {seconds:g} s while {doing}")
+        self.fail(f"timed out after {seconds:g} s while {doing}")
 
     def fail(self, what: str) -> NoReturn:
-        """Raises UserError; the process is ended and its output kept."""
+        """End the process, keep its log, and raise UserError."""
         self.dead = f"{what}; its output is in {self.log}"
         self.kill()
         raise UserError(f"the vLLM process {self.dead}")
@@ -255,35 +261,37 @@ def require_vllm() -> None:
 
 
 def environment() -> dict[str, str]:
-    """What vLLM's process is to find in its environment, besides ours."""
+    """Return the environment variables of vLLM's process, besides ours."""
     return {**ENVIRONMENT, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def prepare(folder: str, model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Write into a folder what vLLM reads before it gets weights; returns the ids that end a reply."""
+    """Write config.json and the tokenizer into a folder for vLLM. Return the ids that end a reply."""
     tokenizer.save(folder)
-    write_json(Path(folder) / "config.json", {**announced(model).described(), "tie_word_embeddings": False})
+    write_json(Path(folder) / "config.json", {**backbone_of(model).described(), "tie_word_embeddings": False})
     return tuple(model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ()))
 
 
-def laid_for_vllm(model: Model, dtype: torch.dtype) -> Laid:
-    """A tied head lies where the embedding does."""
-    told = announced(model)
-    return Laid(model, dtype, handed_over, (told.embedding_name, HEAD) if told.tied else None)
+def vllm_layout(model: Model, dtype: torch.dtype) -> WeightLayout:
+    """Return the layout of a model's weights; a tied head shares the place of the embedding."""
+    loaded = backbone_of(model)
+    return WeightLayout(model, dtype, checkpoint_tensors, (loaded.embedding_name, HEAD) if loaded.tied else None)
 
 
 def dtype_of(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def handed_over(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
-    return with_head(announced(model))
+def checkpoint_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
+    return with_head(backbone_of(model))
 
 
 def cache_bytes(model: Model, slots: int, dtype: torch.dtype, most_gib: float) -> int:
-    """Keys and values of as many full contexts as run at once, in whole blocks, and one block that vLLM keeps free."""
-    token = announced(model).kept_numbers * dtype.itemsize
+    """Return the bytes of keys and values of `slots` full contexts, in whole blocks, and one block that vLLM keeps
+    free.
+    """
+    token = backbone_of(model).kept_numbers * dtype.itemsize
     return min(token * BLOCK * (slots * -(-model.config.context // BLOCK) + 1), int(most_gib * 2**30))
 
 

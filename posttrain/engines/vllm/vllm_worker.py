@@ -1,4 +1,4 @@
-"""The process in which vLLM runs, and how weights get into it. Decides what vLLM is asked for.
+"""The process in which vLLM runs: vLLM's settings, requests, and the loading of weights.
 
     parent -> worker   first a `VLLMSetup`, then ("load", version), ("bind", (version, folder)),
                        ("poll", ([Request], steps)) or
@@ -48,18 +48,18 @@ from posttrain.models.adapters.adapter_config import ADAPTER
 from posttrain.models.tensor_files import open_tensors
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-ALIVE_SECONDS = 1.0  # between two signs of life
+ALIVE_SECONDS = 1.0  # between two heartbeats
 PREFILL_TOKENS = 2048  # of prompts that a processor computes at once, or one longer prompt
-POLL_STEPS = 8  # in a pool, after which new requests join those that run
-COLDEST = 0.01  # vLLM raises lower temperatures to this one in silence
+POLL_STEPS = 8  # in a pool, after which new requests join the running ones
+COLDEST = 0.01  # vLLM silently raises lower temperatures to this one
 FIRST_EXPERT = re.compile(r"\.experts\.0\.(gate_proj|w1)\.weight$")
 TRANSFER = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
-GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; what it takes is weights + cache_bytes
+GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; it uses weights + cache_bytes
 
 
 @dataclass(frozen=True)
 class VLLMSetup:
-    """What the worker has to know to start."""
+    """Setup of the worker."""
 
     folder: str  # holds config.json and the tokenizer
     dtype: torch.dtype  # of weights, arithmetic and cache
@@ -68,8 +68,8 @@ class VLLMSetup:
     cache_bytes: int  # of the key-value cache
     eos_ids: tuple[int, ...]
     weights: tuple[Stored, ...]
-    transfer: str | None = None  # vLLM's backend for weights that come from card to card
-    lora_rank: int = 0  # most rows of adapters that come by themselves; 0: none do
+    transfer: str | None = None  # vLLM's backend for weights that are sent from GPU to GPU
+    lora_rank: int = 0  # highest rank of adapters that are synced alone; 0: none are
 
 
 @dataclass
@@ -80,18 +80,18 @@ class _Running:
 
 
 def pack_experts(model: Any, gates: Sequence[Tensor]) -> None:
-    """Have experts packed that lie in vLLM's model as they are stored. `gates`: of the first expert of each layer."""
+    """Have vLLM pack experts that are stored unpacked in its model. `gates`: of the first expert of each layer."""
     for layer in model.modules() if gates else ():
         impl = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "impl", None)
         experts, weight = getattr(impl, "fused_experts", None), getattr(layer, "w13_weight", None)
         if experts is None or weight is None:
             continue
-        if any(torch.equal(weight[0, : len(gate)], gate) for gate in gates):  # packed, the numbers are elsewhere
+        if any(torch.equal(weight[0, : len(gate)], gate) for gate in gates):  # packed: the numbers are in other places
             experts.process_weights_after_loading(layer)
 
 
-def matrices_bound(manager: Any, number: int) -> int:
-    """How many matrices of vLLM's model compute with something of this adapter: whose A, which is never 0, is there."""
+def count_adapted(manager: Any, number: int) -> int:
+    """Count the matrices of vLLM's model that use this adapter: those whose A, which is never 0, is there."""
     known = manager._adapter_manager
     place = known.lora_index_to_id.index(number)
     stacks = (getattr(module, "lora_a_stacked", ()) for module in known.modules.values())
@@ -99,7 +99,7 @@ def matrices_bound(manager: Any, number: int) -> int:
 
 
 class Worker:
-    """vLLM with the weights, the requests it has and the version that samples them."""
+    """vLLM with its weights, its requests, and the version that samples them."""
 
     def __init__(self, setup: VLLMSetup, memory: Tensor, connection: Connection[Any, Any] | None = None) -> None:
         from vllm import EngineArgs, LLMEngine
@@ -120,16 +120,16 @@ class Worker:
             more["weight_transfer_config"] = WeightTransferConfig(backend=setup.transfer)
         if setup.lora_rank:
             more |= {"enable_lora": True, "max_lora_rank": setup.lora_rank, "max_loras": 1, "max_cpu_loras": 1}
-        if not gpu:  # compiling takes longer than what it saves
+        if not gpu:  # compiling takes longer than it saves
             from torch import _dynamo
 
             _dynamo.config.disable = True
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=setup.folder,
-                load_format="dummy",  # weights are handed over
-                skip_tokenizer_init=True,  # tokens in, tokens out: the text is our own tokenizer's
-                generation_config="vllm",  # none: what a request does not say is not to come from a file
+                load_format="dummy",  # weights come by weight sync
+                skip_tokenizer_init=True,  # tokens in, tokens out: the text comes from our own tokenizer
+                generation_config="vllm",  # none: sampling settings that a request lacks must not come from a file
                 logprobs_mode="processed_logprobs",  # of the distribution that was sampled from, temperature applied
                 dtype=str(setup.dtype).removeprefix("torch."),
                 max_model_len=setup.context,
@@ -146,8 +146,8 @@ class Worker:
             )
         )
 
-    def asked_to(self, what: str, value: Any) -> Any:
-        """The answer to a message."""
+    def answer(self, what: str, value: Any) -> Any:
+        """Return the answer to a message."""
         if what == "poll":
             return self.poll(*value)
         if what == "bind":
@@ -155,7 +155,7 @@ class Worker:
         return self.cancel(value) if what == "cancel" else self.load(value)
 
     def load(self, version: int) -> tuple[int, int]:
-        """Take over the weights in the shared memory, in place. Returns the version and the checksum of what was read."""
+        """Load the weights in the shared memory, in place. Return the version and the checksum of what was read."""
         assert not self.running, "weights change between batches of rollouts, not within one"
         checksum, dtype = 0, self.setup.dtype
 
@@ -169,11 +169,11 @@ class Worker:
         if not torch.cuda.is_available():
             gates = [s.tensor_in(self.memory, dtype) for s in self.setup.weights if FIRST_EXPERT.search(s.name)]
             self.engine.collective_rpc(lambda worker: pack_experts(worker.model_runner.get_model(), gates))
-        self.renewed(version)
+        self.set_version(version)
         return version, checksum
 
     def bind(self, version: int, folder: str) -> tuple[int, int, int]:
-        """Sample with a folder's adapters. Returns version, checksum of what was read, how many matrices have one."""
+        """Load the adapters of a folder. Return version, checksum of what was read, and how many matrices have one."""
         from vllm.lora.request import LoRARequest
 
         assert not self.running, "weights change between batches of rollouts, not within one"
@@ -185,18 +185,18 @@ class Worker:
             raise RuntimeError("vLLM did not take the adapter")
         with open_tensors(Path(folder) / ADAPTER) as stored:
             checksum = checksum_of((name, stored.get_tensor(name)) for name in sorted(stored.keys()))
-        (bound,) = self.engine.collective_rpc(lambda worker: matrices_bound(worker.model_runner.lora_manager, number))
-        self.renewed(version)
+        (bound,) = self.engine.collective_rpc(lambda worker: count_adapted(worker.model_runner.lora_manager, number))
+        self.set_version(version)
         return version, checksum, bound
 
-    def renewed(self, version: int) -> None:
-        """What was computed with the weights before is forgotten."""
+    def set_version(self, version: int) -> None:
+        """Note a new version of the weights, and drop what was computed with the old one."""
         forgotten = self.engine.reset_prefix_cache()
         assert forgotten, "prompts computed with the old weights are still in use"
         self.version = version
 
     def poll(self, requests: Sequence[Request], steps: int | None) -> tuple[list[Completion], int, dict[str, float]]:
-        """Take these up and step until a request has finished, or so many times at most."""
+        """Submit requests and step until a request has finished, or `steps` times at most."""
         for request in requests:
             self._submit(request)
         done: list[Completion] = []
@@ -206,19 +206,19 @@ class Worker:
             began, count = time.perf_counter(), len(self.running)
             outputs = self.engine.step()
             seconds = time.perf_counter() - began
-            if taken == 1 and requests:  # it reads prompts, beside which others may go on
+            if taken == 1 and requests:  # it prefills prompts, while other requests may continue
                 self.pace.read(sum(len(request.prompt) for request in requests), seconds)
             else:
                 self.pace.decoded(count, seconds)
             for output in outputs:
-                done += self._take(output)
+                done += self._collect(output)
             if self.connection is not None and time.monotonic() - self.heard > ALIVE_SECONDS:
                 self.connection.send(("alive", None))
                 self.heard = time.monotonic()
         return done, self.computed, self.pace.counts()
 
     def cancel(self, id: int) -> int:
-        """End a request without an answer. Returns how many there were of it."""
+        """Cancel a request. Return how many there were of it."""
         names = [name for name, running in self.running.items() if running.request.id == id]
         self.engine.abort_request(names)
         for name in names:
@@ -241,7 +241,7 @@ class Worker:
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             detokenize=False,
-            # a stop string may end a request at any token; without one, nothing is to be seen before its end
+            # a stop string may end a request at any token; without one, intermediate outputs are not needed
             output_kind=RequestOutputKind.DELTA if how.stop else RequestOutputKind.FINAL_ONLY,
         )
         self.asked += 1
@@ -250,8 +250,8 @@ class Worker:
         prompt = {"prompt_token_ids": list(request.prompt)}
         self.engine.add_request(name, prompt, params, lora_request=self.adapter)
 
-    def _take(self, output: Any) -> list[Completion]:
-        """What a request has sampled since; its completion if it ended with that."""
+    def _collect(self, output: Any) -> list[Completion]:
+        """Collect the tokens that a request has sampled since the last step; return its completion if it has ended."""
         (new,) = output.outputs
         running = self.running[output.request_id]
         running.tokens += new.token_ids
@@ -264,7 +264,7 @@ class Worker:
         if not output.finished:
             self.engine.abort_request([output.request_id])
         del self.running[output.request_id]
-        known = output.num_cached_tokens or 0  # at the beginning of the prompt: vLLM's prefix cache has them
+        known = output.num_cached_tokens or 0  # at the beginning of the prompt: tokens in vLLM's prefix cache
         self.computed += len(running.request.prompt) - known + len(running.tokens) - 1
         # greedy sampling is a point distribution, as in the embedded engine
         logp = running.logp if how.temperature else [0.0] * len(running.tokens)
@@ -311,7 +311,7 @@ class VLLMHost:
 
     def take(self, offer: Offer) -> tuple[int, int]:
         if self.worker.setup.transfer is not None:  # they have come by `transfer`
-            self.worker.renewed(offer["version"])
+            self.worker.set_version(offer["version"])
             return offer["version"], self.told
         self.worker.memory = offered(offer, self.memory)
         return self.worker.load(offer["version"])
@@ -333,24 +333,24 @@ class VLLMHost:
         pass
 
     def load(self, weights: Any, version: int) -> None:
-        raise NotImplementedError("weights come by an offer")
+        raise NotImplementedError("weights come by offers")
 
     def close(self) -> None:
         pass
 
 
 def main(socket_fd: int, memory_fd: int) -> None:
-    """Answer what is asked through this socket. `memory_fd`: of the weights."""
+    """Answer the messages of this socket. `memory_fd`: shared memory with the weights."""
     connection: Connection[Any, Any] = Connection(socket_fd)
     try:
         worker = Worker(connection.recv(), shared_memory(memory_fd), connection)
         connection.send(("answer", None))
         while True:
             what, value = connection.recv()
-            connection.send(("answer", worker.asked_to(what, value)))
+            connection.send(("answer", worker.answer(what, value)))
             worker.heard = time.monotonic()
     except (EOFError, ConnectionError):
-        os._exit(0)  # the parent is gone, or has closed us; vLLM takes seconds to put away what goes with the process
+        os._exit(0)  # the parent is gone or has closed us; vLLM takes seconds to shut down
     except Exception as error:
         connection.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
         raise

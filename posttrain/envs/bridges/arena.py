@@ -48,7 +48,7 @@ class TextArena(Manner):
 
 
 def environment(game: str, **settings: Any) -> TextArena:
-    """The game of this id. `settings`: fields of `TextArena`."""
+    """Return the game of this id as an environment. `settings`: fields of `TextArena`."""
     try:
         return TextArena(game=game, **settings)
     except TypeError as error:
@@ -107,7 +107,7 @@ class _Episode:
         return ActionFormattingWrapper(textarena.make(raw, **self.how.make))
 
     def _after(self, done: bool) -> GameStep:
-        """What the policy sees next: others move until it is its turn."""
+        """Play the others' moves until it is the policy's turn, and return what it sees then."""
         import textarena
 
         moves = 0
@@ -130,7 +130,7 @@ class _Episode:
         return seat == self.how.seat or bool(self._side(seat))
 
     def _side(self, seat: int) -> str:
-        """The name of a seat, where the policy has several."""
+        """Return the name of a seat, where the policy has several."""
         return f"player {seat}" if self.how.players > 1 and self.how.opponent is None else ""
 
     def _mistakes(self) -> int:
@@ -141,14 +141,14 @@ class _Episode:
 
 
 def _words(said: Sequence[tuple[int, str, Any]], game: int, own: int) -> str:
-    """What is new to a player: not its own moves, which it has seen."""
+    """Return the messages that are new to a player: not its own moves, which it has seen."""
     return "\n".join(
         text if speaker == game else f"Player {speaker}: {text}" for speaker, text, _ in said if speaker != own
     )
 
 
 def tasks(count: int, seed: int, game: str, *, held_out: bool = False) -> list[Task]:
-    """Rows for `--env textarena`: seeds of one game, even ones for training and odd ones held out."""
+    """Return rows for `--env textarena`: seeds of one game, even ones for training and odd ones held out."""
     first = 2 * seed * count + held_out
     return [{"id": f"{game} {first + 2 * n}", "game": game, "seed": first + 2 * n} for n in range(count)]
 

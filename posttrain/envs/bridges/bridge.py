@@ -1,4 +1,4 @@
-"""What bridges share: a game of another library, played turn by turn. Decides what becomes of a reply that is no action.
+"""Base of bridges: a game of another library, played turn by turn. Decides what becomes of a reply that is no action.
 
 A game is told a reply and says what is seen next. Its own randomness belongs to its episode: a worker plays many episodes
 in turns, and libraries that draw from the global generators would otherwise depend on the company.
@@ -27,16 +27,16 @@ _ESCAPE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
 
 
 class NotAnAction(Exception):
-    """A reply that is no action; the message says what would be."""
+    """A reply that is not an action; the message describes valid ones."""
 
 
 class BridgeError(Exception):
-    """A game, a server or a tool that does not do what it promises; the message says how."""
+    """A failure of a game, a server or a tool; the message describes it."""
 
 
 @dataclass(frozen=True)
 class GameStep:
-    """What a game shows after an action."""
+    """State of a game after an action, as the policy sees it."""
 
     text: str
     reward: float = 0.0  # of that action
@@ -55,9 +55,9 @@ class BridgedGame(Protocol):
 
 @dataclass(frozen=True)
 class Manner:
-    """How episodes are led, whatever the library. Columns of a task that are named like a setting are used instead.
+    """Settings of episodes, whatever the library. Columns of a task that are named like a setting replace it.
 
-    What is played (`WHICH`) a column names only where nothing else does.
+    The game itself (`WHICH`) is taken from a column only where no setting names it.
     """
 
     prompt: str = ""  # stands before what is seen first
@@ -79,7 +79,7 @@ class Manner:
             raise UserError("an episode needs turns and longest of 1 or more")
 
     def told_by(self, task: Task) -> Any:
-        """The same with what the task's columns say."""
+        """Return these settings with those of the task's columns."""
         settings = {field.name for field in fields(self) if field.name not in WHICH or not getattr(self, field.name)}
         said = {name: value for name, value in task.items() if name in settings and value is not None}
         if isinstance(said.get("stop"), str | list):
@@ -87,7 +87,7 @@ class Manner:
         return replace(self, **said) if said else self
 
     def turn(self, step: GameStep, first: bool) -> Turn:
-        """What shows a step. `first`: of its side."""
+        """Return the turn that shows a step. `first`: of its side."""
         text = shown(step.text, self.longest)
         if first and self.prompt:
             text = f"{self.prompt}\n{text}"
@@ -98,18 +98,18 @@ class Manner:
         return Turn(text=text, stop=self.stop, reward=step.reward, side=step.side)
 
     def refused(self, problem: NotAnAction) -> GameStep:
-        """What a reply that is no action leads to."""
+        """Return the step after a reply that is not an action."""
         return GameStep(str(problem), self.invalid_reward, self.invalid == "end")
 
     def failed(self, problem: Exception) -> GameStep:
-        """What a failure of the library leads to. Raises it where it is to be invalid."""
+        """Return the step after a failure of the library. Raises it where it makes the episode invalid."""
         if self.failure == "invalid":
             raise problem
         return GameStep("", self.invalid_reward, True)
 
 
 def played(manner: Manner, game: BridgedGame) -> Generator[Turn, Reply, Verdict]:
-    """An episode of a game, from its first turn to the reward of its last action, or what each side earned."""
+    """Play an episode of a game, from its first turn to the reward of its last action, or each side's reward."""
     try:
         step, asked = begun(game.begin()), set[str]()
         for _ in range(manner.turns):
@@ -132,14 +132,14 @@ def played(manner: Manner, game: BridgedGame) -> Generator[Turn, Reply, Verdict]
 
 
 def begun(step: GameStep) -> GameStep:
-    """The first step of a game. Raises Broken where there is nothing to be said."""
+    """Return the first step of a game. Raises Broken where it has no text."""
     if step.done:
         raise BridgeError("the game is over before it began")
     return step
 
 
 def ran_out(reply: Reply) -> bool:
-    """Whether this was not sampled: the episode has run out of something."""
+    """Return whether this was not sampled: the episode is out of turns, tokens or time."""
     return not reply and reply.stop.truncated
 
 
@@ -147,7 +147,7 @@ def ran_out(reply: Reply) -> bool:
 
 
 def shown(text: str, longest: int) -> str:
-    """A text of another library as a turn can show it: characters that are some, colours as brackets, not too many.
+    """Clean a text of another library for a turn: valid characters, colours as brackets, a bounded length.
 
     >>> shown("SF\\x1b[41mG\\x1b[0m", 10), shown("abcdef", 4)
     ('SF[G]', 'ab ... f')
@@ -207,7 +207,7 @@ def task_seed(task: Task) -> int:
 
 
 class Chance:
-    """The global generators of Python and NumPy as one episode left them."""
+    """States of the global generators of Python and NumPy of one episode."""
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
@@ -215,7 +215,7 @@ class Chance:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Within this they are the episode's own; behind it those of everybody else again."""
+        """Use the episode's own states of the global random generators within it, and restore the others behind it."""
         python, numpy = random.getstate(), np.random.get_state()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -228,6 +228,6 @@ class Chance:
 
 
 def need(library: str, extra: str) -> None:
-    """Raises UserError, with the fix, where a library is not installed. Imports nothing."""
+    """Raise UserError, with the fix, where a library is not installed. Imports nothing."""
     if not installed(library):
         raise UserError(f"{library} is not installed: {install(extra)}")

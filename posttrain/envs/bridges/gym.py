@@ -49,7 +49,9 @@ class Gymnasium(Manner):
 
 
 def environment(env: str | Callable[..., Any], **settings: Any) -> Gymnasium:
-    """The environment of Gymnasium with this id (or that this function makes). `settings`: fields of `Gymnasium`."""
+    """Return the environment of Gymnasium with this id (or made by this function). `settings`: fields of
+    `Gymnasium`.
+    """
     try:
         return Gymnasium(env=env, **settings)
     except TypeError as error:
@@ -102,7 +104,7 @@ class _Episode:
         return as_text(observation)
 
     def _action(self, reply: str) -> Any:
-        """The action that a reply is. Raises NotAnAction."""
+        """Parse a reply as an action. Raises NotAnAction."""
         space, words = self.env.action_space, self.how.actions
         said = reply.strip()
         if callable(words):
@@ -124,7 +126,7 @@ class _Episode:
 
 
 def _modes(env: str) -> Sequence[str]:
-    """The render modes of an environment, as its class says."""
+    """Return the render modes of an environment's class."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
 
@@ -134,7 +136,7 @@ def _modes(env: str) -> Sequence[str]:
 
 
 def _names(space: Any, words: Sequence[str] | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Words -> actions; None: there are none, the action is a text or numbers."""
+    """Return words -> actions; None: the action is a text or numbers."""
     from gymnasium.spaces import Discrete
 
     if isinstance(words, Mapping):
@@ -153,7 +155,7 @@ def _names(space: Any, words: Sequence[str] | Mapping[str, Any] | None) -> dict[
 
 
 def _numbers(space: Any, said: str) -> Any:
-    """The text or the numbers that a reply is, as the space has them; None if it is not as many."""
+    """Parse the text or the numbers of a reply, in the form of the space; None if their number is wrong."""
     import numpy as np
     from gymnasium.spaces import Box, MultiBinary, MultiDiscrete, Text
 
@@ -185,7 +187,7 @@ def _expected(space: Any) -> str:
 
 
 def tasks(count: int, seed: int, env: str, *, make: str = "", held_out: bool = False) -> list[Task]:
-    """Rows for `--env gymnasium`: seeds of one environment, even ones for training and odd ones held out.
+    """Return rows for `--env gymnasium`: seeds of one environment, even ones for training and odd ones held out.
 
     `make`: arguments of gymnasium.make, as JSON.
     """

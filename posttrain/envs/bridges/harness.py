@@ -55,7 +55,7 @@ OF_THE_RUN: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
 }
-"""What says how to sample, and the values that ask for nothing whatever the run does (null never does)."""
+"""Fields of sampling, and the values that ask for nothing whatever the run does (null never does)."""
 
 Harness = Callable[[Task, "PolicyEndpoint"], Verdict | Awaitable[Verdict]]
 """Plays a task through an endpoint and returns the reward; async, or in a thread of its own."""
@@ -63,7 +63,7 @@ Harness = Callable[[Task, "PolicyEndpoint"], Verdict | Awaitable[Verdict]]
 
 @dataclass(frozen=True)
 class Ran:
-    """A program that ended."""
+    """Result of a program that ended."""
 
     code: int
     output: str
@@ -72,7 +72,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class PolicyEndpoint:
-    """Where the policy answers in one episode."""
+    """Address of the policy for one episode."""
 
     url: str  # OpenAI's base URL, which ends in /v1
     key: str = "posttrain"  # the address is the secret: any key will do
@@ -80,7 +80,7 @@ class PolicyEndpoint:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The variables by which programs are usually told."""
+        """Return the environment variables that most programs read."""
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), HOST)))
         return {
             "OPENAI_BASE_URL": self.url,
@@ -128,7 +128,7 @@ def harness(
     overflow: Literal["reply", "error"] = "reply",
     sampling: Literal["refuse", "ignore"] = "refuse",
 ) -> AsyncEnv | Callable[[Harness], AsyncEnv]:
-    """The environment that a harness is.
+    """Turn a harness into an environment.
 
     Once an episode has run out of something, requests get an empty reply that was cut off ("length"). `overflow`: "error"
     refuses those that do not fit the context, as servers do, so that a harness may shorten its conversation and go on.
@@ -166,7 +166,7 @@ _threads = ThreadPoolExecutor(MOST_THREADS, "harness")
 
 
 async def _called(function: Harness, task: Task, endpoint: PolicyEndpoint) -> Verdict:
-    """The reward of a harness."""
+    """Run the harness and return its reward."""
     if inspect.iscoroutinefunction(function):
         return await function(task, endpoint)
     found = await asyncio.get_running_loop().run_in_executor(_threads, function, task, endpoint)
@@ -182,7 +182,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Session:
-    """The requests of an episode: the policy, as its harness sees it."""
+    """Requests of an episode: the policy, as its harness sees it."""
 
     endpoint: PolicyEndpoint
     overflow: str
@@ -199,14 +199,14 @@ class _Session:
     def check(self, model: str | None) -> None:
         pass
 
-    def heard(self, body: dict[str, Any]) -> dict[str, Any]:
+    def select(self, body: dict[str, Any]) -> dict[str, Any]:
         params = body.get("sampling_params")
         if isinstance(params, dict):
             body = {**body, "sampling_params": self._without(params, "sampling_params.")}
         return self._without(body)
 
     def _without(self, fields: dict[str, Any], path: str = "") -> dict[str, Any]:
-        """The fields without those that say how to sample."""
+        """Return the fields without those of sampling."""
         if self.sampling == "refuse":
             for name, neutral in OF_THE_RUN.items():
                 if (value := fields.get(name)) is not None and value not in neutral:
@@ -221,7 +221,9 @@ class _Session:
         return await together(self._reply(prompt, asked, number) for number in range(asked.count))
 
     async def _reply(self, prompt: Prompt, asked: PolicyRequest, number: int) -> PolicyResponse:
-        """A client that lost its connection and asks again gets what was said to it, instead of another reply."""
+        """Return the reply; a client that lost its connection and repeats a request gets the same reply, instead of
+        another one.
+        """
         if self._closed:
             raise RequestRefused(OVER, 410)
         request = _Request(_turn(prompt, asked), asyncio.get_running_loop().create_future(), asked)
@@ -238,7 +240,7 @@ class _Session:
             raise
 
     async def next(self, running: asyncio.Future[Any]) -> _Request | None:
-        """The next request; None when the harness has ended."""
+        """Return the next request; None when the harness has ended."""
         asking = asyncio.ensure_future(self._asked.get())
         try:
             await asyncio.wait((asking, running), return_when=asyncio.FIRST_COMPLETED)
@@ -258,7 +260,7 @@ class _Session:
             request.said.set_result(_said(reply, request.asked, request.turn))
 
     def close(self) -> None:
-        """Nobody is answered any more."""
+        """Refuse all further requests."""
         self._closed = True
         for said in self._waiting:
             said.set_exception(RequestRefused(OVER, 410))

@@ -38,7 +38,7 @@ MOST_PAGES = 100  # of a list of tools
 
 @dataclass(frozen=True)
 class Tool:
-    """What a server says of one of its tools."""
+    """Description of one tool of a server."""
 
     name: str
     description: str
@@ -47,7 +47,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a tool said; `failed`: that it could not do what was asked."""
+    """Result of a tool call; `failed`: the tool reported an error."""
 
     text: str
     failed: bool = False
@@ -78,11 +78,13 @@ class Server:
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
 
     async def tools(self) -> list[Tool]:
-        """What it offers. Raises Broken if it does not say."""
+        """Return the tools of the server. Raises Broken if it does not answer."""
         return list((await self._connection().opened())[1].values())
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """What a tool answers. A tool that fails, or that there is not, says so. Raises Broken if the server fails."""
+        """Call a tool and return its answer. An unknown or failing tool gives an error text. Raises Broken if the
+        server fails.
+        """
         connection = self._connection()
         client, tools = await connection.opened()
         if name not in tools:
@@ -95,7 +97,7 @@ class Server:
         )
 
     async def close(self) -> None:
-        """End the connection of this event loop, and with it the process of a command."""
+        """Close the connection of this event loop, and with it the process of a command."""
         connection = self._connections.pop(asyncio.get_running_loop(), None)
         if connection is not None:
             connection.stop.set()
@@ -108,7 +110,7 @@ class Server:
         await self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process has connections of its own."""
+        """Return the state without connections: a copy in another process has its own."""
         return {name: value for name, value in vars(self).items() if name != "_connections"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,7 +130,7 @@ class Server:
 
 
 class _Connection:
-    """A connection and the task that opens and closes it: the library wants both done by one."""
+    """A connection and the task that opens and closes it: the library requires one task for both."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -139,7 +141,7 @@ class _Connection:
         self.task = asyncio.get_running_loop().create_task(self._hold())
 
     async def opened(self) -> tuple[Any, dict[str, Tool]]:
-        """The library's client, and the tools by their names. Raises Broken."""
+        """Return the library's client, and the tools by their names. Raises Broken."""
         try:
             async with asyncio.timeout(self.server.start_timeout):
                 return await asyncio.shield(self._ready)
@@ -148,7 +150,7 @@ class _Connection:
             raise BridgeError(f"{self.server} did not start within {self.server.start_timeout:g} s") from None
 
     async def within(self, timeout: float, name: str, call: Any) -> Any:
-        """The result of a call, or what the server says against it as an Answer. Raises Broken."""
+        """Return the result of a call, or the server's error as an Answer. Raises Broken."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -216,7 +218,7 @@ async def _listed(client: Any) -> dict[str, Tool]:
 
 
 def _text(result: Any) -> str:
-    """What a result says; of what is no text, what it is."""
+    """Return the text of a result; for content that is not text, its type."""
     parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -258,7 +260,7 @@ class Agent:
         yield (await verdict) if inspect.isawaitable(verdict) else verdict
 
     async def _answer(self, reply: str) -> str | None:
-        """What the policy is shown; None: the episode ends. Raises Broken where that is invalid."""
+        """Return the answer for the policy; None: the episode ends. Raises Broken where that is invalid."""
         try:
             name, arguments = read_call(reply)
         except ValueError as error:
@@ -273,7 +275,7 @@ class Agent:
 
 
 def environment(server: Server, reward: Callable[[Task, str], Any], **settings: Any) -> Agent:
-    """The environment of a server's tools. `settings`: fields of `Agent`."""
+    """Return the environment of a server's tools. `settings`: fields of `Agent`."""
     try:
         return Agent(server, reward, **settings)
     except TypeError as error:
@@ -281,7 +283,7 @@ def environment(server: Server, reward: Callable[[Task, str], Any], **settings: 
 
 
 def read_call(reply: str) -> tuple[str, dict[str, Any]]:
-    """The call that a reply ends with: the tool's name and its arguments. Raises ValueError, for the policy to read.
+    """Parse the call at the end of a reply: the tool's name and its arguments. Raises ValueError, for the policy to read.
 
     >>> read_call('I add. <tool>{"name": "add", "arguments": {"a": 2}}</tool>')
     ('add', {'a': 2})
@@ -303,11 +305,11 @@ def read_call(reply: str) -> tuple[str, dict[str, Any]]:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _with_tools(turn: Turn, tools: Sequence[Tool]) -> Turn:
-    """The first turn with the tools before it."""
+    """Return the first turn with the tools before it."""
     text = "Tools:\n" + "\n".join(f"- {_signature(tool)}: {tool.description}" for tool in tools)
     text += f'\nCall one with {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}.\n'
     stop = (*turn.stop, CLOSE)
@@ -317,7 +319,9 @@ def _with_tools(turn: Turn, tools: Sequence[Tool]) -> Turn:
 
 
 def _signature(tool: Tool) -> str:
-    """A tool and its parameters in a line: a type where that says all, else the parameter's schema."""
+    """Describe a tool and its parameters in a line: by a type where that is complete, else by the parameter's
+    schema.
+    """
     properties, needed = tool.parameters.get("properties") or {}, tool.parameters.get("required") or ()
     parts = []
     for name, schema in properties.items():

@@ -47,7 +47,7 @@ class OpenEnv(Manner):
 
     url: str = ""  # http:// or ws://
     action: str | Callable[[str], Mapping[str, Any] | None] = "message"
-    """The field of an action that the reply is, or a function from reply to action; None: it is none."""
+    """The field of an action that the reply fills, or a function from reply to action; None: it is not an action."""
     observe: str | Callable[[Mapping[str, Any]], str] = ""
     """The field of an observation that is shown, or a function; default: its only text, or all of it as JSON."""
     reset: Mapping[str, Any] = field(default_factory=dict)  # goes with the first message, besides the seed
@@ -78,7 +78,7 @@ class OpenEnv(Manner):
 
 
 def environment(url: str, **settings: Any) -> OpenEnv:
-    """The environment that this server plays. `settings`: fields of `OpenEnv`."""
+    """Return the environment of this server. `settings`: fields of `OpenEnv`."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://", "ws://", "wss://")):
         raise UserError(f"an OpenEnv server has an address such as http://127.0.0.1:8000, not {short(url)}")
     try:
@@ -99,7 +99,9 @@ class _Session:
         self._socket: Any = None
 
     async def begin(self, task: Task) -> GameStep:
-        """Raises Broken if there is no server, it has no place for us until the time is over, or it answers rubbish."""
+        """Connect and begin. Raises Broken if there is no server, it has no place for us until the time is over, or it
+        sends invalid messages.
+        """
         if not self.how.url:
             raise UserError('the task has no column "url", the address of an OpenEnv server')
         if not isinstance(self.how.reset, Mapping):
@@ -117,7 +119,7 @@ class _Session:
             await asyncio.sleep(PAUSE)
 
     async def act(self, reply: str) -> GameStep:
-        """Raises NotAnAction, or Broken if the server fails."""
+        """Act. Raises NotAnAction, or Broken if the server fails."""
         action = {self.how.action: reply} if isinstance(self.how.action, str) else self.how.action(reply)
         if action is None:
             raise NotAnAction("That is no action.")
@@ -151,7 +153,7 @@ class _Session:
             raise BridgeError(f"there is no OpenEnv server at {self.how.url}: {inline(str(error))}") from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer: an observation, or an error. Raises Broken."""
+        """Return the answer: an observation, or an error. Raises Broken."""
         from websockets.exceptions import ConnectionClosed
 
         try:
@@ -169,11 +171,11 @@ class _Session:
             found = None
         known = isinstance(found, dict) and found.get("type") in ("observation", "error")
         if not known or not isinstance(found.get("data"), dict):
-            raise BridgeError(f"{self.how.url} answers {answer[:60]!r}, which is no message of OpenEnv")
+            raise BridgeError(f"{self.how.url} answers {answer[:60]!r}, which is not a message of OpenEnv")
         return found
 
     def _read(self, data: Mapping[str, Any]) -> GameStep:
-        """What an observation's message says."""
+        """Parse an observation's message."""
         observation, done = data.get("observation"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise BridgeError(f"{self.how.url} sends an observation that is none: {json.dumps(data)[:100]}")
@@ -197,7 +199,7 @@ def _code(error: Mapping[str, Any]) -> Any:
 
 
 def _message(error: Mapping[str, Any]) -> str:
-    """What an error says, on one line."""
+    """Return an error's message on one line."""
     data = error["data"]
     wrong = [e.get("msg") for e in data.get("errors") or () if isinstance(e, dict)] if _code(error) else []
     return inline("; ".join(map(str, [data.get("message", "no reason"), *wrong])))

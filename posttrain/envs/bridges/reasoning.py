@@ -42,20 +42,20 @@ LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_inse
 FORMULAS = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-"""Whose scorers evaluate an answer: as a list in Python's notation, as a formula for sympy."""
+"""Data sets whose scorers evaluate an answer: as a list in Python's notation, as a formula for sympy."""
 EXACT = frozenset({"game_of_life_halting"})
-"""Whose scorers take any answer (here the truth of a text that is not empty): the answer is to be the entry's own."""
+"""Data sets whose scorers accept any answer (a text that is not empty): the answer has to equal the entry's own."""
 
 _FORMULA = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[-+*/^(),\s]|[A-Za-z]+)*")
 _NAME = re.compile("[A-Za-z]|a?(sin|cos|tan)|(sin|cos|tan)h|cot|sec|csc|exp|log|ln|sqrt|Abs|pi|Integral")
 
 
 def reward(task: Task, reply: str) -> float | Invalid:
-    """What the data set's scorer gives, from 0 to 1."""
+    """Return the score of the data set's scorer, from 0 to 1."""
     try:
         dataset, entry = str(task["dataset"]), json.dumps(task["entry"])
     except (KeyError, TypeError, ValueError) as error:
-        return Invalid(f"the row is none of this module's: {type(error).__name__}: {error}")
+        return Invalid(f"the row was not made by this module: {type(error).__name__}: {error}")
     answer = reply.strip() if task.get("plain") else between(reply, "answer")
     if answer is None or len(answer) > LONGEST or not harmless(dataset, answer):
         return 0.0
@@ -71,7 +71,7 @@ def reward(task: Task, reply: str) -> float | Invalid:
 
 
 def harmless(dataset: str, answer: str) -> bool:
-    """Whether an answer may be given to the scorer: most read it as text, some evaluate it."""
+    """Return whether an answer may be passed to the scorer: most read it as text, some evaluate it."""
     if dataset in LITERALS:
         try:
             ast.literal_eval(answer)
@@ -97,12 +97,12 @@ def _score(dataset: str, config: str, entry: str, answer: str) -> float | Invali
 
 
 def prepare() -> None:
-    """Called once in the process that scores."""
+    """Prepare the process that scores; called once."""
     import reasoning_gym  # noqa: F401
 
 
 def scored(dataset: str, config: str, entry: str, answer: str) -> float:
-    """The score of an answer to an entry, both as a row has them."""
+    """Return the score of an answer to an entry, both as in a row."""
     return float(_dataset(dataset, config).score_answer(answer, _restored(json.loads(entry))))
 
 
@@ -119,9 +119,10 @@ def _dataset(name: str, config: str) -> Any:
 def tasks(
     count: int, seed: int, dataset: str, *, config: str = "", plain: bool = False, held_out: bool = False
 ) -> list[Task]:
-    """Rows of one data set, equal questions once. Held-out ones come from another seed, without what training rows have.
+    """Return rows of one data set, equal questions once. Held-out ones come from another seed, without those of
+    training.
 
-    `config`: settings of the data set, as JSON; `plain`: the reply is the answer, without tags.
+    `config`: settings of the data set, as JSON; `plain`: the reply is the answer as it is.
     """
     settings = _settings(dataset, config)
     made = _made(dataset, settings, count, seed_of("reasoning-gym", seed))
@@ -143,7 +144,7 @@ def tasks(
 
 
 def _settings(dataset: str, config: str) -> dict[str, Any]:
-    """Raises UserError for what is no data set, and no object of settings."""
+    """Return the settings. Raises UserError for an unknown data set, or settings that are not an object."""
     from reasoning_gym.factory import DATASETS
 
     if dataset not in DATASETS or dataset == "composite":
@@ -168,7 +169,9 @@ def _made(dataset: str, settings: dict[str, Any], count: int, seed: int) -> list
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it, tuples and keys that are no text included. Raises UserError for what it cannot."""
+    """Encode a value for JSON, with tuples and keys that are not text. Raises UserError for one that cannot be
+    encoded.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str | bool | int | float):
@@ -185,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(value: Any) -> Any:
-    """The inverse of `_plain`."""
+    """Invert `_plain`."""
     if isinstance(value, list):
         return [_restored(part) for part in value]
     if isinstance(value, dict):

@@ -54,7 +54,7 @@ class Taskset:
     record: str | None = None
 
     def rows(self, most: int = 1000) -> list[dict[str, Any]]:
-        """The first tasks. Raises UserError if the library does not start."""
+        """Return the first tasks. Raises UserError if the library does not start."""
         setup = json.dumps({"env": self.env, "tasks": most}) + "\n"
         try:
             ran = subprocess.run(
@@ -62,15 +62,15 @@ class Taskset:
             )
             told = json.loads(ran.stdout or '{"failed": ""}')
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"{self.python} does not tell the tasks: {one_line(error)}") from None
+            raise UserError(f"{self.python} cannot list the tasks: {one_line(error)}") from None
         if "tasks" not in told:
             last = ran.stderr.strip().splitlines()[-1:]
-            raise UserError(f"{self.python} does not tell the tasks: {told.get('failed') or ' '.join(last)}")
+            raise UserError(f"{self.python} cannot list the tasks: {told.get('failed') or ' '.join(last)}")
         found: list[dict[str, Any]] = told["tasks"]
         return found
 
     def environment(self, unfinished: float = 0.0) -> AsyncEnv:
-        """What plays its tasks. `unfinished`: as of a `harness`."""
+        """Return the environment that plays its tasks. `unfinished`: as of a `harness`."""
 
         async def play(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
             return _reward(await _side_of(self).play(task["index"], endpoint.url))
@@ -110,7 +110,7 @@ class _Side:
         self._hearing: asyncio.Task[None] | None = None
 
     async def play(self, index: int, url: str) -> list[dict[str, Any]]:
-        """The traces of a task. Raises RuntimeError with what went wrong."""
+        """Return the traces of a task. Raises RuntimeError with the error."""
         async with self._starting:
             if self._process is None:
                 await self._start()
@@ -145,10 +145,10 @@ class _Side:
             _kill(process)
             raise
         self._process = process
-        self._hearing = asyncio.ensure_future(self._hear(process, process.stdout))
+        self._hearing = asyncio.ensure_future(self._receive(process, process.stdout))
 
-    async def _hear(self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader) -> None:
-        """Take in what it says, until it ends or says what cannot be read."""
+    async def _receive(self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader) -> None:
+        """Handle its messages, until it ends or sends an invalid one."""
         with suppress(ValueError, LookupError, TypeError):
             while line := await lines.readline():
                 told = json.loads(line)
@@ -180,13 +180,13 @@ _sides: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Side]] = WeakKey
 
 
 def _side_of(taskset: Taskset) -> _Side:
-    """The one process for this taskset and event loop."""
+    """Return the process for this taskset and event loop."""
     sides = _sides.setdefault(asyncio.get_running_loop(), {})
     return sides.setdefault(repr(taskset), _Side(taskset))
 
 
 def _reward(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each part over the traces; "reward" is what counts."""
+    """Return the mean of each component over the traces; "reward" is the total."""
     if not traces:
         raise RuntimeError("no agent of the episode is trainable")
     found: dict[str, list[float]] = {}
@@ -243,7 +243,7 @@ def _path(nodes: Sequence[Mapping[str, Any]], leaf: int) -> list[int]:
 
 
 def _transcript(path: Sequence[tuple[int, Mapping[str, Any]]], learned: set[int]) -> Transcript:
-    """The tokens of these nodes; each node is learned from in one transcript only."""
+    """Return the tokens of these nodes; each node is learned from in one transcript only."""
     transcript = Transcript()
     for place, node in path:
         logp = iter(node.get("logprobs", ()))

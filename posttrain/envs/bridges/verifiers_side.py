@@ -59,7 +59,7 @@ class Side:
         return self._made[index]
 
     def rows(self, most: int) -> list[dict[str, Any]]:
-        """Of the first tasks, what can be told as JSON."""
+        """Return the first tasks' fields that JSON can represent."""
         self._made += itertools.islice(self._tasks, most)
         told = [json.loads(task.data.model_dump_json(exclude_defaults=True)) for task in self._made]
         keys = [task.key for task in self._made]
@@ -83,7 +83,7 @@ class Side:
                 await asyncio.gather(*left, return_exceptions=True)
 
     def _take(self, message: dict[str, Any], say: Any) -> bool:
-        """Whether a run begins."""
+        """Handle a message. Return whether a run begins."""
         number, runs = message["run"], self.runs
         if "task" not in message:
             if number in runs:
@@ -119,10 +119,10 @@ class Side:
             raise RuntimeError(
                 f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode was not completed"
             )
-        return [_told(trace) for trace in episode.traces if trace.agent.trainable]
+        return [_described(trace) for trace in episode.traces if trace.agent.trainable]
 
     def _record(self, episode: Any) -> None:
-        """The library's own record of it, a line of a file to which several of us may write."""
+        """Append the library's own record to a file, to which several processes may write."""
         line = json.dumps(episode.to_record(float_decimals=None)) + "\n"
         file = os.open(self.setup["record"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -131,8 +131,8 @@ class Side:
             os.close(file)
 
 
-def _told(trace: Any) -> dict[str, Any]:
-    """What is told of a trace."""
+def _described(trace: Any) -> dict[str, Any]:
+    """Return the fields of a trace for JSON."""
     return {
         "agent": trace.agent.name,
         "reward": trace.reward,

@@ -87,7 +87,7 @@ class Game:
         return len(self.scored)
 
     def do(self, command: str) -> tuple[str, int]:
-        """What a command leads to, in words, and the points that it earned."""
+        """Carry out a command. Return the answer, and the points that it earned."""
         before = self.score
         words = command.lower().split()
         verb, thing = (words[0], " ".join(words[1:])) if words else ("", "")

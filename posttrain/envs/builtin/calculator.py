@@ -42,7 +42,7 @@ def calculator(task: Task) -> Generator[Turn, Reply, Verdict]:
 
 
 def worked_out(text: str) -> str:
-    """What the calculator says: a number, exact where it has few digits, or what was wrong.
+    """Return the calculator's answer: a number, exact where it has few digits, or an error message.
 
     >>> worked_out("(12-8)*2"), worked_out("1/8"), worked_out("2/3"), worked_out("1/0")
     ('8', '0.125', '0.666666666667', 'not an expression that can be worked out')

@@ -93,7 +93,7 @@ def shown(programs: Sequence[str], passes: Sequence[bool] | None = None) -> str:
 
 
 def outcomes(passes: Sequence[bool]) -> str:
-    """Which programs pass the example."""
+    """Describe which programs pass the example."""
     told = sorted(range(len(passes)), key=lambda place: passes[place])
     return "".join(f"{_numbered(place)}{PASSES if passes[place] else FAILS}" for place in told)
 

@@ -31,7 +31,7 @@ def guess(task: Task) -> Generator[Turn, Reply, Verdict]:
 
 
 def hint_at(reply: str, answer: int) -> str | None:
-    """What is said to a guess: "higher", "lower", "no number"; None: it is right.
+    """Return the hint after a guess: "higher", "lower", "no number"; None: it is right.
 
     >>> hint_at("7", 12), hint_at(" 12\\n", 12), hint_at("12 13", 12)
     ('higher', None, 'no number')

@@ -65,7 +65,7 @@ def python(task: Task) -> Generator[Turn, Reply, Verdict]:
 
 
 def answered(session: InterpreterSession, reply: str) -> str:
-    """What the tool says to a reply that ends with code, always with a line end where there is any text."""
+    """Return the tool's output for a reply that ends with code, always with a line end where there is any text."""
     _, opened, code = reply.removesuffix(CLOSE).rpartition(OPEN)
     if not opened:
         return f"Write {OPEN} before the code.\n"
@@ -75,7 +75,7 @@ def answered(session: InterpreterSession, reply: str) -> str:
 
 
 def judged(said: str | None, gold: str) -> float | Invalid:
-    """Whether an answer is the gold one: as numbers where the gold is a number, else as short texts."""
+    """Return whether an answer is the gold one: as numbers where the gold is a number, else as short texts."""
     known = read_number(gold)
     if known is None:
         return exact_match(said, gold)

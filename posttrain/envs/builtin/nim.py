@@ -49,7 +49,7 @@ def nim(task: Task) -> Generator[Turn, Reply, Verdict]:
 
 
 def move_of(reply: str, stones: int, most: int) -> int | None:
-    """How many stones a reply takes; None: the rules do not allow it.
+    """Return the number of stones that a reply takes; None: the rules do not allow it.
 
     >>> move_of(" 2\\n", 5, 3), move_of("4", 5, 3), move_of("3", 2, 3), move_of("two", 5, 3)
     (2, None, None, None)
@@ -90,7 +90,7 @@ def _draws(rng: random.Random, largest: int, most: int, against: str) -> Iterato
 
 
 def moves(task: Task, rng: random.Random) -> list[str]:
-    """What the policy says in a game of perfect play."""
+    """Return the policy's replies in a game of perfect play."""
     playing, said = nim(task), list[str]()
     turn = next(playing)
     try:

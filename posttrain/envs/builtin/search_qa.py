@@ -79,7 +79,7 @@ def _right(row: dict[str, Any], question: str, answer: str) -> Task:
 
 @dataclass
 class _Play:
-    """What the policy did in an episode."""
+    """Actions of the policy in an episode."""
 
     searches: int = 0  # that were made
     invalid: int = 0  # replies that were neither a search nor an answer
@@ -185,12 +185,12 @@ def _passages(found: Any, shown: int) -> list[tuple[str, str]] | Invalid:
 
 
 def _holds(passages: list[tuple[str, str]], answers: list[str]) -> bool:
-    """Whether one of them has an answer."""
+    """Return whether one of the passages contains an answer."""
     return any(contains_answer("\n".join(passage), answers, words=True) == 1.0 for passage in passages)
 
 
 def _block(passages: list[tuple[str, str]]) -> str:
-    """What stands between the tags."""
+    """Return the text between the tags."""
     shown = (f"Doc {number}(Title: {title}) {text}" for number, (title, text) in enumerate(passages, 1))
     return "\n".join(shown).strip() or NOTHING
 

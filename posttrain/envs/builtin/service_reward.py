@@ -33,7 +33,7 @@ def judge(task: Task) -> Asking:
 
 
 def question(kind: str, turn: Turn, reply: Reply) -> dict[str, Any]:
-    """What a service of a kind ("reward-model" or "judge") is asked about a reply to a turn."""
+    """Return the request to a service of a kind ("reward-model" or "judge") about a reply to a turn."""
     if kind == "judge":
         shown = {"prompt": turn.text} if turn.messages is None else {"messages": list(turn.messages)}
         return {**shown, "response": reply}

@@ -1,1 +1,1 @@
-"""Low-rank adapters, and frozen weights in few bits below them."""
+"""Low-rank adapters, and frozen weights in few bits beneath them."""

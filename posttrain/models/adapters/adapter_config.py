@@ -1,6 +1,6 @@
-"""adapter_config.json, as PEFT writes it, and what it says: which low-rank adapters a folder holds, and of which model.
+"""Reads and writes adapter_config.json in PEFT's format: the kind of adapters in a folder, and their base model.
 
-No torch is loaded for it. What PEFT has beyond plain LoRA changes what is computed, and is refused.
+No torch is loaded for it. Anything beyond plain LoRA changes what is computed, and is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.json_files import Fields, read_json, shown, write_json
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-NOTE = "posttrain_adapter.json"  # what PEFT has no place for: the base's fingerprint, the form of a reward model
-PREFIX = "base_model.model."  # what PEFT puts before the name that a tensor has in the base
+NOTE = "posttrain_adapter.json"  # fields that PEFT lacks: the base's fingerprint, the form of a reward model
+PREFIX = "base_model.model."  # PEFT's prefix of the name that a tensor has in the base
 RANK_MOST = 2**20
 LANGUAGE_MODEL, CLASSIFIER = "CAUSAL_LM", "SEQ_CLS"
 SCORES = ("classifier", "score")  # PEFT's `modules_to_save` of sequence classification
@@ -24,28 +24,28 @@ BEYOND = (
     "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
     "kasa_config", "monteclora_config", "velora_config",
 )  # fmt: skip
-"""Entries that stand for something else than W + scale * B A, or that with the lengths of its rows (DoRA)."""
+"""Fields whose settings compute something else than W + scale * B A, or that with the lengths of its rows (DoRA)."""
 
 
 class AdapterConfig(NamedTuple):
-    """What is read of it."""
+    """The fields of adapter_config.json that are used."""
 
     rank: int
     alpha: float
     rslora: bool
-    base: str  # as it stands there
+    base: str  # as written in the file
     task: str | None
     saved: tuple[str, ...]  # modules that are stored whole beside the adapters
     dora: bool = False
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds adapters instead of a model."""
+    """Return whether a folder holds adapters instead of a model."""
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises UserError for what is no plain LoRA, or damaged."""
+    """Read the file. Raises UserError for anything but plain LoRA, or for damage."""
     file = folder / ADAPTER_CONFIG
     fields = Fields(file, read_json(file))
     kind = fields.text("peft_type")
@@ -83,7 +83,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def write_adapter_config(folder: Path, config: AdapterConfig, targets: Sequence[str]) -> None:
-    """`targets`: the names of the adapted matrices, or their ends."""
+    """Write the file. `targets`: names of the adapted matrices, or their suffixes."""
     told: Mapping[str, Any] = {
         "peft_type": "LORA",
         "task_type": config.task,
@@ -104,16 +104,16 @@ def write_adapter_config(folder: Path, config: AdapterConfig, targets: Sequence[
 
 
 def base_of(folder: Path) -> Path:
-    """The folder of the model that the adapters of a folder belong to. Raises UserError if it is not there."""
+    """Return the folder of the base model of a folder of adapters. Raises UserError if it is missing."""
     base = read_adapter_config(folder).base
     where = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path"
     if not base:
-        raise UserError(f"{where} is empty: write there where the model lies that the adapter belongs to")
+        raise UserError(f"{where} is empty: write the folder or name of the adapter's base model there")
     try:
         found = checkpoint_folder(base)
     except UserError:
         raise UserError(
-            f"{where} is {shown(base)}, which is not there: put the model back, or write where it lies now"
+            f"{where} is {shown(base)}, which is not there: restore the model, or write its new folder"
         ) from None
     if is_adapter(found):
         raise UserError(f"{where} is {shown(base)}, which is an adapter itself: posttrain merge that one first")
@@ -121,6 +121,6 @@ def base_of(folder: Path) -> Path:
 
 
 def described_in(folder: str | Path) -> Path:
-    """The folder whose config.json describes the model of a checkpoint folder: its own, or that of an adapter's base."""
+    """Return the folder whose config.json describes the model of a checkpoint folder: itself, or an adapter's base."""
     folder = checkpoint_folder(folder)
     return base_of(folder) if is_adapter(folder) else folder

@@ -1,7 +1,7 @@
-"""Folders of adapters in and out, as PEFT has them: adapter_model.safetensors and adapter_config.json, without the base.
+"""Loads folders of adapters in PEFT's format: adapter_model.safetensors and adapter_config.json, without the base.
 
-Beside them lies a note of ours with what PEFT has no place for. It holds a fingerprint of the base, so that adapters are
-never put on other weights than those they were trained on.
+A file beside them holds what PEFT has no fields for, among it a fingerprint of the base, so that adapters are never put
+on other weights than those they were trained on.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each te
 
 
 def checked_base(folder: Path) -> Path:
-    """The folder of the base, once it is known to be the one that the adapters were trained on."""
+    """Return the folder of the base, after a check that the adapters were trained on it."""
     base, noted = base_of(folder), read_note(folder).get("base")
     if isinstance(noted, str) and noted and fingerprint(base) != noted:
         raise UserError(
-            f"{folder} was trained on other weights than those in {base}: put these back, or write where they lie as "
+            f"{folder} was trained on other weights than those in {base}: restore these, or write their folder as "
             "base_model_name_or_path in its adapter_config.json"
         )
     return base
@@ -50,7 +50,9 @@ def read_note(folder: Path) -> dict[str, Any]:
 
 
 def read_adapter(decoder: Backbone, folder: Path, heads: Iterable[str] = ()) -> dict[str, Tensor]:
-    """Give a decoder the adapters of a folder. `heads`: names of what lies beside them; what is there of it is returned."""
+    """Load adapters of a folder into a decoder. `heads`: names of further tensors; those that are there are
+    returned.
+    """
     config, file = read_adapter_config(folder), folder / ADAPTER
     with open_tensors(file) as stored:
         there = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
@@ -85,15 +87,19 @@ def read_adapter(decoder: Backbone, folder: Path, heads: Iterable[str] = ()) -> 
 
 
 def base_named(folder: str | Path) -> str:
-    """How adapters name their base: a folder by its full path, since they may be opened from anywhere."""
+    """Return the name of a base for adapter_config.json: a folder by its full path, since adapters may be opened from
+    anywhere.
+    """
     return str(Path(folder).absolute()) if Path(folder).is_dir() else str(folder)
 
 
 def fingerprint(folder: Path) -> str:
-    """Of a checkpoint's weights: name, type, shape and some numbers of each tensor, however they are divided over files."""
+    """Return a fingerprint of a checkpoint's weights: name, type, shape and some numbers of each tensor, however they
+    are divided over files.
+    """
     found = []
     for file in weight_files(folder):
-        open_tensors(file)  # which says what is wrong with it
+        open_tensors(file)  # raises a UserError with the reason
         with user_files.opened(file) as content:
             size = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(size))

@@ -31,7 +31,7 @@ def adapters(decoder: Backbone) -> Iterator[Adapter]:
 def save_adapter(
     decoder: Backbone, folder: Path, also: Mapping[str, Tensor] | None = None, note: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the adapters of a decoder. `also`: heads of a reward model, by their names; `note`: what else to remember."""
+    """Write the adapters of a decoder. `also`: heads of a reward model, by their names; `note`: further fields."""
     folder.mkdir(parents=True, exist_ok=True)
     lora, tensors = decoder.lora, dict[str, Tensor]()
     assert lora is not None
@@ -47,7 +47,7 @@ def save_adapter(
 
 
 def _targets(decoder: Backbone) -> list[str]:
-    """The adapted matrices as PEFT finds them: by the ends of their names, unless layers differ."""
+    """Return the adapted matrices in PEFT's form: as suffixes of their names, unless layers differ."""
     names = [name for adapter in adapters(decoder) for name in adapter.names]
     ends = {name.rpartition(".")[2] for name in names}
     every = [stored for stored in decoder.matrices() if stored.rpartition(".")[2] in ends]
@@ -55,7 +55,7 @@ def _targets(decoder: Backbone) -> list[str]:
 
 
 def stored_adapters(decoder: Backbone) -> dict[str, Tensor]:
-    """Where each stored tensor lies in the adapters of a decoder."""
+    """Return each stored tensor of a decoder's adapters, by name."""
     found = {}
     for adapter in adapters(decoder):
         for name, place in zip(adapter.names, adapter.places, strict=True):

@@ -1,7 +1,7 @@
-"""Low-rank adapters of a decoder (LoRA, arXiv 2106.09685): which products have one, how they begin, what they add up to.
+"""Low-rank adapters of a decoder (LoRA, arXiv 2106.09685): which products have one, their initialisation, and merging.
 
-Decides what is shared. An adapted decoder's own weights are frozen, so a second decoder over the very same tensors, with
-other adapters or none, costs no memory: the model as it was before training is such a one.
+Decides what is shared. An adapted decoder's own weights are frozen, so a second decoder over the same tensors, with
+other adapters or none, costs no memory: the model before training is such a one.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from posttrain.models.native.quantized import QuantizedLinear, require
 
 ALL = "all-linear"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""What a decoder's adapted matrices are called by PEFT."""
+"""PEFT's names of a decoder's adapted matrices."""
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """How a decoder is adapted."""
+    """Settings of a decoder's adapters."""
 
     rank: int
     alpha: float
     rslora: bool = False
-    base: str = ""  # where the weights below lie: a folder, or a Hugging Face model's name
-    digest: str = ""  # a fingerprint of these
-    quantize: str = ""  # how they are packed, if they are: see `quantized`
-    dora: bool = False  # whether the length of each row learns by itself (arXiv 2402.09353)
+    base: str = ""  # of the base: a folder, or a Hugging Face model's name
+    digest: str = ""  # a fingerprint of the base
+    quantize: str = ""  # quantization of the base, if any: see `quantized`
+    dora: bool = False  # whether the magnitude of each row is trained (DoRA, arXiv 2402.09353)
 
     @property
     def scale(self) -> float:
-        """alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
+        """Return alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def save(self, backbone: Backbone, folder: Path, **more: Any) -> None:
@@ -52,21 +52,23 @@ class LoRA:
 
 
 def named_targets(targets: Sequence[str], there: Sequence[str] = TARGETS) -> tuple[str, ...]:
-    """The matrices that these words name, or several with commas between. Raises UserError for one that is not `there`."""
+    """Return the matrices that these words name, each one or several with commas between. Raises UserError for one that
+    is not `there`.
+    """
     targets = [name for word in targets for name in word.split(",")]
     if ALL in targets:
         if len(targets) > 1:
-            raise UserError(f"--lora-targets {ALL} is all of them: leave out the others, or that")
+            raise UserError(f"--lora-targets {ALL} already means all: leave out the others, or it")
         return tuple(there)
     if odd := [name for name in targets if name not in there]:
-        raise UserError(f"--lora-targets {odd[0]:.60} is none: there are {ALL}, {', '.join(there)}")
+        raise UserError(f"--lora-targets {odd[0]:.60} is unknown: there are {ALL}, {', '.join(there)}")
     if not targets:  # a recipe may say so
         raise UserError(f"--lora-targets is empty: give {ALL}, or some of {', '.join(there)}")
     return tuple(name for name in there if name in targets)
 
 
 def targets_of(model: Backbone) -> tuple[str, ...]:
-    """What the matrices of a model that can be adapted are called. Raises UserError if there are none."""
+    """Return the names of a model's matrices that can be adapted. Raises UserError if there are none."""
     found = tuple(dict.fromkeys(name.rpartition(".")[2] for name in model.matrices()))
     if not found:
         raise UserError(f"--lora adapts linear layers, and {model.family} has none: leave it out")
@@ -74,10 +76,10 @@ def targets_of(model: Backbone) -> tuple[str, ...]:
 
 
 def decoder_of(model: Model) -> Backbone:
-    """The decoder that a model is, or is built on. Raises UserError where there is none to be adapted."""
+    """Return the decoder of a model. Raises UserError where there is none to be adapted."""
     found = getattr(model, "backbone", model)
     if not isinstance(found, Backbone):
-        raise UserError(f"--lora adapts decoders, and a {type(model).__name__} is none: leave it out")
+        raise UserError(f"--lora adapts decoders, and a {type(model).__name__} is not one: leave it out")
     return found
 
 
@@ -121,9 +123,10 @@ def attach(decoder: Backbone, lora: LoRA, adapts: Callable[[str], bool]) -> None
 
 
 def begin(decoder: Backbone, seed: int) -> None:
-    """Adapters that change nothing yet: B is 0, and A as PEFT has it, kaiming_uniform with a = sqrt(5) (arXiv 1502.01852).
+    """Initialise adapters that change nothing yet: B is 0, and A as in PEFT, kaiming_uniform with a = sqrt(5) (arXiv
+    1502.01852).
 
-    A matrix begins with the same A whichever others are adapted. A magnitude begins as the lengths of the rows.
+    A matrix begins with the same A whichever others are adapted. A magnitude begins as the norms of the rows.
     """
     with torch.no_grad():
         for _, linear, _ in decoder.linears():
@@ -140,7 +143,7 @@ def begin(decoder: Backbone, seed: int) -> None:
 
 
 def sharing(decoder: Backbone) -> Backbone:
-    """A decoder over the very same weights, without adapters."""
+    """Return a decoder over the same weights, without adapters."""
     shared = copy.deepcopy(decoder, {id(t): t for t in (*decoder.parameters(), *decoder.buffers())})
     for _, linear, _ in shared.linears():
         linear.adapter = None
@@ -149,7 +152,7 @@ def sharing(decoder: Backbone) -> Backbone:
 
 
 def shared_copy(decoder: Backbone) -> Backbone:
-    """A decoder over the very same weights, with a copy of the adapters as they are, all frozen."""
+    """Return a decoder over the same weights, with a copy of the adapters, all frozen."""
     assert decoder.lora is not None
     other, names = sharing(decoder), {name for adapter in adapters(decoder) for name in adapter.names}
     attach(other, decoder.lora, lambda name: name in names)
@@ -161,7 +164,7 @@ def shared_copy(decoder: Backbone) -> Backbone:
 
 
 def frozen_copy(model: Model) -> Model:
-    """The model as it is, which no update of the other moves. What is frozen in that is shared where it is a decoder's."""
+    """Return a copy of the model that no update changes. Frozen weights of a decoder are shared with it."""
     if isinstance(model, Backbone) and model.lora is not None:
         return shared_copy(model)
     copied: Model = copy.deepcopy(model)
@@ -169,7 +172,7 @@ def frozen_copy(model: Model) -> Model:
 
 
 def merge(decoder: Backbone) -> None:
-    """Put the adapters into the weights."""
+    """Merge the adapters into the weights."""
     with torch.no_grad():
         for name, linear, _ in list(decoder.linears()):
             if isinstance(linear, QuantizedLinear):

@@ -1,16 +1,16 @@
 """Any language model that transformers loads, behind the `Model` protocol.
 
-It decides how a layout goes through a model that knows only rows of tokens. Two ways, and the first that proves right is
-taken when a model is loaded:
+It decides how a layout goes through a model that takes rows of tokens only. There are two modes, and the first that
+proves right is chosen when a model is loaded:
 
-flat    all tokens in one row, and our attention in place of the model's own: shared prompts once, no padding. For models
-        whose layers mix tokens by full attention alone.
-rows    each reply behind its own prompt, in rows filled up to the right: for windows, sinks, soft-capped scores, state-space
-        layers. What stands behind a token cannot move it, so no mask is needed.
+flat    all tokens in one row, and our attention in place of the model's own: shared prompts once, no padding. For
+models whose layers mix tokens by full attention alone.
+rows    each reply behind its own prompt, in rows padded on the right: for windows, sinks, soft-capped scores,
+state-space layers. Later tokens cannot influence earlier ones, so no mask is needed.
 
-A way is right where it gives the log-probabilities of the model's own forward. No list of architectures says so.
+A mode is right where it gives the log-probabilities of the model's own forward. There is no list of architectures.
 
-    T    tokens of a micro-batch    n    hidden states that are asked for
+T    tokens of a micro-batch    n    hidden states that are requested
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 
 Way = Literal["flat", "rows"]
 NAME = "posttrain"  # of our attention among those of transformers
-FULLER = 0.8  # rows of one call are at least so long, measured by the longest
+FULLER = 0.8  # rows of one call are at least this long, as a share of the longest
 
 
 class NotFlatError(Exception):
-    """A layer does more than attend to all that came before."""
+    """A layer does more than attend to all earlier tokens."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """See `posttrain.core.protocols.ModelShape`."""
+    """Sizes of the model; implements `posttrain.core.protocols.ModelShape`."""
 
     vocab: int
     hidden: int
@@ -67,24 +67,24 @@ class Sizes:
 
 
 class Backed(nn.Module):
-    """A model of transformers. Made by `models.transformers_folder.load_backed`."""
+    """A model of transformers, created by `transformers_folder.load_backed`."""
 
     def __init__(self, inner: Any, context: int, way: Way = "rows", vision: Vision | None = None) -> None:
         super().__init__()
         self.inner = inner.eval()  # no dropout: log-probabilities are functions of weights and tokens
         self.way = way
-        self.vision = vision  # None: it reads text alone
-        self.activation_room = math.inf  # bytes that what is kept for a backward pass may take ...
-        self.kept_per_token = 0.0  # ... and how many of them each token does; beyond that, layers are computed twice
-        self.rows_attention = "sdpa"  # the attention of rows, and of what samples with a cache
+        self.vision = vision  # None: text-only
+        self.activation_room = math.inf  # bytes that activations kept for a backward pass may take ...
+        self.kept_per_token = 0.0  # ... and bytes of them per token; beyond that, layers are recomputed
+        self.rows_attention = "sdpa"  # attention in row mode, and for sampling with a cache
         self.eos_ids: tuple[int, ...] = ()
-        self.lora: LoRA | None = None  # how it is adapted; the weights themselves are then frozen
+        self.lora: LoRA | None = None  # settings of its adapters; its own weights are then frozen
         self.generation: dict[str, Any] = {}  # its generation_config.json
         self.scale = 1.0  # of the head: see `Head`
         self.cap: float | None = None
-        self.routers: Routers | None = None  # of a mixture of experts
-        self.at_once = False  # whether rows of any lengths go through the model in one call
-        self.replays = False  # whether tokens take the experts that a layout names, and an engine records them
+        self.routers: Routers | None = None  # of mixture-of-experts layers
+        self.at_once = False  # whether rows of any lengths may share a call
+        self.replays = False  # whether tokens use the experts that a layout names, and an engine records them
         weight = inner.get_output_embeddings().weight
         self.config = Sizes(weight.shape[0], weight.shape[1], context)
 
@@ -96,7 +96,7 @@ class Backed(nn.Module):
     def head(self) -> Head:
         output = self.inner.get_output_embeddings()
         bias = getattr(output, "bias", None)
-        if self.vision is not None:  # what stands for a picture is no word: nobody says it, and nobody learns to
+        if self.vision is not None:  # a picture's placeholder is not a word: it is never sampled and never learned
             bias = self.vision.forbidden if bias is None else bias + self.vision.forbidden
         return Head(output.weight, bias, self.scale, self.cap)
 
@@ -108,19 +108,21 @@ class Backed(nn.Module):
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """See `posttrain.core.protocols.Model`."""
         if self.vision is None and layout.media:
-            raise UserError(f"{type(self.inner).__name__} reads text alone, and is given a picture: take one that sees")
+            raise UserError(f"{type(self.inner).__name__} is text-only, and got a picture: use a vision-language model")
         graded = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         with self._computed_twice() if graded and self._too_much(layout) else nullcontext():
             return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
 
     def forward(self, **given: Any) -> Tensor:
-        """Hidden states [B, longest, hidden] of the last layer. What is sharded is gathered for this call alone."""
+        """Compute hidden states [B, longest, hidden] of the last layer. Sharded weights are gathered for this call
+        only.
+        """
         states: Tensor = self.inner.base_model(use_cache=False, **given).last_hidden_state
         return states
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers of its text; none where they do not lie in one list."""
+        """Layers of the text model; empty where they are not in one list."""
         count = self.inner.config.get_text_config().num_hidden_layers
         lists = (m for m in self.inner.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
         return list(next(lists, ()))
@@ -131,11 +133,11 @@ class Backed(nn.Module):
         return family
 
     def matrices(self) -> list[str]:
-        """See `posttrain.models.adapters.lora.Backbone`."""
+        """See `posttrain.models.backbone.Backbone`."""
         return [name for name, _ in products(self.inner)]
 
     def linears(self) -> Iterator[tuple[str, Linear, list[tuple[str, int]]]]:
-        """See `posttrain.models.adapters.lora.Backbone`."""
+        """See `posttrain.models.backbone.Backbone`."""
         for name, module in products(self.inner):
             if isinstance(module, Linear):
                 yield f"inner.{name}", module, [(name, module.weight.shape[0])]
@@ -144,7 +146,7 @@ class Backed(nn.Module):
         open_products(self.inner, wanted)
 
     def _too_much(self, layout: Layout) -> bool:
-        """Whether what a backward pass needs of a micro-batch takes too much memory to be kept."""
+        """Return whether the activations of a micro-batch take too much memory to be kept for the backward pass."""
         tokens = layout.tokens.shape[0]
         if self.way == "rows":  # shared prompts are repeated
             forest = Forest(layout)
@@ -154,11 +156,11 @@ class Backed(nn.Module):
 
     @contextmanager
     def _computed_twice(self) -> Iterator[None]:
-        """Within it layers keep what they are given alone, and are computed again in the backward pass."""
+        """Recompute layers in the backward pass: within it layers keep their inputs only."""
         layers = _that_can_compute_twice(self.inner)
         for layer in layers:
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, partial(_again, layer)
-            layer.training = True  # of the layer alone, which asks for it, and not while it computes: no dropout
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, partial(_recompute, layer)
+            layer.training = True  # a layer asks for it, and not while it computes: no dropout
         try:
             yield
         finally:
@@ -166,18 +168,18 @@ class Backed(nn.Module):
                 layer.gradient_checkpointing = layer.training = False
 
     def tower(self) -> set[str]:
-        """The names of the model's modules that make features of pictures."""
+        """Return the names of the modules that compute features of pictures."""
         own = {id(p) for p in self.vision.weights()} if self.vision is not None else set()
         modules = self.inner.named_modules()
         return {name for name, module in modules if any(id(p) in own for p in module.parameters(recurse=False))}
 
     def freeze_vision(self) -> None:
-        """What makes features of pictures stays as it is."""
+        """Freeze the weights that compute features of pictures."""
         for parameter in self.vision.weights() if self.vision is not None else ():
             parameter.requires_grad_(False)
 
     def save(self, folder: Path) -> None:
-        """See `posttrain.core.protocols.Model`. Of an adapted model the adapters alone."""
+        """Save the model, see `posttrain.core.protocols.Model`. Of an adapted model only the adapters."""
         if self.lora is not None:
             return self.lora.save(self, folder)
         save_backed(self, folder)
@@ -192,7 +194,7 @@ class Backed(nn.Module):
         grow(self, vocab)
 
     def find_routers(self) -> None:
-        """Those of a mixture of experts, by what they do in one forward pass."""
+        """Find the routers of a mixture of experts, by their behaviour in one forward pass."""
         ids = torch.tensor([probe_ids(self, (*BEGINNING, *PROBES[0]))], device=self.head.device)
 
         def run() -> None:
@@ -214,8 +216,8 @@ class Backed(nn.Module):
     @property
     def kept_numbers(self) -> int:
         text = self.inner.config.get_text_config()
-        own = getattr(text, "per_layer_config", None)  # where layers differ, nothing is said of all (Gemma 4)
-        return sum(map(_kept_of, own or [text] * text.num_hidden_layers))
+        own = getattr(text, "per_layer_config", None)  # where layers differ, there is no one value (Gemma 4)
+        return sum(map(_cache_numbers, own or [text] * text.num_hidden_layers))
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return stored_tensors(self)
@@ -226,7 +228,7 @@ class Backed(nn.Module):
 
     def empty_like(self) -> Backed:
         config, kind = copy.deepcopy(self.inner.config), type(self.inner)
-        with quiet(), torch.random.fork_rng(devices=[]):  # what it begins with is drawn, and of no use
+        with quiet(), torch.random.fork_rng(devices=[]):  # its random initial values are not used
             inner = kind._from_config(config, dtype=self.head.dtype, attn_implementation="eager")
         other = Backed(inner.to(self.head.device), self.config.context, self.way)
         other.eos_ids, other.generation, other.scale, other.cap = self.eos_ids, self.generation, self.scale, self.cap
@@ -237,15 +239,16 @@ class Backed(nn.Module):
         return other
 
     def prepare_shards(self) -> None:
-        """Raises UserError where a gathered layer would not have all that it computes with, or something else would
-        lack it."""
+        """Prepare the layers for sharding. Raises UserError where a gathered layer would lack a weight, or another
+        module would need one of its weights.
+        """
         kind, layers = type(self.inner).__name__, self.layers
         if self.vision is not None:
-            raise UserError(f"--shard deals out models of text, and {kind} sees pictures: leave it out")
+            raise UserError(f"--shard requires a text-only model, and {kind} reads pictures: leave it out")
         if not layers:
-            raise UserError(f"--shard deals out the layers of a decoder, and none were found in {kind}: leave it out")
+            raise UserError(f"--shard requires a decoder's layers, and none were found in {kind}: leave it out")
         if scalars := [name for name, p in self.named_parameters() if p.ndim == 0]:
-            raise UserError(f"--shard deals out rows, and {scalars[0]} of {kind} is a single number: leave it out")
+            raise UserError(f"--shard splits rows, and {scalars[0]} of {kind} is a scalar: leave it out")
         place = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
         owner: dict[Tensor, int] = {}
         for module in self.modules():
@@ -253,7 +256,7 @@ class Backed(nn.Module):
                 if parameter is not None and owner.setdefault(parameter, place.get(module, -1)) != place.get(
                     module, -1
                 ):
-                    raise UserError(f"--shard deals out layers, and layers of {kind} share weights: leave it out")
+                    raise UserError(f"--shard splits layers, and layers of {kind} share weights: leave it out")
         self.at_once = True  # each process makes as many calls
 
     @property
@@ -272,24 +275,26 @@ class Backed(nn.Module):
         return self.vision is not None
 
     def attend(self, name: str) -> None:
-        """Choose one of the attentions that transformers knows by name, for text: a picture's is left as it is."""
+        """Select one of the attention implementations of transformers by name, for text; the vision tower's is left as
+        it is.
+        """
         self.inner.set_attn_implementation(name if self.vision is None else {"text_config": name})
 
     @property
     def attention(self) -> str:
-        """Its name."""
+        """Name of the attention implementation."""
         name: str = self.inner.config.get_text_config()._attn_implementation
         return name
 
     def new_cache(self) -> Any:
-        """An empty cache of transformers, with layers of the model's kinds."""
+        """Return an empty cache of transformers, with layers of the model's kinds."""
         from transformers import DynamicCache
 
         return DynamicCache(config=self.inner.config)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Within it the model may be called with a cache, row by row."""
+        """Allow calls with a cache, row by row, within it."""
         if self.way == "rows":
             yield
             return
@@ -301,7 +306,7 @@ class Backed(nn.Module):
 
     @contextmanager
     def shown(self, digests: Sequence[str], features: PictureFeatures | None) -> Iterator[dict[str, Any]]:
-        """Within it the base model, called with what this gives besides, sees these pictures, in the order of its tokens."""
+        """Show these pictures to the base model, in the order of its tokens; yields further arguments for its call."""
         if self.vision is None or features is None:
             yield {}
             return
@@ -309,7 +314,7 @@ class Backed(nn.Module):
             yield more
 
     def features(self, media: Iterable[Media]) -> PictureFeatures | None:
-        """Of the pictures, each computed once; None where there are none."""
+        """Compute features of the pictures, each once; None where there are none."""
         digests = [m.digest for m in media]
         return self.vision.features(digests) if self.vision is not None and digests else None
 
@@ -328,7 +333,7 @@ class Backed(nn.Module):
 
     def _rows(self, layout: Layout, at: Tensor) -> Tensor:
         if not at.numel():
-            if self.at_once:  # others may have some, and wait for this one
+            if self.at_once:  # other processes may have some, and wait for this one
                 return self._rows(layout, at.new_zeros(1))[:0]
             return self.head.weight.new_zeros(0, self.config.hidden)
         wanted = at.cpu().numpy()
@@ -337,7 +342,7 @@ class Backed(nn.Module):
         experts, routed = self._experts(layout), watched(self)
         before, found = len(routed.taken) if routed else 0, []
         features, begins = self.features(layout.media), {m.start: m.digest for m in layout.media}
-        for tokens, ends in _together(rows, 0.0 if self.at_once else FULLER):
+        for tokens, ends in _batches(rows, 0.0 if self.at_once else FULLER):
             index = torch.from_numpy(tokens).to(at.device)
             digests = [
                 begins[token]
@@ -351,7 +356,7 @@ class Backed(nn.Module):
             with calling(self, self.routers, taken) as matter, self.shown(digests, features) as more:
                 if layout.position.ndim == 2:
                     more["position_ids"] = layout.position[:, index]
-                states: Tensor = self(input_ids=self._filled(layout, index, ends), **more)
+                states: Tensor = self(input_ids=self._padded(layout, index, ends), **more)
                 matter(real)
             found.append(states.flatten(0, 1).index_select(0, real))
         if routed:
@@ -359,11 +364,11 @@ class Backed(nn.Module):
         return torch.cat(found).index_select(0, order)
 
     def _experts(self, layout: Layout) -> Tensor | None:
-        """Those that the tokens [T] are to take, where they are known and were asked for."""
+        """Return the experts for the tokens [T], where they are recorded and requested."""
         return layout.experts if self.replays else None
 
-    def _filled(self, layout: Layout, index: Tensor, ends: Sequence[int]) -> Tensor:
-        """The tokens of rows, which may be filled up with any but one that stands for a picture."""
+    def _padded(self, layout: Layout, index: Tensor, ends: Sequence[int]) -> Tensor:
+        """Return the tokens of rows, padded with any token that is not a picture's placeholder."""
         tokens = layout.tokens[index]
         if layout.media:
             column = torch.arange(tokens.shape[1], device=tokens.device)
@@ -373,7 +378,7 @@ class Backed(nn.Module):
 
     @property
     def filler(self) -> int:
-        """A token that stands for itself."""
+        """Return a token that is not a placeholder."""
         taken = self.vision.placeholders if self.vision is not None else ()
         return next(id for id in range(self.config.vocab) if id not in taken)
 
@@ -382,15 +387,15 @@ if TYPE_CHECKING:
     _proof: Callable[..., Backbone] = Backed
 
 
-def _kept_of(layer: Any) -> int:
-    """Numbers that the layer of a configuration of transformers keeps of each token."""
+def _cache_numbers(layer: Any) -> int:
+    """Return how many numbers of each token the cache of a layer holds."""
     heads = getattr(layer, "num_attention_heads", 1)
     size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
     return int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * size)
 
 
 def _rows_of(layout: Layout, wanted: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """(rows, the longest first: index in [T] of their tokens; where in them, laid end to end, each wanted token lies).
+    """Return (rows, the longest first: index in [T] of their tokens; place of each wanted token in these, end to end).
 
     A row is a segment behind its ancestors, up to its last token that is wanted.
     """
@@ -412,9 +417,9 @@ def _rows_of(layout: Layout, wanted: np.ndarray) -> tuple[list[np.ndarray], np.n
     return [rows[row] for row in order], start[row_of[wanted]] + column[wanted]
 
 
-def _together(rows: Sequence[np.ndarray], share: float) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Rows of at least this share of the longest, filled up by the token they begin with: (index in [T], [B, longest]; their
-    lengths).
+def _batches(rows: Sequence[np.ndarray], share: float) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Yield batches of rows of at least this share of the longest, padded with their first token: (index in [T], [B,
+    longest]; their lengths).
     """
     at = 0
     while at < len(rows):
@@ -426,18 +431,20 @@ def _together(rows: Sequence[np.ndarray], share: float) -> Iterator[tuple[np.nda
 
 
 def _that_can_compute_twice(inner: nn.Module) -> list[Any]:
-    """The innermost modules that can be computed again: a whole model, which could be, has dropout of its own."""
+    """Return the innermost modules that can be recomputed: a whole model could be, too, but has dropout of its own."""
     able = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "forward")]
     known = set(able)
     return [module for module in able if not any(m in known and m is not module for m in module.modules())]
 
 
-def _again(layer: nn.Module, function: Callable[..., Any], *given: Any) -> Any:
-    """Checkpointing of a layer: attention and experts of now are those of then, whichever thread computes the gradient."""
+def _recompute(layer: nn.Module, function: Callable[..., Any], *given: Any) -> Any:
+    """Recompute a layer in the backward pass: with the attention and experts of the forward pass, whichever thread
+    computes the gradient.
+    """
     attend, routed = _current.get(None), repeating()
 
     def computed(*given: Any) -> Any:
-        before, layer.training = layer.training, False  # some drop out by this very flag (OPT)
+        before, layer.training = layer.training, False  # some use this flag for dropout (OPT)
         try:
             with routed(), nullcontext() if attend is None else attending(attend):
                 return function(*given)
@@ -452,12 +459,12 @@ def _again(layer: nn.Module, function: Callable[..., Any], *given: Any) -> Any:
 Attending = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 _current: ContextVar[Attending] = ContextVar("attention of the layers")
 ALL_OR_NOTHING = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "chunk_size")
-"""What a layer tells its attention, besides queries, keys and values, that ours does not know."""
+"""Arguments of a layer to its attention, besides queries, keys and values, that ours does not support."""
 
 
 @contextmanager
 def attending(attend: Attending) -> Iterator[None]:
-    """Within it, layers of this thread attend so."""
+    """Use this attention in the layers of this thread, within it."""
     token = _current.set(attend)
     try:
         yield
@@ -474,7 +481,7 @@ def segment_attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """An entry of transformers' `AttentionInterface`: query [1, heads, T, size] -> [1, T, heads, size of values]."""
+    """Entry of transformers' `AttentionInterface`: query [1, heads, T, size] -> [1, T, heads, size of values]."""
     for name in ALL_OR_NOTHING:
         if more.get(name) is not None:
             raise NotFlatError(f"{type(module).__name__} has a {name}")
@@ -482,7 +489,7 @@ def segment_attention(
     size, width = q.shape[-1], v.shape[-1]
     if scaling is not None and abs(factor := scaling * size**0.5) != 1.0:
         q = q * factor
-    if width < size:  # latent attention: kernels want one size, and zeros add nothing
+    if width < size:  # latent attention: kernels require one size, and zeros add nothing
         v = nn.functional.pad(v, (0, size - width))
     if width > size:
         raise NotFlatError(f"{type(module).__name__} has values wider than its keys")

@@ -31,7 +31,7 @@ def save_backed(model: Backed, folder: Path) -> None:
 
 
 def stored_tensors(model: Backed) -> Iterator[tuple[str, Tensor]]:
-    """The weights as a checkpoint stores them, name by name."""
+    """Yield the weights as a checkpoint stores them, by name."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad():
@@ -39,7 +39,7 @@ def stored_tensors(model: Backed) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_name(model: Backed, weight: Tensor) -> str:
-    """The name that a checkpoint has for one of its parameters."""
+    """Return the name of one of its parameters in a checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion
 
     own = next(name for name, parameter in model.inner.named_parameters() if parameter is weight)
@@ -48,13 +48,13 @@ def stored_name(model: Backed, weight: Tensor) -> str:
 
 
 def _state(model: Backed) -> dict[str, Tensor]:
-    """The weights by the names of transformers' model, whole, with adapters merged."""
+    """Return the weights by the names of transformers' model, not sharded, with adapters merged."""
     return {name.removeprefix("inner."): whole(weight) for name, weight in plain_weights(model)}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without bars and warnings: what matters is checked here."""
+    """Suppress progress bars and warnings: what matters is checked here."""
     from transformers.utils import logging as theirs
 
     level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Sentence encoders that transformers loads: texts in, vectors out. Decides how a text's tokens become its vector."""
+"""Sentence encoders that transformers loads: texts in, vectors out, by a choice of pooling."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
-TOGETHER = 64  # texts that are encoded at once, of similar length
+TOGETHER = 64  # texts of similar length that are encoded at once
 
 
 class TransformersEncoder:
-    """See `posttrain.services.retrieval.dense.Encoder`. What it makes of a text may depend, in its last bits, on those
-    beside it."""
+    """An encoder of transformers; implements `posttrain.services.retrieval.dense.Encoder`. The last bits of a vector
+    may depend on the texts in the same batch.
+    """
 
     def __init__(
         self,
@@ -33,8 +34,10 @@ class TransformersEncoder:
         longest: int = 256,
         device: str = "auto",
     ) -> None:
-        """`pooling`: which hidden states are the vector: their mean, that of the first token (CLS), or that of the last;
-        `normalised`: to length 1; `longest`: tokens of a text that are read.
+        """Load an encoder.
+
+        `pooling`: the vector is the mean of the hidden states, that of the first token (CLS), or that of the last;
+        `normalised`: to length 1; `longest`: most tokens of a text that are read.
 
         Raises UserError if transformers is missing, or cannot load the folder.
         """

@@ -1,10 +1,10 @@
-"""The routers of a mixture of experts that transformers backs: found, watched, and made to choose again what was chosen.
+"""Routers of a mixture of experts that transformers backs: found, recorded, and made to repeat recorded choices.
 
-A router is where the result of a top-k call becomes the experts that another module is given. Within a forward pass that
-call is answered in its place: with experts that were recorded, and the model's own numbers for them, through which the
-gradient goes. What the model makes of these numbers (a softmax before or after, a scale) stays its own code.
+A router is where the result of a top-k call becomes the experts that another module gets. Within a forward pass that
+call is answered with recorded experts, and the model's own numbers for them, through which the gradient goes. Further
+processing of these numbers (a softmax before or after, a scale) stays the model's own code.
 
-    n    tokens of one call of the model    M    layers that route    E    experts of each    k    that each token takes
+n    tokens of one call of the model    M    layers with a router    E    experts of each    k    experts per token
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ UNKNOWN = -1  # in place of an expert
 
 @dataclass(frozen=True)
 class Router:
-    """Where one layer chooses."""
+    """The router of one layer."""
 
     module: str  # by its name in the model
-    call: int  # which of the module's top-k calls it is: 0, 1, ...
+    call: int  # index of the call among the module's top-k calls: 0, 1, ...
 
 
 @dataclass(frozen=True)
 class Routers:
-    """Those of a model, in the order in which tokens pass them."""
+    """Routers of a model, in the order in which tokens pass them."""
 
     found: tuple[Router, ...]
     experts: int  # E
@@ -47,17 +47,17 @@ class Routers:
 
 @dataclass
 class Routed:
-    """What routers did in forward passes of one model, at the tokens whose hidden states were asked for."""
+    """Record of routing in forward passes of one model, at the tokens whose hidden states were requested."""
 
     model: nn.Module
     scored: bool = False  # whether scores and shares are kept, for which a backward pass needs memory
-    taken: list[Tensor] = field(default_factory=list)  # int64 [n, M, k] of each call: the experts that were computed
-    own: list[Tensor] = field(default_factory=list)  # int64 [n, M, k]: those that the router chose by itself
+    taken: list[Tensor] = field(default_factory=list)  # int64 [n, M, k] of each call: the experts that were used
+    own: list[Tensor] = field(default_factory=list)  # int64 [n, M, k]: the experts that the router chose by itself
     scores: list[Tensor] = field(default_factory=list)  # [n, M, E] logits
     shares: list[Tensor] = field(default_factory=list)  # [n, M, E] probabilities of each expert: they sum to 1
 
     def keep(self, call: Call, at: Tensor) -> None:
-        """Note what happened at these tokens of a call, int64 [n]."""
+        """Record these tokens of a call, int64 [n]."""
         self.taken.append(torch.stack(call.taken, 1).index_select(0, at))
         self.own.append(torch.stack(call.own, 1).index_select(0, at))
         if self.scored:
@@ -66,7 +66,7 @@ class Routed:
             self.shares.append(torch.stack(call.shares, 1).index_select(0, at))
 
     def reorder(self, first: int, place: Tensor) -> None:
-        """Make one of the calls from the first on, their tokens in this order, int64 [n]; each may repeat."""
+        """Merge the calls from the first on into one, with their tokens in this order, int64 [n]; each may repeat."""
         for kept in (self.taken, self.own, self.scores, self.shares):
             if kept[first:]:
                 kept[first:] = [torch.cat(kept[first:]).index_select(0, place)]
@@ -74,7 +74,7 @@ class Routed:
 
 @dataclass
 class Call:
-    """One call of a model, while it runs."""
+    """A running call of the model."""
 
     experts: int
     given: Tensor | None  # int64 [n, M, k]; UNKNOWN: the router chooses
@@ -92,7 +92,7 @@ _watch: ContextVar[Routed | None] = ContextVar("routing that is watched", defaul
 
 @contextmanager
 def watching(model: nn.Module, scored: bool = False) -> Iterator[Routed]:
-    """What the routers of this model do within it, in this thread."""
+    """Record what the routers of this model do within it, in this thread."""
     routed = Routed(model, scored)
     token = _watch.set(routed)
     try:
@@ -102,14 +102,16 @@ def watching(model: nn.Module, scored: bool = False) -> Iterator[Routed]:
 
 
 def watched(model: nn.Module) -> Routed | None:
-    """Who watches this model in this thread."""
+    """Return the record that this thread makes of this model, if any."""
     watch = _watch.get()
     return watch if watch is not None and watch.model is model else None
 
 
 @contextmanager
 def calling(model: nn.Module, routers: Routers | None, given: Tensor | None) -> Iterator[Callable[[Tensor], None]]:
-    """Around one call of the model; what is yielded is told which of its tokens [n] matter. `given`: [n, M, k]."""
+    """Wrap one call of the model; yields a function that selects the tokens [n] to record. `given`: experts
+    [n, M, k].
+    """
     watch = watched(model)
     if routers is None or (given is None and watch is None):
         yield lambda at: None
@@ -124,15 +126,15 @@ def calling(model: nn.Module, routers: Routers | None, given: Tensor | None) -> 
 
 
 def repeating() -> Callable[[], AbstractContextManager[None]]:
-    """Within what this gives, a part of the present call is computed once more, later, and nothing of it is noted."""
+    """Return a context in which a part of the present call is recomputed later, without being recorded."""
     call = _call.get()
     if call is None:
         return nullcontext
-    known = call.experts, call.given, call.scored  # not the call: what it has noted leads to all that was computed
+    known = call.experts, call.given, call.scored  # not the call: its record refers to everything that was computed
 
     @contextmanager
     def again() -> Iterator[None]:
-        token = None if _call.get() is not None else _call.set(Call(*known))  # at first it is still the present
+        token = None if _call.get() is not None else _call.set(Call(*known))  # at first it is still the present one
         try:
             yield
         finally:
@@ -146,7 +148,7 @@ def repeating() -> Callable[[], AbstractContextManager[None]]:
 
 
 class _Choosing(TorchFunctionMode):
-    """While one router runs: answers the top-k call by which it chooses."""
+    """Answers the top-k call of one router while it runs."""
 
     def __init__(self, call: Call, layer: int, choice: int) -> None:
         super().__init__()
@@ -199,7 +201,9 @@ def _leave(module: nn.Module, arguments: Any, result: Any) -> None:
 
 
 def attach(inner: nn.Module, routers: Routers) -> None:
-    """Let the routers of a model be watched and told. Hooks know no module, so they are right in a copy as well."""
+    """Install the hooks that record and control the routers. They refer to no module, so copies of the model
+    work too.
+    """
     modules = dict(inner.named_modules())
     for layer, router in enumerate(routers.found):
         modules[router.module].register_forward_pre_hook(partial(_enter, layer, router.call))
@@ -211,7 +215,7 @@ def attach(inner: nn.Module, routers: Routers) -> None:
 
 @dataclass
 class _Choice:
-    """A top-k call that was seen."""
+    """A top-k call that was observed."""
 
     router: Router
     indices: Tensor
@@ -219,7 +223,7 @@ class _Choice:
 
 
 class _Looking(TorchFunctionMode):
-    """Notes every top-k call over rows, with the innermost module that makes it."""
+    """Observes every top-k call over rows, with the innermost module that makes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +241,7 @@ class _Looking(TorchFunctionMode):
         return found
 
     def enter(self, name: str, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Router | None:
-        """The router whose choice this module is given."""
+        """Return the router whose choice this module gets, if any."""
         self.stack.append(name)
         self.calls.pop(name, None)
         given = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor) and x.dtype == torch.int64]
@@ -248,9 +252,9 @@ class _Looking(TorchFunctionMode):
 
 
 def find_routers(inner: nn.Module, run: Callable[[], Any]) -> Routers | None:
-    """The routers that a forward pass goes through. None: there are none, or layers differ in their experts."""
+    """Find the routers that a forward pass goes through. None: there are none, or layers differ in their experts."""
     look = _Looking()
-    found: dict[str, Router] = {}  # module that is given experts -> who chose them
+    found: dict[str, Router] = {}  # module that gets experts -> its router
 
     def before(name: str, module: nn.Module, arguments: Any, named: Any) -> None:
         router = look.enter(name, module, arguments, named)

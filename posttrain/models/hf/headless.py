@@ -1,7 +1,7 @@
-"""Models of transformers whose hidden states alone are read: below critics and reward models.
+"""Models of transformers used for their hidden states only: below critics and reward models.
 
-Decides what becomes of their output head, and in which form a reward model on one of them is stored: in that of
-transformers where it has a class that computes the very same, else in one that it refuses.
+Decides what becomes of their output head, and how a reward model on one of them is stored: in the format of
+transformers where it has a class that computes the same, else in one that it refuses.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from posttrain.models.weight_files import SCORE, write_weights
 if TYPE_CHECKING:
     from posttrain.models.hf.backed import Backed
 
-OURS = "posttrain_"  # what entries of ours in a config.json begin with
+OURS = "posttrain_"  # prefix of our entries in a config.json
 
 
 def names_of_head(inner: Any) -> set[str]:
-    """The tensors of its output head, by the names that they have in the model."""
+    """Return the tensors of the output head, by their names in the model."""
     head = inner.get_output_embeddings()
     return {f"{name}.{key}" for name, m in inner.named_modules() if m is head for key, _ in m.named_parameters()}
 
 
 def let_head_go(model: Backed) -> None:
-    """Nothing reads the output head: it becomes the embedding, and takes no memory of its own."""
+    """Replace the output head, which is never used, by the embedding, so that it takes no memory of its own."""
     head, embedding = model.inner.get_output_embeddings(), model.inner.get_input_embeddings()
     if head.weight.shape[1] == embedding.weight.shape[1]:
         head.weight = embedding.weight
@@ -44,7 +44,7 @@ def let_head_go(model: Backed) -> None:
 
 
 def grow(model: Backed, vocab: int) -> None:
-    """Let a headless model have embeddings of more tokens: zeros, which nothing ever reads."""
+    """Extend the embeddings of a headless model by more tokens: zeros, which are never read."""
     embedding = cast(nn.Embedding, model.inner.get_input_embeddings())
     old = embedding.weight
     rows = old.new_zeros((vocab - len(old), old.shape[1]))
@@ -56,9 +56,10 @@ def grow(model: Backed, vocab: int) -> None:
 
 
 def classifier_of(model: Backed) -> str | None:
-    """The class of transformers that reads the same hidden states by a plain head of one number; None: there is none.
+    """Return the class of transformers that reads the same hidden states by a plain head of one number; None: there is
+    none.
 
-    It is made on "meta", to be seen to have the tensors of this model and the head besides.
+    It is created on "meta", to check that it has the tensors of this model and the head besides.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
@@ -79,7 +80,7 @@ def classifier_of(model: Backed) -> str | None:
 
 
 def _weights_of(model: Backed) -> dict[str, Tensor]:
-    """The parameters of transformers' model, without an output head."""
+    """Return the parameters of transformers' model, without an output head."""
     left = names_of_head(model.inner)
     return {
         name.removeprefix("inner."): parameter

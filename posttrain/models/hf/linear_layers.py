@@ -1,4 +1,4 @@
-"""The linear layers of a model of transformers: which of them may have adapters."""
+"""Linear layers of a model of transformers, and which of them may have adapters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from posttrain.core.types import UserError
 from posttrain.models.native.linear import Linear, LinearOfRows
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Matrices of mixtures of experts: PEFT takes adapters of these names for those of the experts, also in dense layers."""
+"""Matrices of mixtures of experts: PEFT applies adapters of these names to the experts, also in dense layers."""
 
 
 def products(inner: Any) -> Iterator[tuple[str, nn.Linear | Linear]]:
-    """(name within transformers' model, module) of every linear layer that may be adapted: all but the output head."""
+    """Yield (name within transformers' model, module) of every linear layer that may be adapted: all but the output
+    head.
+    """
     head, left = inner.get_output_embeddings(), set[str]()
-    # a state-space mixer: fused kernels read the weight of its last product themselves, as PEFT knows too of some
+    # a state-space mixer: fused kernels read the weight of its last product themselves, as PEFT knows of some
     mixers = {name for name, m in inner.named_modules() if {"A_log", "D"} <= m._parameters.keys()}
     if any("experts" in name and parameter.ndim == 3 for name, parameter in inner.named_parameters()):
         left.update(EXPERTS)
@@ -32,7 +34,9 @@ def products(inner: Any) -> Iterator[tuple[str, nn.Linear | Linear]]:
 
 
 def _is_a_product(module: nn.Module) -> TypeGuard[nn.Linear | Linear]:
-    """Whether a layer is linear and no more: routers of some mixtures are made of one, and choose experts with it."""
+    """Return whether a module is a linear layer and no more: routers of some mixtures are built on one, and choose
+    experts with it.
+    """
     if type(module) is nn.Linear or isinstance(module, Linear):
         return True
     if not isinstance(module, nn.Linear):
@@ -44,12 +48,11 @@ def _is_a_product(module: nn.Module) -> TypeGuard[nn.Linear | Linear]:
 
 
 def open_products(inner: Any, wanted: Callable[[str], bool]) -> None:
-    """Put layers of ours, over the same weights, in the place of those that are wanted. Raises UserError for a shared
-    weight."""
+    """Replace those linear layers by ours, over the same weights. Raises UserError for a shared weight."""
     places = _places_of_weights(inner)
     for name, layer in list(products(inner)):
         if isinstance(layer, nn.Linear) and wanted(name):
-            if places[layer.weight] > 1:  # merged in one place, it would be another weight in the others
+            if places[layer.weight] > 1:  # merged in one place, it would change the weight of the others
                 raise UserError(
                     f"--lora: {name} of {type(inner).__name__} shares its weight with other layers; choose "
                     "others by --lora-targets, without --quantize, or leave it out"
@@ -58,6 +61,6 @@ def open_products(inner: Any, wanted: Callable[[str], bool]) -> None:
 
 
 def _places_of_weights(inner: nn.Module) -> Counter[Tensor]:
-    """In how many places of the model each parameter is read. A block that several layers are is one place."""
+    """Count the places of the model in which each parameter is used. A block that several layers share is one place."""
     children = (child for parent in inner.modules() for child in parent._modules.values() if child is not None)
     return Counter(p for child in children for p in child._parameters.values() if p is not None)

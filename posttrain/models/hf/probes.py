@@ -1,4 +1,4 @@
-"""Short texts that a model is tried on when it is loaded."""
+"""Short texts for the checks of a model when it is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 PROBES = ((11, 3, 7, 2, 5, 1, 13), (4, 9))
-"""Two texts behind one beginning: what tokens they are made of, before they are taken modulo the vocabulary."""
+"""Two texts with a common prefix, as token ids before they are taken modulo the vocabulary."""
 
 
 BEGINNING = (2, 8, 6, 10, 3)

@@ -1,7 +1,7 @@
-"""What a config.json announces, seen before any memory is taken for it: transformers makes whatever stands there.
+"""Checks of a config.json before any memory is allocated: transformers builds whatever size it says.
 
-How large the model would be is known from one without numbers (on torch's "meta" device); what lies beside it, from the
-headers of its files.
+The size of the model is known from one without numbers (on torch's "meta" device); that of its tensors from the headers
+of its files.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from posttrain.models.tensor_files import open_tensors
 from posttrain.models.weight_files import check_dtype, weight_files
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-PARTS = ("text_config", "vision_config")  # of a model that sees
+PARTS = ("text_config", "vision_config")  # of a vision-language model
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def check_layers(folder: Path, source: Mapping[str, Any]) -> None:
-    """Raise UserError for more layers than could be made, even without numbers."""
+    """Raise UserError for more layers than could be built, even without numbers."""
     for place in (source, *(source.get(part) for part in PARTS)):
         fields = Fields(folder / "config.json", place if isinstance(place, dict) else {})
         for name in LAYERS:
@@ -34,9 +34,9 @@ def check_layers(folder: Path, source: Mapping[str, Any]) -> None:
 
 
 def check_room(folder: Path, inner: Any, dtype: torch.dtype) -> Shapes:
-    """The shapes of a model's parameters, of which `inner` has no numbers yet.
+    """Return the shapes of the parameters of `inner`, which has no numbers yet.
 
-    Raises UserError if there is no room for them, or if files are absent, damaged, or hold what is quantized.
+    Raises UserError if there is no room for them, or if files are absent, damaged, or quantized.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in inner.named_parameters()}
     count = sum(parameter.numel() for parameter in inner.parameters())
@@ -51,18 +51,18 @@ def check_room(folder: Path, inner: Any, dtype: torch.dtype) -> Shapes:
 
 
 def _check(file: Path, name: str, stored: Any, shapes: Shapes) -> None:
-    if name in shapes or name.endswith(".weight"):  # masks and places may be whole numbers
+    if name in shapes or name.endswith(".weight"):  # masks and positions may be integers
         check_dtype(file, name, stored.get_dtype())
 
 
 def other_shape(folder: Path, shapes: Shapes) -> str | None:
-    """A tensor of another shape than config.json announces, in words."""
+    """Return a message about a tensor of another shape than in config.json, if there is one."""
     found = []
 
     def compare(file: Path, name: str, stored: Any) -> None:
         shape = tuple(stored.get_shape())
         for own, announced in shapes.items():
-            if announced != shape and f".{own}".endswith(f".{name}"):  # some are stored without what they begin with
+            if announced != shape and f".{own}".endswith(f".{name}"):  # some are stored without their prefix
                 found.append(f"{name} has shape {list(shape)}, config.json says {list(announced)}")
 
     _each(folder, compare)
@@ -70,7 +70,7 @@ def other_shape(folder: Path, shapes: Shapes) -> str | None:
 
 
 def _each(folder: Path, look: Callable[[Path, str, Any], None]) -> None:
-    """At each tensor that a folder holds: its file, its name, its description."""
+    """Call a function for each tensor of a folder: its file, its name, its description."""
     for file in weight_files(folder):
         with open_tensors(file) as stored:
             for name in sorted(stored.keys()):

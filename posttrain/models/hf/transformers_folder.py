@@ -1,4 +1,4 @@
-"""Folders that transformers opens, in and out of `Backed`; it decides which way a model goes, and whether it is believed.
+"""Loads folders of transformers as `Backed`; it selects the mode of a model, and verifies its numbers.
 
 Whatever the architecture, two texts are scored by the model's own forward and by ours. A model whose numbers differ is
 refused. transformers is imported here and nowhere else (but for tokenizers that only it can read).
@@ -35,14 +35,14 @@ from posttrain.models.hf.vision import Vision
 from posttrain.models.image_processor import ImageProcessor, placeholder_ids
 from posttrain.models.json_files import read_json, shown
 from posttrain.models.native.decoder_config import read_eos_ids
-from posttrain.models.weight_files import HEADS, SCORE, is_reward_model
+from posttrain.models.weight_files import HEADS, SCORE, reward_model_error
 
-ACTIVATIONS = 0.5  # of the memory that is free behind the weights, for what a backward pass needs
+ACTIVATIONS = 0.5  # of the free memory after the weights, for a backward pass
 TOLERANCE = 1e-4  # nats, in float32
 COARSE = 0.1  # in narrower types
 TRUST = "POSTTRAIN_TRUST_REMOTE_CODE"
-"""Not an option: these may come from a recipe that somebody else wrote."""
-RECORDING = "posttrain_recording"  # our attention while a model is looked at
+"""Not an option: recipes may come from somebody else."""
+RECORDING = "posttrain_recording"  # our attention while a model is analysed
 
 
 def load_backed(
@@ -52,12 +52,12 @@ def load_backed(
     device: str | torch.device = "cpu",
     headless: bool = False,
 ) -> Backed:
-    """The model of a folder. Python code that lies in it is run where the environment says TRUST=1.
+    """Load the model of a folder. Python code in it is run only where the environment sets TRUST=1.
 
-    `headless`: the output head may be absent, and another one may be there; what is read are hidden states alone.
+    `headless`: the output head may be absent or another one; only hidden states are used.
 
-    Raises UserError if transformers does not know its architecture, if it is no decoder, if weights are missing or left
-    over, or if its log-probabilities come out otherwise than by its own forward.
+    Raises UserError if transformers does not know its architecture, if it is not a decoder, if weights are missing or
+    left over, or if its log-probabilities differ from those of its own forward.
     """
     trust = os.environ.get(TRUST) == "1"
     _check(folder, source, trust)
@@ -68,7 +68,7 @@ def load_backed(
                 f"{folder}: {name} holds numbers that are not finite (NaN or infinity): training would spread them"
             )
     if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
-        inner.set_experts_implementation("eager")  # products of all experts at once know no float64
+        inner.set_experts_implementation("eager")  # products of all experts at once do not support float64
     model = Backed(inner, context_of(folder, source), vision=_vision(inner, folder, source))
     model.generation = read_json(folder / "generation_config.json", optional=True)
     text = source.get("text_config")
@@ -76,9 +76,9 @@ def load_backed(
     model.eos_ids = read_eos_ids(folder, ends, model.generation, model.config.vocab)
     if model.vision is not None and set(model.eos_ids) & set(model.vision.placeholders):
         raise UserError(
-            f"{folder / 'config.json'}: one token ends replies and stands for pictures: no reply would ever end"
+            f"{folder / 'config.json'}: the same token ends replies and is the picture placeholder: no reply would ever end"
         )
-    choose_way(model, folder)
+    choose_mode(model, folder)
     if headless:
         let_head_go(model)
     model.activation_room = available_memory(model.head.device) * ACTIVATIONS
@@ -90,7 +90,7 @@ def load_backed(
 def empty_backed(
     folder: Path, dtype: torch.dtype, device: torch.device, context: int, how: Mapping[str, Any]
 ) -> Backed:
-    """The model that a config.json describes, with weights yet to come. `how`: what was found out of it elsewhere."""
+    """Build the model of a config.json, with uninitialised weights. `how`: what was determined elsewhere."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with quiet():
@@ -106,21 +106,21 @@ def empty_backed(
 
 
 def _vision(inner: Any, folder: Path, source: Mapping[str, Any]) -> Vision | None:
-    """What sees, of a model that does."""
+    """Return the vision part of a vision-language model."""
     processor = ImageProcessor.of(folder, source)
     if processor is None or not hasattr(inner.base_model, "get_image_features"):
         return None
     vocab = inner.get_output_embeddings().weight.shape[0]
     if odd := [id for id in placeholder_ids(source) if not 0 <= id < vocab]:
         raise UserError(
-            f"{folder / 'config.json'}: token {odd[0]} is to stand for pictures or films, and the vocabulary ends at "
+            f"{folder / 'config.json'}: token {odd[0]} is the placeholder of pictures or videos, but the vocabulary ends at "
             f"{vocab - 1}"
         )
     return Vision(inner, processor, placeholder_ids(source))
 
 
 def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
-    """Refuse what can be seen in config.json to be none of ours."""
+    """Check config.json alone. Raises UserError for an unsupported model."""
     file, kind = folder / "config.json", source.get("model_type")
     try:
         from transformers import CONFIG_MAPPING
@@ -129,9 +129,9 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
     if source.get("auto_map") and not trust and kind not in CONFIG_MAPPING:
         raise UserError(f"{file}: this model is Python code of its own: read it, then set {TRUST}=1")
     if kind not in CONFIG_MAPPING and not trust:
-        raise UserError(f"{file}: model_type {shown(kind)} is unknown, here and to the installed transformers")
+        raise UserError(f"{file}: model_type {shown(kind)} is unknown here and to the installed transformers")
     if source.get("is_encoder_decoder"):
-        raise UserError(f"{file}: {kind} is an encoder with a decoder; posttrain trains decoders alone")
+        raise UserError(f"{file}: {kind} is an encoder with a decoder; posttrain trains decoders only")
     if source.get("quantization_config"):
         raise UserError(f"{file}: quantized weights cannot be trained; give the unquantized checkpoint")
 
@@ -146,7 +146,7 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
     check_layers(folder, source)
     how: dict[str, Any] = dict(trust_remote_code=trust, local_files_only=True)
     model_type, more, shapes = source.get("model_type"), {}, {}
-    if read_json(folder / "config.json").get("model_type") != model_type:  # a reward model of a form that is ours alone
+    if read_json(folder / "config.json").get("model_type") != model_type:  # a reward model in a format of our own
         described: Any = CONFIG_MAPPING[model_type]  # type: ignore[index]
         entries, _ = described.get_config_dict(folder)  # as it reads files: with infinities
         more["config"] = described.from_dict({**entries, "model_type": model_type})
@@ -160,7 +160,7 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
             )
     except UserError:
         raise
-    except Exception as error:  # transformers raises whatever its models' code does
+    except Exception as error:  # transformers raises anything that its models' code raises
         other = other_shape(folder, shapes)
         said = f"{folder}: {other}" if other else f"{folder}: transformers cannot open {model_type} as a language model"
         raise UserError(said if other else f"{said}: {one_line(error):.300}") from error
@@ -170,13 +170,13 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
 
 
 def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: bool) -> None:
-    """Raise UserError where the tensors of a folder are not just those of the model."""
+    """Raise UserError where the tensors of a folder are not exactly those of the model."""
     found = {key: set(map(str, names)) for key, names in told.items() if key.endswith("_keys")}
     if headless:
         found["missing_keys"] -= names_of_head(inner)
         found["unexpected_keys"] -= set(HEADS)
     if SCORE in found["unexpected_keys"]:
-        raise is_reward_model(folder, SCORE)
+        raise reward_model_error(folder, SCORE)
     problems = {"missing_keys": "lacks", "unexpected_keys": "holds unknown", "mismatched_keys": "has other shapes of"}
     for key, what in problems.items():
         if names := sorted(found[key]):
@@ -189,8 +189,8 @@ def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: 
 # -- which way, and whether its numbers are right ----------------------------------------------------------------------
 
 
-def choose_way(model: Backed, folder: Path) -> None:
-    """Set the way that gives the log-probabilities of the model's own forward. Raises UserError if none does."""
+def choose_mode(model: Backed, folder: Path) -> None:
+    """Set the mode that gives the log-probabilities of the model's own forward. Raises UserError if none does."""
     _register()
     limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
     with torch.no_grad(), quiet():
@@ -198,7 +198,7 @@ def choose_way(model: Backed, folder: Path) -> None:
             own, states = _own_forward(model, folder)
         except UserError:
             raise
-        except Exception as error:  # config.json may say what its code does not expect
+        except Exception as error:  # config.json may contradict its code
             kind = type(model.inner).__name__
             raise UserError(
                 f"{folder}: the forward of {kind} fails, correct config.json: {one_line(error):.300}"
@@ -229,12 +229,14 @@ def _refused(folder: Path, model: Backed, apart: float, what: str, known: str) -
 
 
 def _difference(logits: Tensor, own: Tensor) -> float:
-    """The largest between log-probabilities; NaN where either has one."""
+    """Return the largest difference of log-probabilities; NaN where either has one."""
     return float((logits.log_softmax(-1) - own.log_softmax(-1)).abs().max())
 
 
 def _beginning(model: Backed) -> Transcript:
-    """What both texts begin with: a picture too, if the model sees and its folder tells how."""
+    """Build the common prefix of both texts: with a picture, if the model reads pictures and its folder can process
+    one.
+    """
     found = Transcript()
     found.observe(probe_ids(model, BEGINNING))
     if model.vision is None or not model.vision.processor.files:
@@ -244,7 +246,7 @@ def _beginning(model: Backed) -> Transcript:
     digest = PICTURES.hold(png(picture.to(torch.uint8).numpy()))
     try:
         pixels = model.vision.processor.pixels(digest)
-    except PictureError:  # told where one is shown: the model may be wanted for text alone
+    except PictureError:  # reported where one is shown: the model may be used for text only
         return found
     seen = Transcript()
     tokens = [found.tokens[0], *[model.vision.placeholders[0]] * pixels.count, *found.tokens[1:]]
@@ -253,7 +255,7 @@ def _beginning(model: Backed) -> Transcript:
 
 
 def _probe(model: Backed) -> tuple[Layout, Tensor]:
-    """Two texts that share their beginning, as a micro-batch; all tokens of the one, then all of the other."""
+    """Build two texts with a common prefix as a micro-batch; all tokens of the one, then all of the other."""
     first, device = _beginning(model), model.head.device
     shared, one, other = len(first), *map(len, PROBES)
     tokens = torch.tensor([*first.tokens, *probe_ids(model, PROBES[0]), *probe_ids(model, PROBES[1])], device=device)
@@ -267,7 +269,7 @@ def _probe(model: Backed) -> tuple[Layout, Tensor]:
 
 
 def _own_forward(model: Backed, folder: Path) -> tuple[Tensor, Tensor]:
-    """(logits, last hidden states) of the probes, each text in a call of its own."""
+    """Return (logits, last hidden states) of the probes, each text in a call of its own."""
     if model.attention != "eager":
         model.attend("eager")
     first, logits, states = _beginning(model), [], []
@@ -291,7 +293,7 @@ def _own_forward(model: Backed, folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def _seen(model: Backed, ids: Tensor, media: Sequence[Media]) -> dict[str, Tensor]:
-    """What the model's own forward takes of one picture at most."""
+    """Return the inputs of the model's own forward for at most one picture."""
     if model.vision is None or not media:
         return {}
     found = {name: x.to(ids.device) for name, x in model.vision.processor.pixels(media[0].digest).inputs.items()}
@@ -301,7 +303,9 @@ def _seen(model: Backed, ids: Tensor, media: Sequence[Media]) -> dict[str, Tenso
 
 
 def _head_of(model: Backed, states: Tensor, own: Tensor) -> tuple[float, float | None]:
-    """Scale and cap of the head: those that the configuration names, in the sense that gives the model's own logits."""
+    """Return scale and cap of the head: those that the configuration names, in the sense that gives the model's own
+    logits.
+    """
     config = model.inner.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     scales = {1.0}
@@ -321,7 +325,7 @@ def _ways(model: Backed) -> Iterator[tuple[Way, str]]:
 
 
 def _kept_per_token(model: Backed) -> float:
-    """Bytes that a forward pass keeps of each token for the backward pass, measured on the probes."""
+    """Return the bytes of activations per token that a forward pass keeps, measured on the probes."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -333,14 +337,14 @@ def _kept_per_token(model: Backed) -> float:
 
     layout, at = _probe(model)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        found = model.hidden(layout, at)  # held until they are counted: a freed address would be used again
+        found = model.hidden(layout, at)  # held until they are counted: a freed address could be reused
         count = sum(kept.values())
     del found
     return count / len(layout.tokens)
 
 
 def _for_rows(model: Backed) -> str:
-    """The attention of a flat model where it samples with a cache."""
+    """Return the attention of a flat model for sampling with a cache."""
     try:
         model.attend("sdpa")
         return "sdpa"
@@ -351,7 +355,7 @@ def _for_rows(model: Backed) -> str:
 
 
 def _is_flat(model: Backed) -> bool:
-    """Whether every layer goes through our attention once, with a plain causal mask and nothing besides."""
+    """Return whether every layer calls our attention exactly once, with a plain causal mask and nothing besides."""
     calls = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -372,9 +376,9 @@ def _is_flat(model: Backed) -> bool:
 
 
 def replay_routing(model: Backed) -> None:
-    """Let the model take the experts that layouts name, if that is proven to do what it says. Raises UserError if not.
+    """Let the model use the experts that layouts name, if a test proves that it does. Raises UserError if not.
 
-    Its own experts, named in another order, must give its own log-probabilities; other experts must be taken, and give
+    Its own experts, named in another order, must give its own log-probabilities; other experts must be used, and give
     others.
     """
     kind = type(model.inner).__name__

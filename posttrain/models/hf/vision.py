@@ -1,10 +1,11 @@
-"""How a model of transformers sees: features of pictures once, put where tokens hold their place, whichever way it goes.
+"""Vision of a model of transformers: features of each picture are computed once and inserted at their placeholder
+tokens.
 
-The model's own forward places the features and does whatever else it does with them (deeper layers of Qwen3-VL get some
-too). Only their computation is taken out of it: each picture goes through the vision tower once for a call of `hidden`, or
-for the prompts that begin together, however many rows or replies it stands in.
+The model's own forward inserts the features and processes them further (deeper layers of Qwen3-VL get some too). Only
+their computation is taken out of it: each picture goes through the vision tower once for a call of `hidden`, or for the
+prompts that begin together, however many rows or replies it occurs in.
 
-    F    features of all pictures, one for each placeholder
+F    features of all pictures, one for each placeholder
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from posttrain.core.types import UserError
 from posttrain.models.image_processor import ImageProcessor
 
 MASKED = -1e4
-"""Added to the logits of placeholders: no probability in any type, and no NaN in an entropy, as of minus infinity."""
+"""Added to the logits of placeholders: probability 0 in any type, without the NaN in an entropy that minus infinity
+gives.
+"""
 
 
 class Vision(nn.Module):
-    """Of a model that sees. Its weights are the model's own."""
+    """The vision part of a model. Its weights are the model's own."""
 
-    forbidden: Tensor  # [V], what the head adds: `MASKED` at placeholders
+    forbidden: Tensor  # [V], added by the head: `MASKED` at placeholders
 
     def __init__(self, inner: Any, processor: ImageProcessor, placeholders: Sequence[int]) -> None:
         super().__init__()
-        self._inner = [inner]  # not as a module: it is the model's already
+        self._inner = [inner]  # not as a submodule: it is the model's already
         self.processor, self.placeholders = processor, tuple(placeholders)
         weight = inner.get_output_embeddings().weight
         forbidden = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
@@ -43,14 +46,16 @@ class Vision(nn.Module):
         return self._inner[0].base_model
 
     def weights(self) -> Iterator[nn.Parameter]:
-        """Of the tower and of what brings its features to the width of the text: all but the language model's."""
+        """Yield the parameters of the tower and of the projection to the width of the text: all but the language
+        model's.
+        """
         model = self._inner[0]
         text = next(getattr(self.base, name) for name in ("language_model", "text_model") if hasattr(self.base, name))
         own = {id(p) for p in (*text.parameters(), *model.get_output_embeddings().parameters())}
         yield from (p for p in model.parameters() if id(p) not in own)
 
     def features(self, digests: Sequence[str]) -> PictureFeatures:
-        """Of these pictures, each computed once. Raises PictureError for one that cannot be shown."""
+        """Compute features of these pictures, each once. Raises PictureError for an invalid one."""
         found: dict[str, _Kind] = {}
         for alike in _alike({digest: self.processor.pixels(digest).inputs for digest in dict.fromkeys(digests)}):
             inputs = {
@@ -72,7 +77,7 @@ class Vision(nn.Module):
 
     @contextmanager
     def shown(self, features: PictureFeatures, digests: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Within it the base model's forward, called with what this gives besides, sees these pictures in order."""
+        """Show these pictures to the base model's forward, in order; yields further arguments for its call."""
         if not digests:
             yield {}
             return
@@ -93,27 +98,27 @@ class Vision(nn.Module):
 
 
 class _Kind:
-    """The features of one picture: [n, D] each, those of deeper layers behind the first; and what the model gave."""
+    """Features of one picture: [n, D] each, those of deeper layers behind the first; and the model's output."""
 
     def __init__(self, features: Sequence[Tensor], like: Any) -> None:
         self.features, self.like = features, like
 
 
 class PictureFeatures:
-    """Of some pictures, by their hashes."""
+    """Features of pictures, by their hashes."""
 
     def __init__(self, of: Mapping[str, _Kind]) -> None:
         self.of = of
 
 
 def _flat(features: Any) -> Tensor:
-    """[F, D]"""
+    """Flatten to [F, D]."""
     whole = torch.cat(list(features)) if isinstance(features, list | tuple) else features
     return whole.flatten(0, -2)
 
 
 def _alike(inputs: Mapping[str, Mapping[str, Tensor]]) -> Iterator[dict[str, Mapping[str, Tensor]]]:
-    """Pictures whose tensors can be put behind each other."""
+    """Yield groups of pictures whose tensors can be concatenated."""
     groups: dict[tuple[Any, ...], dict[str, Mapping[str, Tensor]]] = {}
     for digest, one in inputs.items():
         shape = tuple((name, tuple(x.shape[1:])) for name, x in sorted(one.items()))

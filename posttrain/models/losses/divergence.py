@@ -1,9 +1,10 @@
-"""How far a policy is from a teacher at each scored token, summed over the vocabulary, a block of it at a time.
+"""Divergence of a policy from a teacher at each scored token, summed over the vocabulary, a block of it at a time.
 
-Neither model's [N, vocabulary] logits are kept, but for small ones: they are made block by block, once for a divergence of
-Kullback and Leibler, twice for one of Jensen and Shannon, and again in the backward pass. Only the policy gets a gradient.
+Neither model's [N, vocabulary] logits are kept, but for small ones: they are computed block by block, once for a
+Kullback-Leibler divergence, twice for a Jensen-Shannon divergence, and again in the backward pass. Only the policy gets
+a gradient.
 
-    N    scored tokens    V    vocabulary    p    the policy    q    the teacher    x    logits / temperature
+N    scored tokens    V    vocabulary    p    the policy    q    the teacher    x    logits / temperature
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def measured_divergence(
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The logits of both models, block by block: kept ones, or made anew at every pass."""
+    """Logits of both models, block by block: kept, or recomputed at every pass."""
 
     policy: Hidden
     teacher: Hidden
@@ -74,13 +75,13 @@ class _Pairs:
 
 
 class _Sum:
-    """log sum exp(x) over the blocks seen so far, and the mean of something under the softmax of x."""
+    """Running log sum exp(x) over the blocks so far, and the mean of another quantity under the softmax of x."""
 
     def __init__(self, like: Tensor) -> None:
         self.total, self.mean = torch.full_like(like, -math.inf), torch.zeros_like(like)
 
     def add(self, logits: Tensor, gap: Tensor | None = None) -> None:
-        """Both [N, width]; without a `gap` no mean is kept."""
+        """Add a block, both [N, width]; without a `gap` no mean is kept."""
         top = logits.amax(-1)
         mass = (logits - top[:, None]).exp_()
         here = mass.sum(-1).log_().add_(top)
@@ -167,7 +168,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _jensen_shannon(pairs: _Pairs, total: Tensor, other_total: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """(the divergence, KL(p || m)), each [N]."""
+    """Return (the divergence, KL(p || m)), each [N]."""
     divergence, inner = torch.zeros_like(total), torch.zeros_like(total)
     for _, x, y in pairs:
         logs, others = x - total[:, None], y - other_total[:, None]
@@ -179,12 +180,12 @@ def _jensen_shannon(pairs: _Pairs, total: Tensor, other_total: Tensor, beta: flo
 
 
 def _mixed(logs: Tensor, others: Tensor, beta: float) -> Tensor:
-    """log ((1 - beta) p + beta q)."""
+    """Return log ((1 - beta) p + beta q)."""
     return torch.logaddexp(logs + math.log1p(-beta), others + math.log(beta))
 
 
 def _slope(logs: Tensor, others: Tensor, inner: Tensor, beta: float) -> Tensor:
-    """The derivative of the divergence with respect to x, [N, width]; `inner` is KL(p || q), or KL(p || m)."""
+    """Return the derivative of the divergence with respect to x, [N, width]; `inner` is KL(p || q), or KL(p || m)."""
     if beta == FORWARD:
         return logs.exp() - others.exp()
     if beta == REVERSE:

@@ -1,9 +1,9 @@
-"""Decides how log-probabilities, entropies and the like come out of hidden states: at scored tokens only, in chunks.
+"""Computes log-probabilities, entropies and the like from hidden states: at scored tokens only, in chunks.
 
-No [N, vocabulary] tensor is kept, but for small ones: the logits of a part are made, used and dropped, and made again in
-the backward pass.
+No [N, vocabulary] tensor is kept, but for small ones: the logits of a chunk are computed, used and dropped, and
+recomputed in the backward pass.
 
-    N    scored tokens    n    those of one chunk    D    hidden size    V    vocabulary
+N    scored tokens    n    those of one chunk    D    hidden size    V    vocabulary
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.models.head import Head
 from posttrain.models.native.linear import add_product, collected
 
-BLOCK_LOGITS = 1 << 20  # logits that are worked on at once: they stay in the processor's cache
-KEPT_LOGITS = 1 << 23  # up to so many (32 MiB in float32) are kept for the backward pass instead of made again
+BLOCK_LOGITS = 1 << 20  # logits of one block: they stay in the processor's cache
+KEPT_LOGITS = 1 << 23  # up to so many (32 MiB in float32) are kept for the backward pass instead of recomputed
 CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32) ...
 CHUNK_ROWS = 512  # ... but never fewer rows: each chunk of the backward pass adds to a [V, D] gradient
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden states at scored tokens, and the head that makes logits of them."""
+    """Hidden states at scored tokens, and the head that turns them into logits."""
 
     states: Tensor  # [N, D]
     head: Head
 
     def logits(self, rows: slice, temperature: float = 1.0) -> Tensor:
-        """[n, V], in float32 at least."""
+        """Compute logits [n, V], in float32 at least."""
         logits = self.head.logits(self.states[rows])
         return logits if temperature == 1.0 else logits / temperature
 
 
 def token_logp(hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at `target`, in nats.
+    """Return log softmax(logits / temperature) at `target`, in nats.
 
     hidden [N, D], target int64 [N] -> [N], float32 or wider.
     """
@@ -52,10 +52,10 @@ def token_logp(hidden: Tensor, head: Head, target: Tensor, temperature: float = 
 def token_logp_entropy(
     hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0, constant: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """As `token_logp`, and the entropy of the whole distribution at each token, both [N].
+    """Return `token_logp`, and the entropy of the whole distribution at each token, both [N].
 
-    `constant`: nothing is differentiated through the entropy. Log-probabilities and gradients then have the bits that they
-    have without it.
+    `constant`: nothing is differentiated through the entropy. Log-probabilities and gradients then have the bits that
+    they have without it.
     """
     kind = "constant" if constant else "learned"
     logp, entropy = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, kind)
@@ -63,7 +63,7 @@ def token_logp_entropy(
 
 
 class _Likelihood(torch.autograd.Function):
-    """Both of the above, a block of the vocabulary at a time, so memory does not grow with V. Differentiable once.
+    """`token_logp` and the entropy by blocks of the vocabulary, so memory does not grow with V. Differentiable once.
 
     With x = logits / temperature and p = softmax(x): d logp / dx = [target] - p and d entropy / dx = -p (log p + entropy).
     `weight` and `bias` are those of the head: what a gradient is wanted of has to be an argument.
@@ -97,12 +97,14 @@ class _Likelihood(torch.autograd.Function):
             mass = (logits - top[:, None]).exp_() if keep or with_entropy else logits.sub_(top[:, None]).exp_()
             here = mass.sum(-1).log_().add_(top)
             joined = torch.logaddexp(total, here)
-            if with_entropy:  # the mean logit, over what has been seen so far
+            if with_entropy:  # the mean logit, over the blocks so far
                 own = mass.mul_(logits).sum(-1) * (top - here).exp()
                 mean = mean * (total - joined).exp() + own * (here - joined).exp()
             total = joined
         logp, entropy = at - total, total - mean
-        ctx.save_for_backward(hidden, weight, target, total, entropy, *kept)  # the weight: torch sees whether it moves
+        ctx.save_for_backward(
+            hidden, weight, target, total, entropy, *kept
+        )  # the weight: torch checks whether it changes
         ctx.head, ctx.temperature, ctx.with_entropy = head, temperature, entropies == "learned"
         if entropies == "constant":
             ctx.mark_non_differentiable(entropy)
@@ -130,12 +132,12 @@ class _Likelihood(torch.autograd.Function):
 
 
 class Gradients:
-    """The gradients of hidden states and head, added up block by block of the vocabulary."""
+    """Gradients of hidden states and head, accumulated block by block of the vocabulary."""
 
     def __init__(
         self, hidden: Tensor, head: Head, temperature: float, wide: torch.dtype, needed: Sequence[bool]
     ) -> None:
-        """`needed`: whether of the hidden states, of the head's weight, of its bias."""
+        """Allocate them. `needed`: whether for the hidden states, for the head's weight, for its bias."""
         self.hidden, self.head, self.states = hidden, head, hidden.to(wide)
         self.temperature = temperature
         self.factor = head.scale / temperature  # d x / d (hidden W^T + b), but for a cap
@@ -146,7 +148,9 @@ class Gradients:
         self.to_bias = torch.empty_like(head.bias, dtype=wide) if needed[2] and head.bias is not None else None
 
     def add(self, block: slice, grad: Tensor, x: Tensor) -> None:
-        """`grad` [N, width of the block], may be overwritten: of x, the logits over temperature, times `factor`."""
+        """Add a block. `grad` [N, width of the block], may be overwritten: of x, the logits over temperature, times
+        `factor`.
+        """
         if self.head.cap is not None:  # d cap tanh(y / cap) / dy = 1 - (logit / cap)^2
             grad.mul_(1.0 - (x * (self.temperature / self.head.cap)).square_())
         with torch.autocast(self.hidden.device.type, enabled=False):
@@ -161,7 +165,9 @@ class Gradients:
 
     @property
     def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of the hidden states, of weight and bias; None where it is not needed, or already added where it lies."""
+        """Return the gradients of hidden states, weight and bias; None where one is not needed, or already accumulated
+        in place.
+        """
         given = self.hidden, self.head.weight, self.head.weight
         sums = self.to_hidden, self.to_weight, self.to_bias
         hidden, weight, bias = (None if s is None else s.to(g.dtype) for s, g in zip(sums, given, strict=True))
@@ -169,25 +175,27 @@ class Gradients:
 
 
 def blocks(rows: int, vocabulary: int) -> list[slice]:
-    """Of the vocabulary, so that no more than BLOCK_LOGITS are worked on at once."""
+    """Split the vocabulary so that each block has at most BLOCK_LOGITS logits."""
     width = max(64, BLOCK_LOGITS // max(1, rows))
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 
 def scaled_logits(hidden: Tensor, head: Head, block: slice, temperature: float) -> Tensor:
-    """Of a block of the vocabulary, divided by the temperature."""
+    """Compute the logits of a block of the vocabulary, divided by the temperature."""
     logits = head.logits(hidden, block)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def inside(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Which targets lie in a block, and the place of each in it (of the others: 0)."""
+    """Return which targets are in a block, and the index of each in it (of the others: 0)."""
     there = (target >= block.start) & (target < block.stop)
     return there, (target - block.start).masked_fill_(~there, 0)
 
 
 def exact_kl(policy: Hidden, other: Hidden, temperature: float = 1.0) -> Tensor:
-    """KL(policy || other) at each token, summed over the vocabulary, [N] in nats. Both sides may have a gradient."""
+    """Return KL(policy || other) at each token, summed over the vocabulary, [N] in nats. Both sides may have a
+    gradient.
+    """
 
     def kl(rows: slice) -> tuple[Tensor]:
         own, theirs = (h.logits(rows, temperature).log_softmax(-1) for h in (policy, other))
@@ -197,7 +205,9 @@ def exact_kl(policy: Hidden, other: Hidden, temperature: float = 1.0) -> Tensor:
 
 
 def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
-    """log sum_v p(v)^2 at each token, [N]: the log-probability that two draws from the distribution are equal."""
+    """Return log sum_v p(v)^2 at each token, [N]: the log-probability that two draws from the distribution are
+    equal.
+    """
 
     def collision(rows: slice) -> tuple[Tensor]:
         return ((2 * policy.logits(rows, temperature).log_softmax(-1)).logsumexp(-1),)
@@ -208,7 +218,7 @@ def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
 def soft_values(
     policy: Hidden, twins: tuple[Hidden, Hidden], slow: tuple[Hidden, Hidden], temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(sum_a pi(a) min_k Q_k(a), the same of the slow copies), each [N].
+    """Return (sum_a pi(a) min_k Q_k(a), the same of the target copies), each [N].
 
     The first has a gradient into the policy alone, the second none.
     """
@@ -225,7 +235,7 @@ def soft_values(
 
 
 def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], rows: int, vocabulary: int) -> tuple[Tensor, ...]:
-    """What `function` says of the rows 0 ... `rows`, a slice at a time, joined along the first dimension."""
+    """Apply `function` to slices of the rows 0 ... `rows`, and concatenate along the first dimension."""
     chunk = max(CHUNK_ROWS, CHUNK_LOGITS // vocabulary)
     if rows <= chunk:
         return function(slice(0, rows))

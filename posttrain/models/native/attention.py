@@ -1,9 +1,9 @@
-"""Decides how attention runs over a layout: segments of ragged length, which may continue each other as a tree.
+"""Attention over a layout: segments of ragged length, which may continue each other as a tree.
 
 Linear layers see the T real tokens and nothing else. Only inside attention are segments padded, to others of about the
 same length, and the padding is dropped again at once.
 
-    T    tokens of a micro-batch    B    segments of a bucket    n, m    padded query and key length
+T    tokens of a micro-batch    B    segments of a bucket    n, m    padded query and key length
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from posttrain.models.native.attention_compiled import CompiledAttention, at_lea
 from posttrain.models.native.segments import Forest
 
 PREFIX_TOKENS = 128
-"""Tokens of a micro-batch for each of its prefixes from which on attention to prefixes is computed apart."""
+"""Tokens of a micro-batch per prefix from which on attention to prefixes is computed separately."""
 _GROWTH = math.log(1.25)  # segments of one bucket differ by at most this factor in length: at most 20% of it is padding
 
 
 class SegmentAttention:
-    """An `attend` for `Decoder.forward`: every segment sees all of its ancestors and, causally, itself."""
+    """An `attend` for `Decoder.forward`: every segment attends to all of its ancestors and, causally, to itself."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
+        """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
         if q.device.type != "cpu":
             return self.masked(q, k, v)
-        # Fused kernels are switched off where a second derivative is wanted: they have none.
+        # Fused kernels have no second derivative, and are switched off where one is needed.
         if torch.backends.cuda.flash_sdp_enabled():
             if self.compiled.covers(k.shape[1], q.dtype):
                 return self.compiled(q, k, v)
@@ -50,17 +50,19 @@ class SegmentAttention:
 
     @cached_property
     def compiled(self) -> CompiledAttention:
-        """On a processor, differentiable once: where there is a compiler, in float32. Heads become whole panels."""
+        """Compiled attention: on a processor with a compiler, in float32, differentiable once. Heads are padded to
+        whole panels.
+        """
         return CompiledAttention(self.layout, self._forest)
 
     @cached_property
     def joined(self) -> JoinedAttention:
-        """On a processor, differentiable once."""
+        """Joined attention: on a processor, differentiable once."""
         return JoinedAttention(self.layout, self._forest)
 
     @cached_property
     def masked(self) -> MaskedAttention:
-        """On every device, differentiable twice."""
+        """Masked attention: on every device, differentiable twice."""
         return MaskedAttention(self.layout, self._forest)
 
     @cached_property
@@ -69,12 +71,12 @@ class SegmentAttention:
 
     @cached_property
     def _few_prefixes(self) -> bool:
-        """Whether going through prefixes one by one pays."""
+        """Return whether going through prefixes one by one is faster."""
         return PREFIX_TOKENS * len(self._forest.prefixes) <= self.layout.tokens.shape[0]
 
 
 def filled(layout: Layout, multiple: int) -> Layout:
-    """With a last segment that nobody sees, so that the number of tokens is a multiple of this."""
+    """Add a last segment that no other attends to, so that the number of tokens is a multiple of this."""
     total = layout.tokens.shape[0]
     if not (missing := -total % multiple):
         return layout
@@ -90,7 +92,7 @@ def filled(layout: Layout, multiple: int) -> Layout:
 
 
 class _Bucket:
-    """Segments of about one length, side by side."""
+    """Segments of about one length, in one batch."""
 
     def __init__(self, layout: Layout, segments: list[int]) -> None:
         start = np.array([layout.start[k] for k in segments])
@@ -106,11 +108,11 @@ class _Bucket:
         self.padding = torch.from_numpy(np.flatnonzero(~self.inside)).to(device)
 
     def gather(self, x: Tensor) -> Tensor:
-        """[T, heads, ...] -> [B, heads, n, ...]."""
+        """Gather [T, heads, ...] -> [B, heads, n, ...]."""
         return _gathered(x, self.tokens, self.size)
 
     def gather_gradient(self, x: Tensor) -> Tensor:
-        """The same, with 0 at padding: a padded query must not move the keys it sees."""
+        """Gather with 0 at padding: a padded query must not change the gradients of its keys."""
         flat = x.index_select(0, self.tokens)
         if self.padding.numel():
             flat.index_fill_(0, self.padding, 0.0)
@@ -118,12 +120,12 @@ class _Bucket:
 
 
 def _gathered(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """[T, heads, ...] -> [B, heads, n, ...], of the tokens at index int64 [B * n]."""
+    """Gather [T, heads, ...] -> [B, heads, n, ...], of the tokens at index int64 [B * n]."""
     return x.index_select(0, index).view(size, -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _places(layout: Layout, buckets: list[_Bucket]) -> Tensor:
-    """int64 [T]: where each token lies among the queries of the buckets, laid end to end."""
+    """Return int64 [T]: the place of each token among the queries of the buckets, end to end."""
     place = np.empty(layout.tokens.shape[0], dtype=np.int64)
     offset = 0
     for bucket in buckets:
@@ -136,30 +138,31 @@ def _grade(length: int) -> int:
     return math.ceil(math.log(max(length, 8)) / _GROWTH)
 
 
-# -- without masks: a segment's own tokens and each of its ancestors apart ---------------------------------------------
+# -- without masks: a segment's own tokens and each ancestor separately -------------------------------------------------
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Attention [B, heads, n, size] on a processor, and its normaliser, the logsumexp of the scores, [B, heads, n].
+    """Return attention [B, heads, n, size] on a processor, and its normaliser, the logsumexp of the scores, [B, heads,
+    n].
 
-    What scaled_dot_product_attention runs there; only this name of it returns the normaliser too.
+    It is the kernel of scaled_dot_product_attention; only this name of it returns the normaliser too.
     """
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
     return out, logsumexp
 
 
 def merged(one: Tensor, one_logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> Tensor:
-    """Attention [..., size] to two sets of keys, from that to each and its normaliser [...]."""
+    """Merge attention [..., size] to two sets of keys, from that to each and its normaliser [...]."""
     share = torch.sigmoid(one_logsumexp - other_logsumexp).unsqueeze(-1)
     return torch.lerp(other, one, share.to(one.dtype))
 
 
 class JoinedAttention:
-    """Attention to a segment's own tokens and to each of its ancestors apart, joined by their normalisers.
+    """Attention to a segment's own tokens and to each of its ancestors separately, merged by their normalisers.
 
-    With the joined output and normaliser, the kernel's own backward gives each set's part of the gradient: a key's weight
-    is exp(score - normaliser) wherever the other keys are. So nothing is masked, causal halves are skipped, and the keys
-    of a prefix are read once for all of its descendants.
+    With the merged output and normaliser, the kernel's own backward gives each set's part of the gradient: a key's
+    weight is exp(score - normaliser) wherever the other keys are. So nothing is masked, causal halves are skipped, and
+    the keys of a prefix are read once for all of its descendants.
     """
 
     def __init__(self, layout: Layout, forest: Forest) -> None:
@@ -168,7 +171,7 @@ class JoinedAttention:
             members[_grade(length)].append(k)
         self.own = [_Bucket(layout, segments) for _, segments in sorted(members.items())]
         self.place = _places(layout, self.own)
-        self.prefixes = [  # (where a prefix lies, int64: the tokens of all its descendants)
+        self.prefixes = [  # (indices of a prefix, int64: the tokens of all its descendants)
             (
                 slice(layout.start[k], layout.start[k] + layout.length[k]),
                 torch.from_numpy(forest.tokens(forest.subtree(k)[1:])),
@@ -181,7 +184,7 @@ class JoinedAttention:
         return attended
 
     def flat(self, pieces: list[Tensor]) -> Tensor:
-        """What the buckets say of their queries, each [B, heads, n, ...] -> [T, heads, ...]."""
+        """Flatten the results of the buckets, each [B, heads, n, ...] -> [T, heads, ...]."""
         whole = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in pieces])
         return whole.index_select(0, self.place)
 
@@ -225,7 +228,7 @@ class _JoinedAttention(torch.autograd.Function):
 
 
 def _fused_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, from that of the output, q, k, v, the output and the normaliser."""
+    """Return the gradients of q, k, v, from that of the output, q, k, v, the output and the normaliser."""
     *given, logsumexp = tensors
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     grad_q, grad_k, grad_v = kernel(*given, logsumexp.contiguous(), 0.0, causal)
@@ -233,12 +236,12 @@ def _fused_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Ten
 
 
 def _one(x: Tensor) -> Tensor:
-    """[n, heads, ...] -> [1, heads, n, ...]."""
+    """Reshape [n, heads, ...] -> [1, heads, n, ...]."""
     return x.transpose(0, 1).unsqueeze(0)
 
 
 def _many(x: Tensor) -> Tensor:
-    """The inverse of `_one`."""
+    """Invert `_one`."""
     return x.squeeze(0).transpose(0, 1)
 
 
@@ -249,11 +252,13 @@ def _many(x: Tensor) -> Tensor:
 class _MaskedBucket:
     queries: _Bucket
     keys: Tensor  # int64 [B * m]
-    mask: Tensor | None  # bool [B, 1, n, m], True where a query may look; None: causal
+    mask: Tensor | None  # bool [B, 1, n, m], True where a query may attend; None: causal
 
 
 class MaskedAttention:
-    """The same through `scaled_dot_product_attention` alone: on a GPU, and where a second derivative is wanted."""
+    """Attention through `scaled_dot_product_attention` with masks: on a GPU, and where a second derivative is
+    needed.
+    """
 
     def __init__(self, layout: Layout, forest: Forest) -> None:
         members: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -293,24 +298,24 @@ class MaskedAttention:
 
 
 def _with_ancestors(forest: Forest, queries: _Bucket) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [B, p + n] with the ancestors' tokens flush right before the segments' own, and who may look at what."""
+    """Return keys [B, p + n] with the ancestors' tokens right before the segments' own, and the mask."""
     paths = [forest.path(k) for k in queries.segments]
     p, n = max(map(len, paths)), queries.index.shape[1]
     keys = np.concatenate([np.empty((queries.size, p), dtype=np.int64), queries.index], axis=1)
     mask = np.zeros((queries.size, 1, n, p + n), dtype=bool)
     mask[:, 0, :, p:] = np.tril(np.ones((n, n), dtype=bool))
     for row, path in enumerate(paths):
-        keys[row, : p - len(path)] = path[0]  # padding: nobody looks
+        keys[row, : p - len(path)] = path[0]  # padding: not attended to
         keys[row, p - len(path) : p] = path
         mask[row, 0, :, p - len(path) : p] = True
     return keys, mask
 
 
 def each_alone(layout: Layout, count: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Attention of the first so many segments, as if each were in a call of its own.
+    """Compute attention of the first segments as if each were in a call of its own.
 
-    Compiled code goes through them one by one, whatever they are. Torch's operations are called for each; what fills the
-    layout up then looks at nothing.
+    Compiled code goes through segments one by one anyway. Torch's operations are called for each; padding at the end of
+    the layout then attends to nothing.
     """
     alone: dict[int, SegmentAttention] = {}
     for length in set(layout.length[:count]):

@@ -1,4 +1,4 @@
-"""Decides how compiled attention reads a layout: its trees depth first, work for every thread.
+"""Layouts in the form that compiled attention reads: trees depth first, work for every thread.
 
 T    tokens of a micro-batch
 """
@@ -26,7 +26,7 @@ class CompiledAttention:
         self._layout, self._forest = layout, forest
 
     def covers(self, kv_heads: int, dtype: torch.dtype = torch.float32) -> bool:
-        """Whether compiled code knows numbers of this type, and every thread gets something to do."""
+        """Return whether compiled code supports this type, and every thread gets some work."""
         library = binder.attention()
         return (
             library is not None
@@ -35,7 +35,7 @@ class CompiledAttention:
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
+        """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
         library, size = binder.attention(), q.shape[-1]
         assert library is not None
         attended: Tensor
@@ -134,12 +134,12 @@ class _CompiledAttention(torch.autograd.Function):
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """x [T, heads, size] with the heads of a token without gaps between them."""
+    """Return x [T, heads, size] with the heads of a token contiguous."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Attention on a processor is not computed in bfloat16: its kernels gain nothing there, lose in the backward pass, and
-    are compiled for each new length.
+    """Convert bfloat16 to float32. Attention on a processor gains nothing from bfloat16, loses in the backward pass,
+    and kernels are compiled for each new length.
     """
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,10 +1,10 @@
 """The native language model: one configurable decoder-only transformer.
 
-It covers Llama 2 and 3, Mistral, Qwen2 / 2.5, Qwen3 and what is stored under those types (SmolLM). It decides two
-things. Tokens lie flat, `[T]`, without batch dimension or padding. And attention is plugged in from outside: packed
+It covers Llama 2 and 3, Mistral, Qwen2 / 2.5, Qwen3 and models stored under those types (SmolLM). Two decisions are
+made here. Tokens are flat, `[T]`, without batch dimension or padding. And attention is plugged in from outside: packed
 training, prefill and cached decoding are three `attend` functions over this one model.
 
-    T  tokens of one forward pass, of any number of sequences laid end to end
+T  tokens of one forward pass, of any number of sequences end to end
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from posttrain.models.hf.experts import Routers
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, head_size], k and v [T, kv_heads, head_size]) -> [T, heads, head_size]. q and k come rotated."""
+"""(layer, q [T, heads, head_size], k and v [T, kv_heads, head_size]) -> [T, heads, head_size]. q and k are already
+rotated.
+"""
 
 
 class RMSNorm(nn.Module):
@@ -69,7 +71,9 @@ class Layer(nn.Module):
         self.down = Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
-        """[T, hidden] -> [T, hidden], or of some tokens only: at int64 [n]; cos and sin as `Decoder.rotary` makes them."""
+        """Compute [T, hidden] -> [T, hidden], or of some tokens only: at int64 [n]; cos and sin as `Decoder.rotary`
+        returns them.
+        """
         heads, kv_heads = self.heads, self.kv_heads
         qkv = norm_linear(x, self.attention_norm.weight, self.eps, self.qkv)
         # q and k go through norm and rotation as one tensor: half the operations
@@ -89,16 +93,16 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. Its parameters come uninitialised: make one with `new_decoder` or `models.folder.load_model`."""
+    """The model. Its parameters are uninitialised: create one with `new_decoder` or `checkpoint_folder.load_model`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.source: dict[str, Any] = {}  # the config.json it came from, so that a save keeps what is unknown here
+        self.source: dict[str, Any] = {}  # its original config.json, so that a save keeps unknown entries
         self.generation: dict[str, Any] = {}  # its generation_config.json
         self.eos_ids: tuple[int, ...] = ()  # every token id that ends a reply
-        self.lora: LoRA | None = None  # how it is adapted; the weights themselves are then frozen
-        self.routers: Routers | None = None  # it is no mixture of experts
+        self.lora: LoRA | None = None  # settings of its adapters; its own weights are then frozen
+        self.routers: Routers | None = None  # it has no experts
         self.replays = False
         self.embed = Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
@@ -113,13 +117,14 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> Head:
-        """The embedding is its weight when tied."""
+        """Output head; the embedding is its weight when tied."""
         return Head(self.embed.weight if self.output is None else self.output)
 
     def forward(self, tokens: Tensor, position: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
-        """Hidden states after the final norm, float [T, hidden], of tokens int64 [T] at position int64 [T].
+        """Compute hidden states after the final norm, float [T, hidden], of tokens int64 [T] at position int64 [T].
 
-        `at` int64 [n]: only these tokens' are wanted, [n, hidden]. Behind its attention the last layer sees no others.
+        `at` int64 [n]: return only these tokens' states, [n, hidden]. Behind its attention the last layer computes no
+        others.
         """
         x: Tensor = self.embed(tokens)
         cos, sin = self.rotary(position, x.dtype)
@@ -130,7 +135,9 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab], in float32 at least. For few rows: a learner never holds all logits at once."""
+        """Compute logits [n, hidden] -> [n, vocab], in float32 at least. For few rows: a learner never holds all logits
+        at once.
+        """
         return self.head.logits(hidden)
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
@@ -147,18 +154,18 @@ class Decoder(nn.Module):
         return self.config.family
 
     def matrices(self) -> list[str]:
-        """See `posttrain.models.adapters.lora.Backbone`."""
+        """See `posttrain.models.backbone.Backbone`."""
         return [name for _, _, matrices in self.linears() for name, _ in matrices]
 
     def linears(self) -> Iterator[tuple[str, Linear, list[tuple[str, int]]]]:
-        """See `posttrain.models.adapters.lora.Backbone`."""
+        """See `posttrain.models.backbone.Backbone`."""
         stored = stored_pieces(self.config)
         for name, module in self.named_modules():
             if isinstance(module, Linear):
                 yield name, module, [(n.removesuffix(".weight"), shape[0]) for n, shape in stored[f"{name}.weight"]]
 
     def open_linears(self, wanted: Callable[[str], bool]) -> None:
-        """All of them are listed as they are."""
+        """Do nothing: all of them are listed already."""
 
     def save(self, folder: Path) -> None:
         """Write config.json, generation_config.json and the weights, as `load_model` reads them; of an adapted model the
@@ -202,21 +209,23 @@ class Decoder(nn.Module):
         return None
 
     def empty_like(self) -> Decoder:
-        with torch.device("meta"):  # no memory is taken for weights that are about to be replaced
+        with torch.device("meta"):  # no memory for weights that are about to be replaced
             own = Decoder(self.config).to(self.head.dtype)
         own = own.to_empty(device=self.head.device)
         own.source, own.generation, own.eos_ids = self.source, self.generation, self.eos_ids
         return own
 
     def prepare_shards(self) -> None:
-        """Each of its layers has all that it computes with."""
+        """Do nothing: each layer has all weights that it uses."""
 
     @property
     def apart(self) -> bool:
         return self.embed.weight.device.type == "cpu" and compiles()
 
     def hidden_apart(self, layout: Layout, at: Tensor) -> Tensor:
-        """Compiled attention goes through texts one by one, and products in blocks that begin anew with none of them."""
+        """Compute hidden states: compiled attention goes through texts one by one, and products in blocks of
+        one size.
+        """
         count, texts, layout = len(at), len(layout.length), filled(layout, ROUND)
         at = torch.cat((at, at[:1].expand(-count % ROUND)))
         with in_blocks(ROUND):
@@ -232,13 +241,13 @@ class Decoder(nn.Module):
         return False
 
     def freeze_vision(self) -> None:
-        """It reads text alone."""
+        """Do nothing: the model is text-only."""
 
     def tower(self) -> set[str]:
         return set()
 
     def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables (cos, sin), each [T, 1, head_size]: rotated(x) = x * cos + x.roll(head_size // 2) * sin.
+        """Return tables (cos, sin), each [T, 1, head_size]: rotated(x) = x * cos + x.roll(head_size // 2) * sin.
 
         The sign of the rotation is in the first half of sin. Angles are float32 whatever the dtype of the result.
         """
@@ -254,7 +263,9 @@ if TYPE_CHECKING:
 
 
 def rotary_frequency(config: DecoderConfig) -> Tensor:
-    """Radians per position of each pair of dimensions, float32 [head_size / 2] (arXiv 2104.09864), scaled if asked."""
+    """Return radians per position of each pair of dimensions, float32 [head_size / 2] (arXiv 2104.09864), scaled if
+    configured.
+    """
     exponent = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
     frequency = 1.0 / config.rope_theta**exponent
     scaling = config.rope_scaling
@@ -271,7 +282,7 @@ def rotary_frequency(config: DecoderConfig) -> Tensor:
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The plain `Attend` of one sequence: every token sees itself and what is before it."""
+    """Attend within one sequence: every token attends to itself and to all before it."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -279,7 +290,8 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def new_decoder(config: DecoderConfig, seed: int) -> Decoder:
-    """A freshly initialised float32 model on the CPU; equal seeds give equal weights, the global RNG is not touched.
+    """Create a freshly initialised float32 model on the CPU; equal seeds give equal weights, the global RNG is not
+    used.
 
     Weights are normal(0, 0.02), those that write to the residual stream divided by sqrt(2 * layers) (GPT-2); norms are
     1 and biases 0. Raises UserError if no Hugging Face family could store such a model, or if no memory could hold it.
@@ -303,7 +315,7 @@ def new_decoder(config: DecoderConfig, seed: int) -> Decoder:
 
 
 def storable_family(config: DecoderConfig) -> str:
-    """The Hugging Face model_type whose checkpoints hold just these biases and norms."""
+    """Return the Hugging Face model_type whose checkpoints hold exactly these biases and norms."""
     if config.qk_norm and config.qkv_bias == config.o_bias and not config.mlp_bias:
         return "qwen3"
     if config.qkv_bias and not (config.o_bias or config.mlp_bias or config.qk_norm):

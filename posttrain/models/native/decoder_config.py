@@ -1,7 +1,7 @@
-"""config.json and what it says: the shape of a decoder, its rotary embeddings, its end-of-sequence ids.
+"""Reads config.json: the shape of a decoder, its rotary embeddings, its end-of-sequence ids.
 
-It decides which families are read and which numbers are believed. Nothing is allocated here, and nothing that is read
-here is looked at again: what this module lets through can be computed with.
+It decides which families are supported and validates every number. Nothing is allocated here, and values that pass are
+not checked again.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ ARCHITECTURES = {
 CLASSIFIERS = {
     family: name.replace("ForCausalLM", "ForSequenceClassification") for family, name in ARCHITECTURES.items()
 }
-"""The classes of transformers with a head of one number on the same decoders."""
+"""Classes of transformers with a head of one number on the same decoders."""
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
 class NotNativeError(UserError):
-    """A family that is read here, with something that is not: transformers may know it."""
+    """A supported family with an unsupported setting: transformers may know it."""
 
 
 def unsupported(folder: Path, kind: Any, supported: Iterable[str]) -> UserError:
-    """The error that a folder's model_type deserves."""
+    """Return the error for a folder's unsupported model_type."""
     names = ", ".join(supported)
     return UserError(f"{folder / 'config.json'}: model_type {shown(kind)} is not supported; supported are {names}")
 
 
 def read_config(folder: Path, source: Mapping[str, Any]) -> DecoderConfig:
-    """What a folder's config.json, already read, says of a decoder.
+    """Read the shape of a decoder from a folder's config.json, already parsed.
 
-    Raises UserError, naming file and key, for what is not supported, missing, of the wrong type or out of its range.
+    Raises UserError, naming file and key, for a value that is not supported, missing, of the wrong type or out of its
+    range.
     """
     fields = Fields(folder / "config.json", source)
     file, family = fields.file, source.get("model_type")
@@ -93,16 +94,14 @@ def _decoder_config(fields: Fields, family: str) -> DecoderConfig:
 
 
 def _read_rope(fields: Fields) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling). transformers 5 writes one `rope_parameters`; before, `rope_theta` and `rope_scaling`."""
+    """Return (theta, scaling). transformers 5 writes one `rope_parameters`; before, `rope_theta` and `rope_scaling`."""
     stored = fields.table("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
     theta = stored.number("rope_theta", *THETA, None) or fields.number("rope_theta", *THETA, 10_000.0)
     kind = stored.text("rope_type", None) or stored.text("type", "default")
     partial = stored.number("partial_rotary_factor", 0.0, 1.0, None)
     partial = fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) if partial is None else partial
     if any(isinstance(value, dict) for value in stored.values()) or partial != 1.0:
-        raise NotNativeError(
-            f"{fields.file}: rotary embeddings by layer type or of a part of each head are not supported"
-        )
+        raise NotNativeError(f"{fields.file}: per-layer or partial rotary embeddings are not supported")
     if kind == "default":
         return theta, None
     if kind not in ROPE_TYPES:
@@ -121,7 +120,9 @@ def _read_rope(fields: Fields) -> tuple[float, dict[str, Any] | None]:
 
 
 def _read_context(fields: Fields, family: str) -> int:
-    """Within the sliding window, windowed attention is full attention: the context ends there."""
+    """Return the context length. Within the sliding window, windowed attention is full attention: the context ends
+    there.
+    """
     context: int = fields.whole("max_position_embeddings", 1, CONTEXT_MOST, 2048)
     windowed = family == "mistral"
     if fields.flag("use_sliding_window"):
@@ -132,7 +133,7 @@ def _read_context(fields: Fields, family: str) -> int:
 
 
 def read_eos_ids(folder: Path, source: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
-    """Every token id that ends a reply: generation_config.json's, else config.json's; () if neither names one.
+    """Read every token id that ends a reply: generation_config.json's, else config.json's; () if neither names one.
 
     Raises UserError for one that is not in the vocabulary.
     """
@@ -151,7 +152,7 @@ def read_eos_ids(folder: Path, source: Mapping[str, Any], generation: Mapping[st
 
 
 def written_config(config: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a model that was not loaded from one."""
+    """Return the config.json of a model that was not loaded from one."""
     return {
         "architectures": [ARCHITECTURES[config.family]],
         "model_type": config.family,
@@ -170,7 +171,7 @@ def written_config(config: DecoderConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "sliding_window": None,
         "tie_word_embeddings": config.tied,
-        "bos_token_id": None,  # absent, transformers would fill in ids of its own
+        "bos_token_id": None,  # if absent, transformers would fill in ids of its own
         "eos_token_id": None,
         "pad_token_id": None,
     }

@@ -1,4 +1,4 @@
-"""The shape of a decoder: its sizes, what they may be, and how much memory they ask for."""
+"""Shape of a decoder: its sizes, their limits, and the memory they require."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from posttrain.core.types import UserError
 from posttrain.models.free_memory import available_memory, in_gib
 
 ROPE_TYPES = ("linear", "llama3")
-"""What `rope_scaling["rope_type"]` may be; no scaling is None."""
+"""Allowed values of `rope_scaling["rope_type"]`; no scaling is None."""
 
 
-SIZE_MOST = 2**31 - 1  # token ids, and the sizes that compiled code is told, have 32 bits
+SIZE_MOST = 2**31 - 1  # token ids, and the sizes in compiled code, have 32 bits
 
 
-LAYERS_MOST = 2_000  # each takes a millisecond to make, however small
+LAYERS_MOST = 2_000  # each takes a millisecond to build, however small
 
 
 CONTEXT_MOST = 2**31 - 1
@@ -28,7 +28,7 @@ THETA = (1.0, 1e15)  # smaller and larger bases leave no float32 frequencies
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder.
+    """Shape of a decoder.
 
     Raises UserError when the numbers do not fit together.
     """
@@ -73,7 +73,7 @@ class DecoderConfig:
 
     @property
     def parameters(self) -> int:
-        """How many numbers a model of this shape has; nothing is allocated to count them."""
+        """Count the parameters of a model of this shape, without allocating it."""
         width, kv_width = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = self.hidden * (2 * width + 2 * kv_width)
         mlp = 3 * self.hidden * self.intermediate
@@ -84,9 +84,9 @@ class DecoderConfig:
         return ends + self.layers * (attention + mlp + biases + norms)
 
     def require_memory(self, dtype: torch.dtype, device: torch.device, what: str, shares: int = 1) -> None:
-        """Raises UserError if the weights alone, or one of `shares` shares of them, are more than `device` has room for.
+        """Raise UserError if the weights alone, or one of `shares` shares of them, are more than `device` has room for.
 
-        `what` announces this shape.
+        `what`: the file or option that gives this shape, for the message.
 
         A model that passes may still be too large to be trained: gradients and moments take three times as much again.
         """

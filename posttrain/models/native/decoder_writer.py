@@ -1,4 +1,4 @@
-"""Writes a decoder as Hugging Face stores its family: q, k, v and gate, up apart, adapters merged."""
+"""Writes a decoder in the Hugging Face format of its family: q, k, v and gate, up separately, adapters merged."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ def save_model(
 
 
 def described(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The config.json of a model that was not loaded from one, with the tokenizer's ids."""
+    """Return the config.json of a model that was not loaded from one, with the tokenizer's ids."""
     ids = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
     return {**written_config(model.config), **_ends(model, tokenizer), **ids}
 
 
 def _ends(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The ids that end a reply, as both files of a checkpoint name them."""
+    """Return the ids that end a reply, as both files of a checkpoint name them."""
     ids = list(model.eos_ids) or ([tokenizer.eos_id] if tokenizer and tokenizer.eos_id is not None else [])
     return {"eos_token_id": ids if len(ids) > 1 else ids[0]} if ids else {}
 
 
 def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The weights as a checkpoint stores them, name by name: what other programs call them. Views, no copies.
+    """Yield the weights as a checkpoint stores them, under its names. Views, no copies.
 
-    A parameter of which processes hold some rows each is gathered when it is its turn: all of them have to ask. Adapters
-    are merged, each when it is its turn.
+    A sharded parameter is gathered when it is its turn: all processes have to iterate. Adapters are merged, each when
+    it is its turn.
     """
     pieces = stored_pieces(model.config)
     for name, parameter in plain_weights(model):
-        yield from _as_stored(whole(parameter), pieces[name])  # and keeps nothing of it
+        yield from _as_stored(whole(parameter), pieces[name])  # and keeps no reference to it
 
 
 def _as_stored(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor]]:
@@ -81,6 +81,6 @@ def _as_stored(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor]
 
 
 def _split(parameter: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
-    """One view of the parameter for each piece, in the shape of the piece."""
+    """Split a parameter into one view for each piece, in the shape of the piece."""
     rows = [shape[0] for _, shape in pieces]
     return parameter.view(sum(rows), *pieces[0][1][1:]).split_with_sizes(rows)

@@ -1,8 +1,8 @@
-"""Decides how what lies between the products is computed: by compiled code on a processor, or with gradients written out.
+"""Operations between the matrix products: compiled code on a processor, or torch with gradients written out.
 
-Compiled code (`layer.c`) goes through memory once where torch's operations go through it several times. That is cheap enough
-to compute norms and activations again in the backward pass instead of keeping them. It knows float32, and products in
-bfloat16; whatever it does not cover goes through torch's operations, each of which can be differentiated twice.
+Compiled code (`layer.c`) goes through memory once where torch's operations go through it several times. That is cheap
+enough to recompute norms and activations in the backward pass instead of keeping them. It supports float32, and
+products in bfloat16; everything else goes through torch's operations, each of which can be differentiated twice.
 
 T    tokens
 """
@@ -33,7 +33,8 @@ from posttrain.models.native.linear import (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), in float32 for narrower inputs.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), in float32 for narrower
+    inputs.
 
     weight [..., size] has x's last dimensions.
     """
@@ -46,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rate(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), [..., 1]."""
+    """Return 1 / sqrt(mean(x^2) + eps), [..., 1]."""
     wide = torch.promote_types(x.dtype, torch.float32)
     length = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=wide)
     return (length * length).div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -69,7 +70,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rate = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of this gradient is wanted: the rate depends on x
+        if torch.is_grad_enabled():  # a gradient of this gradient is needed: the rate depends on x
             rate = (x.to(rate.dtype).square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
         unit = x * rate
         grad_weight = (grads[0] * unit).sum_to_size(weight.shape)
@@ -80,7 +81,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x = (gate, up): [T, 2 n] -> [T, n] (arXiv 2002.05202)."""
+    """Return silu(gate) * up of x = (gate, up): [T, 2 n] -> [T, n] (arXiv 2002.05202)."""
     out: Tensor = _SwiGLU.apply(x) if torch.is_grad_enabled() else _swiglu(x)
     return out
 
@@ -102,7 +103,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,), (grad,) = ctx.saved_tensors, grads
         gate, up = x.chunk(2, -1)
-        if torch.is_grad_enabled():  # a gradient of this gradient is wanted
+        if torch.is_grad_enabled():  # a gradient of this gradient is needed
             sigmoid = torch.sigmoid(gate)
             silu = gate * sigmoid
             return torch.cat((grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu), -1)
@@ -117,14 +118,14 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def compiles() -> bool:
-    """Whether what lies between the products of an update is compiled code here."""
+    """Return whether the operations between the products of an update are compiled code here."""
     return binder.layer() is not None
 
 
 def _covering(x: Tensor, float32: bool, *others: Tensor | None) -> binder.LayerLibrary | None:
-    """Compiled code, where it can do it: differentiable once at most, on a processor, in float32 or bfloat16.
+    """Return the compiled code, where it applies: differentiable once at most, on a processor, in float32 or bfloat16.
 
-    float32: x is so, whatever the type of products is.
+    float32: x has that type, whatever the type of products is.
     """
     if (
         (accumulates() or not torch.is_grad_enabled())
@@ -145,7 +146,7 @@ def _library() -> binder.LayerLibrary:
 
 
 def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
-    """linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
+    """Compute linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
     own = learned(linear)
     if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, True, weight, *own):
         out: Tensor = _NormLinear.apply(x, weight, eps, linear, *own)
@@ -154,7 +155,7 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor
 
 
 def swiglu_linear(x: Tensor, linear: Linear) -> Tensor:
-    """linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
+    """Compute linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
     own = learned(linear)
     if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, False, *own):
         out: Tensor = _SwiGLULinear.apply(x, linear, *own)
@@ -163,9 +164,9 @@ def swiglu_linear(x: Tensor, linear: Linear) -> Tensor:
 
 
 def rope_heads(x: Tensor, cos: Tensor, sin: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` heads of x [T, heads * size] with rotary embedding, [T, count, size], and the others.
+    """Return the first `count` heads of x [T, heads * size] with rotary embedding, [T, count, size], and the others.
 
-    May overwrite x. cos and sin [T, 1, size] as `Decoder.rotary` makes them.
+    May overwrite x. cos and sin [T, 1, size] as `Decoder.rotary` returns them.
     """
     size = cos.shape[-1]
     heads = x.shape[-1] // size
@@ -177,7 +178,9 @@ def rope_heads(x: Tensor, cos: Tensor, sin: Tensor, count: int) -> tuple[Tensor,
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads x [T, heads, size] with rotary embedding (arXiv 2104.09864); of x's type, also where the tables are wider."""
+    """Apply rotary embedding to heads x (arXiv 2104.09864); the result has x's type, also where the tables are
+    wider.
+    """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
 
@@ -245,7 +248,7 @@ class _SwiGLULinear(torch.autograd.Function):
 
 
 class _RoPE(torch.autograd.Function):
-    """In place."""
+    """Rotary embedding in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:

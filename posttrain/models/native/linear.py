@@ -1,4 +1,4 @@
-"""Decides how products with weights are computed, and where their gradients go.
+"""Products with weights, and their gradients.
 
 T    tokens
 """
@@ -24,7 +24,9 @@ it has not seen, which takes longer than the product, and keeps what it compiled
 
 
 class Linear(nn.Module):
-    """x W^T + b. Comes uninitialised: torch's own layer would import the compiler (a second) just to be made on "meta"."""
+    """Layer x W^T + b, uninitialised. torch's own layer would import the compiler (a second) just to be created on
+    "meta".
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
@@ -34,11 +36,11 @@ class Linear(nn.Module):
 
     @property
     def parameter(self) -> Tensor | None:
-        """The weight, if it is one that could learn."""
+        """Return the weight, if it is a parameter that can learn."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, inputs] -> [T, outputs]."""
+        """Compute [T, inputs] -> [T, outputs]."""
         if written_out(self) and torch.is_grad_enabled():
             accumulated: Tensor = _Product.apply(x, self, *learned(self))
             return accumulated
@@ -53,12 +55,12 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The one weight that computes the same, [outputs, inputs]: without an adapter, the weight itself."""
+        """Return the single weight that computes the same, [outputs, inputs]: without an adapter, the weight itself."""
         return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
 
 
 class LinearOfRows(Linear):
-    """The same for rows of tokens, in the place of a layer of torch's whose tensors it takes."""
+    """Linear layer for rows of tokens, which replaces a layer of torch's and uses its tensors."""
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -66,12 +68,12 @@ class LinearOfRows(Linear):
         self.bias = cast(nn.Parameter | None, layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs]."""
+        """Compute [..., inputs] -> [..., outputs]."""
         return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 class AdapterPlace(NamedTuple):
-    """Where one adapted piece of a product lies."""
+    """Place of one adapted matrix within a product."""
 
     outputs: slice  # among the outputs of the product
     rows: slice  # of B
@@ -79,13 +81,13 @@ class AdapterPlace(NamedTuple):
 
 
 class Adapter(nn.Module):
-    """What a low-rank adapter adds to a product: scale * B A x (LoRA, arXiv 2106.09685, equation 3).
+    """Low-rank adapter of a product: scale * B A x (LoRA, arXiv 2106.09685, equation 3).
 
-    With a magnitude m each output is that of a row whose length is m: m / |W + scale * B A| (W + scale * B A) x, before the
-    bias, the length of the rows taken for a constant (DoRA, arXiv 2402.09353, equation 5 and section 4.3).
+    With a magnitude m each output is that of a row whose norm is m: m / |W + scale * B A| (W + scale * B A) x, before
+    the bias, with the norm of the rows treated as a constant (DoRA, arXiv 2402.09353, equation 5 and section 4.3).
 
     A product may compute several stored matrices at once (q, k, v), each of which has an A and a B of its own, or none.
-    All A lie on top of each other, [pieces * rank, inputs], for one product with x; so do all B, [their outputs, rank].
+    All A are stacked, [pieces * rank, inputs], for one product with x; so are all B, [their outputs, rank].
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Adapter(nn.Module):
         scale: float,
         dora: bool = False,
     ) -> None:
-        """Uninitialised. `pieces`: the names of the adapted matrices, and which of the outputs each computes."""
+        """Create it uninitialised. `pieces`: the names of the adapted matrices, and the outputs that each computes."""
         super().__init__()
         self.names = tuple(name for name, _ in pieces)
         self.outputs, self.rank, self.scale = outputs, rank, scale
@@ -111,7 +113,7 @@ class Adapter(nn.Module):
         self.magnitude = nn.Parameter(torch.empty(end)) if dora else None  # of the rows of B
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, inputs] -> [T, outputs], by operations that can be differentiated twice."""
+        """Compute [T, inputs] -> [T, outputs], by operations that can be differentiated twice."""
         inner = product(x, self.a, None) * self.scale
         parts, end = [], 0
         for place in self.places:
@@ -123,10 +125,10 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def lengths(self, weight: Tensor) -> Tensor:
-        """|W + scale * B A| of each adapted row, [rows of B], at least float32.
+        """Return |W + scale * B A| of each adapted row, [rows of B], at least float32.
 
-        As |W|^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T: the sum itself is not made. While weights stand still it is
-        found once.
+        As |W|^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T: the sum itself is not computed. While weights do not change
+        it is computed once.
         """
         known = _ways().narrowed
         if known is not None and self.magnitude in known:
@@ -147,7 +149,7 @@ class Adapter(nn.Module):
         return lengths
 
     def scaled(self, out: Tensor, weight: Tensor) -> Tensor:
-        """Outputs [T, outputs] before the bias, of rows whose lengths are the magnitude; themselves without one."""
+        """Scale outputs [T, outputs], before the bias, to rows whose norms are the magnitude; unchanged without one."""
         if self.magnitude is None:
             return out
         share, parts, end = self.magnitude / self.lengths(weight), [], 0
@@ -155,13 +157,14 @@ class Adapter(nn.Module):
             parts += [share.new_ones(place.outputs.start - end), share[place.rows]]
             end = place.outputs.stop
         parts.append(share.new_ones(self.outputs - end))
-        return (out * torch.cat(parts)).to(out.dtype)  # a share in bfloat16 would lose what an update adds to it
+        return (out * torch.cat(parts)).to(out.dtype)  # a factor in bfloat16 would lose what an update changes
 
     def shifted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product with the weight and what is added to it, without a gradient; all of the type of products.
+        """Return the product with the weight, the adapter's output added, without a gradient; all of the type of
+        products.
 
-        A sum of both weights, made anew for each micro-batch, would save one hundredth of an update, and be rounded where
-        products are narrower than weights: most of what an update adds would be lost.
+        A sum of both weights, computed for each micro-batch, would save one hundredth of an update, and be rounded
+        where products are narrower than weights: most of what an update adds would be lost.
         """
         out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b)
         for place in self.places:
@@ -172,18 +175,18 @@ class Adapter(nn.Module):
         return out
 
     def merged(self, weight: Tensor) -> Tensor:
-        """A copy of the weight with the adapter in it."""
+        """Return a copy of the weight with the adapter merged."""
         whole, weight = weight, weight.detach().clone()
         for place in self.places:
             weight[place.outputs].addmm_(self.b.detach()[place.rows], self.a.detach()[place.inner], alpha=self.scale)
         return weight if self.magnitude is None else self.scaled(weight.t(), whole).t().contiguous()
 
     def inner(self, x: Tensor) -> Tensor:
-        """scale * A x."""
+        """Compute scale * A x."""
         return product(x, narrowed(self.a, x.dtype), None).mul_(self.scale)
 
     def back(self, grad: Tensor, to_x: Tensor | None) -> Tensor:
-        """Adds what goes back through the adapter to the gradient of x. Returns the gradient of A x.
+        """Add the adapter's part to the gradient of x. Return the gradient of A x.
 
         grad [T, outputs]: of the product; all of one type.
         """
@@ -197,7 +200,7 @@ class Adapter(nn.Module):
         return to_inner
 
     def collect_magnitude(self, grad: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Adds its gradient to that of the magnitude; what was scaled is computed again. grad: of the product."""
+        """Add to the gradient of the magnitude; the scaled outputs are recomputed. grad: of the product."""
         if self.magnitude is None:
             return
         to_magnitude, lengths = collected(self.magnitude), self.lengths(weight)
@@ -208,7 +211,7 @@ class Adapter(nn.Module):
             to_magnitude[place.rows] += moved / lengths[place.rows]
 
     def collect(self, to_inner: Tensor, grad: Tensor, x: Tensor) -> None:
-        """Adds the gradients of A and B to theirs."""
+        """Add to the gradients of A and B."""
         to_a, to_b = collected(self.a), collected(self.b)
         assert to_a is not None and to_b is not None
         add_product(to_a, to_inner.t(), x)
@@ -232,22 +235,22 @@ class Embedding(nn.Module):
 
 
 def rounds(device: torch.device) -> bool:
-    """Whether products are computed in bfloat16 on a processor: numbers of rows should then come again and again."""
+    """Return whether products are computed in bfloat16 on a processor: numbers of rows should then repeat."""
     return device.type == "cpu" and torch.is_autocast_enabled("cpu")
 
 
-# -- what holds for a while --------------------------------------------------------------------------------------------
+# -- temporary settings ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Ways:
-    """How products are computed just now."""
+    """Settings of products in this thread."""
 
-    block: int | None = None  # rows that are multiplied at once; None: all
+    block: int | None = None  # rows per product; None: all
     narrowed: dict[Tensor, Tensor] | None = (
         None  # while gradients accumulate: weight -> the same, in the type of products
     )
-    keeps: bool = True  # what is narrowed, for as long
+    keeps: bool = True  # narrowed weights that are kept as long
 
 
 _everybodys = _Ways()
@@ -260,9 +263,9 @@ def _ways() -> _Ways:
 
 
 def compute_apart() -> None:
-    """From now on this thread's products do not depend on what another one asks for, nor the other way round.
+    """Keep the settings of this thread's products apart from those of others.
 
-    Not the default: torch computes gradients on a GPU in threads of its own, which belong to the one that asked.
+    Not the default: torch computes gradients on a GPU in threads of its own, which belong to the one that started them.
     """
     _own.ways = _Ways()
 
@@ -272,10 +275,11 @@ def compute_apart() -> None:
 
 @contextmanager
 def in_blocks(rows: int) -> Iterator[None]:
-    """Within it products go as in blocks of so many rows, of which there must be a multiple; for what needs no gradient.
+    """Compute products in blocks of that many rows, of which there must be a multiple; for computations without a
+    gradient.
 
-    A library chooses how it adds numbers up by the number of rows: so what comes of a row would depend, in its last
-    bits, on how many others there are. In blocks of one size it does not.
+    A library chooses its order of summation by the number of rows: so the last bits of a row would depend on how many
+    others there are. In blocks of one size they do not.
     """
     ways = _ways()
     before, ways.block = ways.block, rows
@@ -286,7 +290,7 @@ def in_blocks(rows: int) -> Iterator[None]:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """functional.linear, in blocks where these are asked for."""
+    """Compute functional.linear, in blocks where these are set."""
     block = _ways().block
     if block is None:
         return functional.linear(x, weight, bias)
@@ -303,7 +307,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _as_in_blocks(blocks: int, rows: int, weight: torch.Size, dtype: torch.dtype, threads: int) -> bool:
-    """Whether a product of so many blocks is, to the last bit, what each alone gives: tried on random numbers.
+    """Return whether a product of several blocks is, to the last bit, what each block alone gives: tested on random
+    numbers.
 
     Where sums are added up in another order, some of so many differ.
     """
@@ -320,11 +325,12 @@ def _as_in_blocks(blocks: int, rows: int, weight: torch.Size, dtype: torch.dtype
 
 @contextmanager
 def accumulating(keeps: bool = True) -> Iterator[None]:
-    """Within it weights stand still, and `backward` adds their gradients to their `.grad` itself, where they lie.
+    """Accumulate gradients: within it weights do not change, and `backward` adds their gradients to their `.grad` in
+    place.
 
-    torch would make each micro-batch's gradient apart and then add it: of an embedding and an output head that is as much
-    memory again as they have. Not for `torch.autograd.grad`, nor for second derivatives. `keeps`: whether weights that are
-    narrowed are kept so for the next micro-batch; else they are narrowed anew for each product.
+    torch would allocate each micro-batch's gradient and then add it: of an embedding and an output head that is as much
+    memory again as they have. Not for `torch.autograd.grad`, nor for second derivatives. `keeps`: keep narrowed weights
+    for the next micro-batch; else they are narrowed anew for each product.
     """
     ways = _ways()
     before = ways.narrowed, ways.keeps
@@ -340,18 +346,18 @@ def accumulates() -> bool:
 
 
 def collects(weight: Tensor) -> bool:
-    """Whether a backward pass adds this weight's gradient itself."""
+    """Return whether a backward pass adds this weight's gradient in place."""
     return accumulates() and weight.is_leaf and weight.requires_grad
 
 
 def written_out(linear: Linear) -> bool:
-    """Whether the backward pass of this product is one of ours: of what is frozen, and of its adapter, too."""
+    """Return whether the backward pass of this product is one of ours: also of a frozen weight and its adapter."""
     own = linear.parameter
     return accumulates() and (own is None or own.is_leaf)
 
 
 def learned(linear: Linear) -> tuple[Tensor | None, ...]:
-    """The bias, and what else torch is to see that there is a gradient to be had."""
+    """Return the bias, and the other tensors through which torch sees that a gradient is needed."""
     adapter = linear.adapter
     return linear.bias, linear.parameter, *(() if adapter is None else (adapter.a, adapter.b, adapter.magnitude))
 
@@ -361,13 +367,15 @@ def in_one_block() -> bool:
 
 
 def product_type(x: Tensor) -> torch.dtype:
-    """Of the products that x goes into: under autocast, its own."""
+    """Return the type of the products that x goes into: under autocast, that of autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A weight in the type of products, cast once for all that is accumulated. `dtype`: theirs, where autocast is over."""
+    """Return a weight in the type of products, cast once while gradients accumulate. `dtype`: theirs, where autocast
+    has ended.
+    """
     dtype, known = dtype or product_type(weight), _ways().narrowed
     if weight.dtype == dtype or known is None or not _ways().keeps or not isinstance(weight, nn.Parameter):
         return weight.to(dtype)
@@ -377,7 +385,7 @@ def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def collected(weight: Tensor) -> Tensor | None:
-    """Where a backward pass is to add the gradient of a weight; None: it returns it, as always."""
+    """Return the tensor to which a backward pass adds the gradient of a weight; None: it returns it as usual."""
     if not collects(weight):
         return None
     if weight.grad is None:
@@ -386,7 +394,7 @@ def collected(weight: Tensor) -> Tensor | None:
 
 
 def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
-    """place += one @ other, also where they are of a narrower or wider type."""
+    """Compute place += one @ other, also where they are of a narrower or wider type."""
     if place.dtype == one.dtype:
         place.addmm_(one, other)
     else:
@@ -394,7 +402,7 @@ def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def multiplied(x: Tensor, linear: Linear) -> Tensor:
-    """The product, without a gradient. x is of the type of products."""
+    """Compute the product, without a gradient. x is of the type of products."""
     own, bias, adapter = linear.weight, linear.bias, linear.adapter
     weight = narrowed(own)
     shift = None if bias is None else narrowed(bias)
@@ -407,12 +415,12 @@ def multiplied(x: Tensor, linear: Linear) -> Tensor:
 
 
 def before_scale(adapter: Adapter | None, grad: Tensor, weight: Tensor) -> Tensor:
-    """Of the gradient of a product, that of what its magnitude scales: the same where it has none."""
+    """Return the gradient before the magnitude's scale, from that of a product: unchanged where there is none."""
     return grad if adapter is None else adapter.scaled(grad, weight)
 
 
 class _Product(torch.autograd.Function):
-    """functional.linear, also under autocast; of a frozen weight only the gradient towards x is computed."""
+    """functional.linear, also under autocast; for a frozen weight only the gradient of x is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: Linear, *learned: Tensor | None) -> Tensor:
@@ -438,14 +446,14 @@ class _Product(torch.autograd.Function):
 
 
 def of_learned(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """What a backward pass returns for `learned`: the others are collected."""
+    """Return the gradients of a backward pass for `learned`: the others are added in place."""
     linear = ctx.linear
     to_bias = grad.sum(0, dtype=linear.bias.dtype) if linear.bias is not None and linear.bias.requires_grad else None
     return to_bias, *(None for _ in learned(linear)[1:])
 
 
 class _Rows(torch.autograd.Function):
-    """functional.embedding."""
+    """functional.embedding with a gradient that is added in place."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:

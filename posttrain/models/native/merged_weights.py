@@ -1,4 +1,4 @@
-"""The weights of a model as its checkpoint has them: adapters merged, packed weights unpacked."""
+"""Weights of a model as its checkpoint stores them: adapters merged, packed weights unpacked."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from posttrain.models.native.quantized import QuantizedLinear
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model, and behind them what else its checkpoint holds: numbers that nothing learns, such as the
-    biases of a router (DeepSeek-V3) or the factors of layers (Gemma 4).
+    """Yield the parameters of a model, and then its other stored tensors, which are not trained, such as the biases of
+    a router (DeepSeek-V3) or the factors of layers (Gemma 4).
     """
     yield from model.named_parameters()
     yield from _beside(model)
 
 
 def _beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The second of these; packed weights are not among them."""
+    """Yield the stored tensors that are not parameters; packed weights are not among them."""
     for place, module in model.named_modules():
         for name, buffer in (
             module.named_buffers(place, recurse=False) if not isinstance(module, QuantizedLinear) else ()
@@ -29,9 +29,9 @@ def _beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What `held` gives of the same model without adapters, each matrix merged when it is its turn.
+    """Yield `held` of the same model without adapters, each matrix merged when it is its turn.
 
-    One of which processes hold some rows each comes as it lies: `whole` gathers it.
+    A sharded one is yielded as it is: `whole` gathers it.
     """
     seen: set[int] = set()
     for place, module in model.named_modules():
@@ -42,7 +42,7 @@ def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             own.pop("weight", None)
             yield f"{place}.weight", module.merged()
         for key, parameter in own.items():
-            if id(parameter) not in seen:  # tied ones come once
+            if id(parameter) not in seen:  # tied weights once
                 seen.add(id(parameter))
                 yield f"{place}.{key}".lstrip("."), parameter
     yield from _beside(model)

@@ -1,9 +1,10 @@
-"""Frozen weights in few bits, beside adapters that learn (QLoRA, arXiv 2305.14314).
+"""Frozen weights in few bits, beneath trainable adapters (QLoRA, arXiv 2305.14314).
 
-nf4    four bits, the quantiles of a normal distribution, one scale for 64 numbers: bitsandbytes' kernels, on every device
+nf4    four bits, the quantiles of a normal distribution, one scale for 64 numbers: bitsandbytes' kernels, on every
+device
 int8   eight bits, one scale a row, symmetric
 
-A weight is unpacked for each product that reads it, and let go.
+A weight is unpacked for each product that reads it, and released.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BLOCK = 64  # numbers of NF4 with one scale
 
 
 class QuantizedLinear(Linear):
-    """A product whose weight is packed: [..., inputs] -> [..., outputs]."""
+    """Product whose weight is packed: [..., inputs] -> [..., outputs]."""
 
     def __init__(self, linear: Linear, kind: str) -> None:
         nn.Module.__init__(self)
@@ -37,7 +38,7 @@ class QuantizedLinear(Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """[outputs, inputs], unpacked anew."""
+        """The weight [outputs, inputs], unpacked anew."""
         packed: Any = self.packed
         scale: Any = self.scale
         if self.kind == "nf4":
@@ -52,7 +53,7 @@ class QuantizedLinear(Linear):
         return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1]) if x.ndim != 2 else super().forward(x)
 
     def shared(self) -> QuantizedLinear:
-        """The very same packed weight, without an adapter."""
+        """Return a layer over the same packed weight, without an adapter."""
         other = QuantizedLinear.__new__(QuantizedLinear)
         nn.Module.__init__(other)
         other.kind, other.shape, other.dtype, other.of_rows = self.kind, self.shape, self.dtype, self.of_rows
@@ -62,7 +63,7 @@ class QuantizedLinear(Linear):
         return other
 
     def restored(self) -> Linear:
-        """As a product with a weight of its own, the adapter merged."""
+        """Return a plain layer with the unpacked weight, the adapter merged."""
         with torch.device("meta"):
             plain = nn.Linear(self.shape[1], self.shape[0], bias=False)
         plain.weight = nn.Parameter(self.merged())
@@ -76,7 +77,7 @@ class QuantizedLinear(Linear):
 
 
 def require(kind: str) -> None:
-    """Raises UserError where what unpacks these is not installed."""
+    """Raise UserError where the library for this kind is not installed."""
     if kind == "nf4":
         try:
             import bitsandbytes  # noqa: F401

@@ -1,4 +1,4 @@
-"""Decides how the segments of a layout hang together: each continues its prefix, and those without one are roots."""
+"""Trees of a layout's segments: each segment continues its prefix, and those without one are roots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from posttrain.core.batch import Layout
 
 
 class Forest:
-    """The trees of a layout's segments. A segment's tokens see all tokens of its ancestors, and their own causally.
+    """The trees of a layout's segments. A segment's tokens attend to all tokens of its ancestors, and causally to their
+    own.
 
     K    segments
     """
@@ -21,10 +22,10 @@ class Forest:
         for k, parent in enumerate(layout.prefix):
             self._children.setdefault(parent, []).append(k)
         self.trees = [self.subtree(root) for root in self._children.get(-1, ())]
-        """Segments of each tree, depth first: behind a segment all of its descendants."""
+        """Segments of each tree, depth first: all descendants of a segment follow it."""
         assert sum(map(len, self.trees)) == len(layout.length), "a segment is its own ancestor"
         self.before = [0] * len(layout.length)
-        """[K] tokens of all ancestors of a segment."""
+        """[K] number of tokens of all ancestors of a segment."""
         for tree in self.trees:
             for k in tree[1:]:
                 parent = self.parent[k]
@@ -32,7 +33,7 @@ class Forest:
         self._paths: dict[int, np.ndarray] = {-1: np.empty(0, dtype=np.int64)}
 
     def subtree(self, k: int) -> list[int]:
-        """The segment and its descendants, depth first."""
+        """Return the segment and its descendants, depth first."""
         found, left = [], [k]
         while left:
             found.append(left.pop())
@@ -41,15 +42,15 @@ class Forest:
 
     @property
     def prefixes(self) -> list[int]:
-        """Segments that others continue, ancestors first."""
+        """Return segments that others continue, ancestors first."""
         return [k for tree in self.trees for k in tree if k in self._children]
 
     def tokens(self, segments: Sequence[int]) -> np.ndarray:
-        """int64, indices in [T] of these segments' tokens."""
+        """Return int64 indices in [T] of these segments' tokens."""
         return np.concatenate([np.arange(self._start[k], self._start[k] + self._length[k]) for k in segments])
 
     def path(self, k: int) -> np.ndarray:
-        """int64 [before[k]], indices in [T] of the tokens of all ancestors of a segment, the root's first."""
+        """Return int64 [before[k]], indices in [T] of the tokens of all ancestors of a segment, the root's first."""
         missing, parent = [], self.parent[k]
         while parent not in self._paths:
             missing.append(parent)

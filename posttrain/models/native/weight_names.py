@@ -1,6 +1,6 @@
-"""Which tensors of a Hugging Face checkpoint make up which parameter.
+"""Mapping from parameters to the tensors of a Hugging Face checkpoint.
 
-q, k, v and gate, up are stored apart and computed together.
+q, k, v and gate, up are stored separately and computed together.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from posttrain.models.native.decoder_shape import DecoderConfig
 
 Pieces = tuple[tuple[str, tuple[int, ...]], ...]
-"""The stored tensors (name, shape) that one after the other, along their first dimension, fill one parameter."""
+"""The stored tensors (name, shape) that fill one parameter, concatenated along their first dimension."""
 
 
 def stored_pieces(config: DecoderConfig) -> dict[str, Pieces]:
-    """For each parameter of `Decoder`, by name, the tensors of a checkpoint that it is made of."""
+    """Return the checkpoint's tensors of each parameter of `Decoder`, by name."""
     hidden, size = config.hidden, config.head_size
     width, kv_width, intermediate = config.heads * size, config.kv_heads * size, config.intermediate
     pieces: dict[str, Pieces] = {"embed.weight": (("model.embed_tokens.weight", (config.vocab, hidden)),)}

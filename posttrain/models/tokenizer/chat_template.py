@@ -55,9 +55,9 @@ _day: ContextVar[str | None] = ContextVar("the day that the template is told", d
 
 
 def render(template: str, variables: Mapping[str, Any], name: str = "the chat template", day: str | None = None) -> str:
-    """The text that a chat template makes of messages and flags; `name` is for messages.
+    """Render messages and flags by a chat template; `name`: of the template, for errors.
 
-    `day`: what `strftime_now` tells where no run has fixed one (see `posttrain.core.run_date`); None: today.
+    `day`: the result of `strftime_now` where no run has fixed one (see `posttrain.core.run_date`); None: today.
 
     Raises UserError, with the template's line, if it is malformed, refuses the messages, fails in any way, or takes
     more than its budget.
@@ -69,9 +69,9 @@ def render(template: str, variables: Mapping[str, Any], name: str = "the chat te
         context.left = BUDGET + PER_CHARACTER * _characters(variables["messages"])
         text = "".join(compiled.root_render_func(context))
         if not text.isascii():
-            text.encode()  # half a surrogate pair is an error here, or it would be one in the tokenizer
+            text.encode()  # half a surrogate pair raises here, or it would raise in the tokenizer
     except Exception as error:  # a template can make Jinja and Python raise anything
-        raise UserError(f"{name} cannot render these messages{_line(error, compiled)}: {_said(error)}") from None
+        raise UserError(f"{name} cannot render these messages{_line(error, compiled)}: {_reason(error)}") from None
     finally:
         _day.reset(asked)
     return text
@@ -84,7 +84,7 @@ def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(text) for text in texts if type(text) is str)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply, or calls itself for ever"
     if isinstance(error, TemplateError | Overspent):
@@ -103,11 +103,13 @@ def _line(error: BaseException, compiled: Template | None) -> str:
     return f" (line {line})" if line else ""
 
 
-# -- what a template may use -------------------------------------------------------------------------------------------
+# -- the environment of a template -------------------------------------------------------------------------------------
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} marks the model's words for other libraries: here, a mere scope."""
+    """{% generation %} ... {% endgeneration %}, which marks the assistant's words for other libraries: here, a mere
+    scope.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -117,7 +119,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja under the conventions of transformers, everything in it priced."""
+    """Jinja under the conventions of transformers, with every operation priced."""
 
     context_class = BudgetContext
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
@@ -131,12 +133,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         filters: Mapping[str, Any] = DEFAULT_FILTERS
         tests: Mapping[str, Any] = DEFAULT_TESTS
-        self.filters = {name: _priced(filters[name], price) for name, price in _FILTERS.items()}
+        self.filters = {name: _pay_first(filters[name], price) for name, price in _FILTERS.items()}
         self.filters |= {"tojson": _to_json, "replace": _replace_filter, "join": _join_filter, "indent": _indent_filter}
         self.filters |= {"trim": _trim_filter, "int": _int_filter, "float": _float_filter}
         self.filters |= OPERATIONS
         self.tests = {name: tests[name] for name in _FREE_TESTS}
-        self.tests |= {name: _priced(tests[name], _compared) for name in _COMPARING_TESTS}
+        self.tests |= {name: _pay_first(tests[name], _compared) for name in _COMPARING_TESTS}
         self.tests |= {"odd": lambda value: isinstance(value, int) and value % 2 == 1}
         self.tests |= {"even": lambda value: isinstance(value, int) and value % 2 == 0}
         self.globals = {"range": _range, "namespace": _namespace, "dict": _dict}
@@ -164,7 +166,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _small(self.binop_table[operator](left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # kwargs may be named self
-        kwargs.pop("_loop_vars", None)  # the variables around the call, for functions that ask for them: none here
+        kwargs.pop("_loop_vars", None)  # the variables around the call, for functions that use them: none here
         kwargs.pop("_block_vars", None)
         given = [*args, *kwargs.values()]
         if isinstance(__obj, Macro | LoopContext):
@@ -197,7 +199,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def _small(value: Any) -> Any:
-    """A result that does not grow beyond all measure when it is computed with again."""
+    """Return a result if it is too small to grow out of bounds when it is used again."""
     if type(value) is int and value.bit_length() > INTEGER_BITS:
         raise SecurityError(f"a chat template takes integers of at most {INTEGER_BITS} bits")
     return value
@@ -224,20 +226,20 @@ def _pay_method(context: BudgetContext, method: Any, args: Sequence[Any]) -> Non
 
 
 Price = Callable[[BudgetContext, Any, Sequence[Any]], None]
-"""Has an operation on a value, with these arguments, paid for."""
+"""Pays for an operation on a value, with these arguments."""
 
 
 def _linear(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
-    """Nothing beside the operands."""
+    """Charge nothing beside the operands."""
 
 
 def _by_argument(context: BudgetContext, value: str, args: Sequence[Any]) -> None:
-    """Every character may be compared with every one of an argument: strip(chars), and what searches from the right."""
+    """Charge for comparing every character with every one of an argument: strip(chars), and searches from the right."""
     context.spend(sum(len(value) * len(arg) for arg in args if isinstance(arg, str)) // 16)
 
 
 def _throughout(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
-    """Every element may be compared with the argument."""
+    """Charge for comparing every element with the argument."""
     context.spend_deeply(value)
 
 
@@ -263,7 +265,7 @@ _METHODS: dict[tuple[str, str], Price] = {
     **{("list", name): _throughout for name in ("index", "count", "copy")},
     **{("LoopContext", name): _linear for name in ("cycle", "changed")},
 }  # fmt: skip
-"""Methods that a template may call, and what they cost beside the characters of their operands."""
+"""Methods that a template may call, and their price beside the characters of their operands."""
 
 
 def _compared(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
@@ -285,13 +287,13 @@ def _deep(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
 
 
 def _by_attribute(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
-    """The arguments again for each element, such as the path of an attribute."""
+    """Charge the arguments again for each element, such as the path of an attribute."""
     _deep(context, value, args)
     context.spend(size_of(value) * sum(map(size_of, args)))
 
 
 def _free(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
-    """Constant time."""
+    """Charge constant time."""
 
 
 _FILTERS = {
@@ -301,7 +303,7 @@ _FILTERS = {
     **dict.fromkeys(("dictsort", "map", "max", "min", "reject", "rejectattr"), _by_attribute),
     **dict.fromkeys(("select", "selectattr", "sort"), _by_attribute),
 }
-"""Jinja's filters that a template may use as they are, and what of their operands they look at."""
+"""Jinja's filters that a template may use unchanged, and the operands that they read."""
 
 _FREE_TESTS = (
     *("boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping"),
@@ -313,8 +315,8 @@ _COMPARING_TESTS = (
 )
 
 
-def _priced(function: Callable[..., Any], price: Price) -> Any:
-    """A filter or test that pays first, and gives a list where the original gives a generator: that can be weighed."""
+def _pay_first(function: Callable[..., Any], price: Price) -> Any:
+    """Wrap a filter or test so that it pays first, and returns a list instead of a generator: a list has a size."""
     passed = _PassArg.from_obj(function)
 
     @pass_context
@@ -340,7 +342,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers' own; Jinja's escapes HTML."""
+    """Dump JSON as transformers' own filter does; Jinja's escapes HTML."""
     weight = context.spend_deeply(value)
     width = (indent if isinstance(indent, int) else size_of(indent)) + sum(map(size_of, separators or ()))
     context.spend(weight * max(0, width))

@@ -1,8 +1,8 @@
-"""Chat templates that a user gives: a file, or ChatML by its name.
+"""Chat templates given by a user: a file, or ChatML by its name.
 
-Decided here: what ChatML is for a model that was not trained on it. A turn ends with the tokenizer's own end-of-sequence
-token, where it has one: that is what a policy ends its replies with, so what it sampled and what the template puts behind it
-agree. Calls of tools are shown as Qwen2.5 and Hermes show them.
+Decided here: the form of ChatML for a model that was not trained on it. A turn ends with the tokenizer's own
+end-of-sequence token, where it has one: a policy ends its replies with it, so that sampled and rendered replies agree.
+Tool calls are shown as in Qwen2.5 and Hermes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHATML = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 TRIED = {"role": "user", "content": "a question"}
-"""What a template is asked to show before anything else is done with it."""
+"""Messages that a template has to render before anything else is done with it."""
 
 
 CALLED = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -54,11 +54,13 @@ SAID: Sequence[Sequence[Mapping[str, Any]]] = (
     [{"role": "system", "content": ""}, TRIED, {"role": "assistant", "content": ""}, {"role": "user", "content": ""}],
     [TRIED, {"role": "assistant", "content": "", "tool_calls": [CALLED]}, {"role": "tool", "content": ""}],
 )
-"""Conversations that show what a template puts around what is said."""
+"""Conversations that show which texts a template puts around messages."""
 
 
 def around(template: str) -> list[str]:
-    """Texts of what a template puts around what is said, for a tokenizer to be trained on; what it refuses is left out."""
+    """Return the texts that a template puts around messages, to train a tokenizer on; conversations that it refuses are
+    skipped.
+    """
     from posttrain.models.tokenizer.chat_template import render
 
     texts = []
@@ -76,7 +78,7 @@ def around(template: str) -> list[str]:
 
 
 def read_template(given: str) -> tuple[str, str]:
-    """The template that `--chat-template` names, and what it is called in messages. Raises UserError."""
+    """Return the template that `--chat-template` names, and its name in messages. Raises UserError."""
     if given == CHATML_NAME:
         return CHATML, "the chat template chatml"
     from posttrain.models.tokenizer.chat_template import render
@@ -84,7 +86,7 @@ def read_template(given: str) -> tuple[str, str]:
     try:
         path = Path(given).expanduser()
         text = user_files.text(path)
-    except (OSError, ValueError) as error:  # no file, not UTF-8, a name that no system takes
+    except (OSError, ValueError) as error:  # no file, not UTF-8, a name that no system accepts
         raise UserError(
             f"--chat-template {clip(given)} cannot be read ({one_line(error)}): give a file of Jinja, or {CHATML_NAME}"
         ) from None

@@ -1,5 +1,6 @@
-"""The budget of a rendering: what each part of a chat template pays, and when. See
-`posttrain.models.tokenizer.chat_template`."""
+"""The budget of a rendering: the price of each part of a chat template, and when it is paid. See
+`posttrain.models.tokenizer.chat_template`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 BUDGET = 16_000_000  # characters that a rendering may handle: at most some five seconds, and some hundred MiB
-PER_CHARACTER = 1024  # and so many more for each character of the conversation: some templates loop over each
-STEP = 4  # what each part of a body costs in each round, and each element that is made
-ACCESS = 16  # what it costs beside that where Jinja's sandbox has to look at an attribute or a call: microseconds
-WALK = 16  # what looking at each value inside a value costs: a microsecond
+PER_CHARACTER = 1024  # plus so many for each character of the conversation: some templates loop over each
+STEP = 4  # price of each part of a body in each round, and of each element that is made
+ACCESS = 16  # additional price of an attribute or call that Jinja's sandbox has to check: microseconds
+WALK = 16  # price of each value inside a value: a microsecond
 INTEGER_BITS = 1024
 
 
@@ -36,7 +37,7 @@ _CONSTANT = frozenset((bool, int, float, type(None)))
 
 
 class BudgetContext(Context):
-    """The variables of one rendering, and what is left of its budget."""
+    """Variables of one rendering, with the rest of its budget."""
 
     left = 0
 
@@ -46,7 +47,7 @@ class BudgetContext(Context):
             raise Overspent
 
     def spend_deeply(self, value: Any) -> int:
-        """Pay for all that a value holds, however often it is held; returns how much that is."""
+        """Pay for all that a value holds, however often it is held; return how much that is."""
         before = self.left
         waiting = [value]
         while waiting:
@@ -63,7 +64,7 @@ class BudgetContext(Context):
                 inside = [*item.keys(), *item.values()] if len(item) <= self.left else item
             elif isinstance(item, Namespace):  # which is shown with all that it holds
                 inside = item._Namespace__attrs.values()
-            elif isinstance(item, MethodType | BuiltinMethodType):  # shown with the object that it is of
+            elif isinstance(item, MethodType | BuiltinMethodType):  # shown with its object
                 inside = (item.__self__,)
             elif isinstance(item, Collection) and not isinstance(item, range | Undefined):
                 inside = item
@@ -75,7 +76,7 @@ class BudgetContext(Context):
 
 
 def size_of(value: Any) -> int:
-    """Characters or elements, those inside elements left aside."""
+    """Return the number of characters or elements, without those inside elements."""
     kind = type(value)
     if kind in _CONSTANT:
         return 1
@@ -86,7 +87,7 @@ def size_of(value: Any) -> int:
 
 @pass_context
 def weighed(context: BudgetContext, value: Any) -> Any:
-    """What is compared or shown: all of it may be looked at."""
+    """Pay for a value that is compared or shown: all of it may be read."""
     if type(value) is str:
         context.left -= len(value)
         if context.left < 0:
@@ -98,36 +99,36 @@ def weighed(context: BudgetContext, value: Any) -> Any:
 
 @pass_context
 def key(context: BudgetContext, value: Any) -> Any:
-    """What is looked up, or looked for: it may be hashed, which Python does to tuples in tuples without end."""
+    """Pay for a key or an element to find: it may be hashed, which Python does to nested tuples without end."""
     if isinstance(value, tuple) and any(isinstance(part, tuple) for part in value):
-        raise SecurityError("a chat template looks for texts and numbers, not for tuples in tuples")
+        raise SecurityError("a chat template may look up strings and numbers, not nested tuples")
     return weighed(context, value)
 
 
 @pass_context
 def _within(context: BudgetContext, value: Any) -> Any:
-    """What something is looked for in."""
+    """Pay for a container that is searched."""
     return value if type(value) is dict else weighed(context, value)
 
 
 @pass_context
 def _name(context: BudgetContext, value: Any) -> Any:
-    """The key of a new entry; numbers beyond 31 bits can be chosen so that finding a place for each takes ever longer."""
+    """Check the key of a new entry; integers beyond 31 bits can be chosen so that each insertion takes ever longer."""
     if not isinstance(value, str) and not (isinstance(value, int) and value.bit_length() < 32):
-        raise SecurityError("a chat template takes texts and small numbers as keys")
+        raise SecurityError("a chat template may use strings and small numbers as keys")
     return weighed(context, value)
 
 
 @pass_context
 def _each(context: BudgetContext, value: Any) -> Any:
-    """What is looped over or cut."""
+    """Pay for a value that is iterated or sliced."""
     context.spend(size_of(value))
     return value
 
 
 @pass_context
 def _added(context: BudgetContext, values: tuple[Any, ...]) -> Any:
-    """The operands of a chain of `+`."""
+    """Pay for the operands of a chain of `+`."""
     units = 0
     for value in values:
         if type(value) is not str:
@@ -142,7 +143,7 @@ def _added(context: BudgetContext, values: tuple[Any, ...]) -> Any:
 
 @pass_context
 def _joined(context: BudgetContext, values: tuple[Any, ...]) -> str:
-    """The operands of `~`."""
+    """Pay for and join the operands of `~`."""
     for value in values:
         weighed(context, value)
     return "".join(map(str, values))
@@ -150,14 +151,16 @@ def _joined(context: BudgetContext, values: tuple[Any, ...]) -> str:
 
 @pass_context
 def _tick(context: BudgetContext, units: int) -> None:
-    """A round of a loop, or a call of a macro; `units`: see `Pricing.size`."""
+    """Pay for a round of a loop, or a call of a macro; `units`: see `Pricing.size`."""
     context.left -= units
     if context.left < 0:
         raise Overspent
 
 
 class Pricing(NodeTransformer):
-    """Has a template pay for what would be bare Python. The names begin with a space: no template can write them."""
+    """Rewrites a template so that operations of bare Python pay. The names begin with a space: no template can write
+    them.
+    """
 
     STATEMENTS = (
         *(nodes.Output, nodes.For, nodes.If, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.With, nodes.Assign),
@@ -165,7 +168,7 @@ class Pricing(NodeTransformer):
     )
 
     def __init__(self, template: nodes.Template) -> None:
-        """`template`: the whole of it, whose body is to be visited."""
+        """Prepare the rewriting. `template`: the whole one, whose body is to be visited."""
         self.names = len({node.name for node in template.find_all(nodes.Name) if node.ctx == "store"})
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +181,9 @@ class Pricing(NodeTransformer):
         return super().visit(node, *args, **kwargs)
 
     def size(self, body: Sequence[nodes.Node]) -> int:
-        """What a round of a body costs beside what its operations pay: its plain text and its parts, each once."""
+        """Return the price of a round of a body beside what its operations pay: its plain text and its parts, each
+        once.
+        """
         size = STEP
         for part in body:
             size += STEP
@@ -187,7 +192,7 @@ class Pricing(NodeTransformer):
             elif isinstance(part, nodes.Const):
                 size += len(str(part.value))
             elif isinstance(part, nodes.Call):
-                size += self.names  # Jinja hands a call all variables of the loops around it
+                size += self.names  # Jinja passes a call all variables of the loops around it
             if isinstance(part, nodes.Getattr | nodes.Getitem | nodes.Call | nodes.Filter | nodes.NSRef):
                 size += ACCESS
             inner = isinstance(part, nodes.For | nodes.Macro | nodes.CallBlock)  # whose bodies pay for themselves
@@ -197,7 +202,10 @@ class Pricing(NodeTransformer):
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
         self.generic_visit(node)
         for place, part in enumerate(node.nodes):
-            done = isinstance(part, nodes.Filter) and part.name in (" added", " joined")  # paid for as they were made
+            done = isinstance(part, nodes.Filter) and part.name in (
+                " added",
+                " joined",
+            )  # paid for when they were built
             if not done and not isinstance(part, nodes.TemplateData | nodes.Const):
                 node.nodes[place] = _paid(part, " weighed")
         return node
@@ -223,7 +231,7 @@ class Pricing(NodeTransformer):
                 node.expr = _paid(node.expr, " key")
             node.ops[0].expr = _paid(node.ops[0].expr, " within")
         elif looked_for or not any(isinstance(holder.expr, nodes.Const) for holder in holders):
-            for holder in holders:  # else what is compared with a constant is looked at no further than that
+            for holder in holders:  # a comparison with a constant reads no more than its length
                 if not isinstance(holder.expr, nodes.Const):
                     holder.expr = _paid(holder.expr, " key" if looked_for else " weighed")
         return node
@@ -271,4 +279,4 @@ def _round(size: int, line: int) -> nodes.Stmt:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {" weighed": weighed, " key": key, " within": _within}
 OPERATIONS |= {" name": _name, " each": _each, " added": _added, " joined": _joined, " tick": _tick}
-"""What `Pricing` puts into templates, as filters."""
+"""Functions that `Pricing` adds to templates, as filters."""

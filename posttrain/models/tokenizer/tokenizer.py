@@ -1,9 +1,9 @@
 """Text to tokens and back, and chat messages to text. A thin layer over the `tokenizers` library.
 
-It decides what a text means that is not the first of its context. SentencePiece-like tokenizers put a space before
-every text they are given and take it away from every text they return, which is right once, at the start of a context.
-Prompts that grow by turns and replies that are decoded alone are continuations: for them the space is neither invented
-nor lost, so that decode(a) + decode(b) is what the model saw as a + b.
+It defines the tokens of a text that is not the first of its context. SentencePiece-like tokenizers put a space before
+every text they encode and strip it from every text they decode, which is right once, at the start of a context. Prompts
+that grow by turns and replies that are decoded alone are continuations: for them the space is neither added nor lost,
+so that decode(a) + decode(b) is what the model saw as a + b.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from posttrain.models.tokenizer.tokenizer_training import EOS, PAD, UNKNOWN, tra
 from posttrain.models.tokenizer.tool_format import format_of
 from posttrain.models.tokenizer.tool_parser import ToolFormat
 
-BLIND = "this model reads text alone, and a message has a picture: take a model that sees, or leave it out"
-_MARK = "\u2063reply\u2063"  # stands for a sampled reply when a template is asked what surrounds one
-_WORD = "Xyzzy"  # stands for what is to be shown
+BLIND = "this model is text-only, and a message has a picture: use a vision-language model, or leave it out"
+_MARK = "\u2063reply\u2063"  # stand-in of a sampled reply when the text around one is rendered
+_WORD = "Xyzzy"  # stand-in of a text to be shown
 
 
 def _mark(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What stands for a reply among these messages: in none of them, whatever a policy makes others repeat."""
+    """Return a stand-in for a reply that occurs in none of these messages, whatever a policy makes others repeat."""
     shown, mark = json.dumps(messages, ensure_ascii=False, default=str), _MARK
     while mark in shown:
         mark = f"\u2063{mark}\u2063"
@@ -52,7 +52,7 @@ def _mark(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _in_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """For templates that show text: parts that are all text are one."""
+    """Join the parts of a text-only message, for templates that expect text."""
     content = message.get("content")
     if not isinstance(content, list) or has_parts(content):
         return dict(message)
@@ -65,10 +65,10 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Continuation(NamedTuple):
-    """What stands behind a reply."""
+    """The text behind a reply."""
 
     text: str
-    reply: Mapping[str, Any]  # a message that stands for the reply, for later calls
+    reply: Mapping[str, Any]  # a stand-in message of the reply, for later calls
 
 
 class Tokenizer:
@@ -81,11 +81,11 @@ class Tokenizer:
         chat_template: str | None = None,
         template_name: str = "the chat template",
     ) -> None:
-        """Of a `tokenizers` tokenizer, the checked tokenizer_config.json and the text of the chat template.
+        """Create it from a `tokenizers` tokenizer, the checked tokenizer_config.json and the text of the chat template.
 
-        `template_name`: where that stands, for messages.
+        `template_name`: file or entry of the template, for messages.
         """
-        backend.no_truncation()  # a limit stored in tokenizer.json would cut texts in silence
+        backend.no_truncation()  # a limit stored in tokenizer.json would silently cut texts
         backend.no_padding()
         self.config = dict(config)
         self.chat_template = chat_template
@@ -93,17 +93,17 @@ class Tokenizer:
         self.special = {name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.backend = backend
-        self.pictures: ImageProcessor | None = None  # of a model that sees
+        self.pictures: ImageProcessor | None = None  # of a vision-language model
         self._parts: dict[str, bool] = {}  # of each chat template, see `_takes_parts`
         self._formats: dict[str, ToolFormat | None] = {}  # likewise
         self._continuation = _continuation(backend)
         self._opening = _opening(backend)
         self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
-        self.unknown_id = self._id("unk_token")  # what stands for text that it has no token for
+        self.unknown_id = self._id("unk_token")  # token for text that it has no other token for
 
     @property
     def day(self) -> str | None:
-        """The day that the chat template is told where no run has fixed one: that of the run which saved it; None: today."""
+        """Day that the chat template gets where no run has fixed one: that of the run which saved it; None: today."""
         return self.config.get(run_date.CONFIG_KEY)
 
     @property
@@ -114,7 +114,7 @@ class Tokenizer:
 
     @property
     def added(self) -> dict[int, str]:
-        """The tokens that stand for nothing but their own text, such as special ones, by their ids."""
+        """Tokens that are matched literally, such as special ones, by their ids."""
         return {id: token.content for id, token in self.backend.get_added_tokens_decoder().items()}
 
     def _id(self, name: str) -> int | None:
@@ -122,20 +122,20 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
-        """The tokenizer of a checkpoint folder, or of a Hugging Face model name.
+        """Load the tokenizer of a checkpoint folder, or of a Hugging Face model name.
 
-        `chat_template`: instead of the folder's own, see `own_template.read_template`. Raises UserError if the folder holds
-        no tokenizer or a damaged one.
+        `chat_template`: replaces the folder's own, see `custom_template.read_template`. Raises UserError if the folder
+        holds no tokenizer or a damaged one.
         """
         if chat_template is not None:
-            text, name = read_template(chat_template)  # its mistakes first: nothing was read for them
+            text, name = read_template(chat_template)  # report its errors before reading anything else
             return cls.load(folder).templated(text, name)
         from posttrain.models.adapters.adapter_config import described_in
 
         folder = checkpoint_folder(folder)
         described, file = described_in(folder), folder / "tokenizer.json"
         if not file.exists():
-            return cls.load(described) if described != folder else _load_with_transformers(folder)  # as PEFT leaves it
+            return cls.load(described) if described != folder else _load_with_transformers(folder)  # as PEFT writes it
         text = read_text(file)
         config = read_special(folder / "tokenizer_config.json")
         named = read_special(folder / "special_tokens_map.json")  # older checkpoints name them here
@@ -156,7 +156,7 @@ class Tokenizer:
         kind: Literal["bpe", "characters"] = "bpe",
         special: Sequence[str] = (),
     ) -> Tokenizer:
-        """A new tokenizer of at most `vocab` tokens; equal texts give equal tokenizers.
+        """Train a tokenizer of at most `vocab` tokens; equal texts give equal tokenizers.
 
         "bpe" is byte-level with digits split one by one: it round-trips every text. "characters" knows the most
         frequent characters of the texts and maps all others to "<|unk|>"; beside a qwen2 model transformers reads it by
@@ -176,17 +176,17 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "pad_token": PAD,
             "eos_token": EOS,
-            "unk_token": UNKNOWN if kind == "characters" else None,  # absent, transformers may add one of its own
+            "unk_token": UNKNOWN if kind == "characters" else None,  # if absent, transformers may add one of its own
             "clean_up_tokenization_spaces": False,
         }
         return cls(backend, config)
 
     def encode(self, text: str, start: bool = False) -> list[int]:
-        """Token ids. Special tokens written in the text are recognised.
+        """Return token ids. Special tokens written in the text are recognised.
 
-        start=True: the text opens a context, and gets what the tokenizer puts there, such as a beginning-of-sequence
-        token (unless the text, as rendered by a chat template, opens with it already) and its leading space.
-        start=False: the text continues a context, and is encoded as it stands.
+        start=True: the text opens a context, and gets the tokenizer's prefix, such as a beginning-of-sequence token
+        (unless the text, as rendered by a chat template, opens with it already) and its leading space. start=False: the
+        text continues a context, and is encoded without a prefix.
 
         Raises UserError if the text has no tokens: half a surrogate pair, or a character that the tokenizer lacks.
         """
@@ -197,17 +197,17 @@ class Tokenizer:
         return self._encode(text, start)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raises PictureError for token ids, given as such, that stand for a picture which is not there."""
+        """Check given token ids. Raises PictureError for a placeholder of a picture that is not there."""
         if self.pictures is not None and self.pictures.id in tokens:
             raise PictureError(
                 f"token {self.pictures.id} stands for a picture: give messages, with the picture as a part"
             )
 
     def encode_seen(self, text: str, digests: Sequence[str], start: bool = False) -> tuple[list[int], list[Media]]:
-        """The same of what a template made of messages with pictures: ids, and which of them hold a picture's place.
+        """Encode a rendered text with pictures: ids, and the placeholders of each picture.
 
-        Raises PictureError for a picture that cannot be shown, UserError if the model reads text alone, or if the template
-        shows no places for pictures.
+        Raises PictureError for an invalid picture, UserError if the model is text-only, or if the template has no
+        placeholders for pictures.
         """
         if self.pictures is None:
             raise UserError(BLIND)
@@ -218,7 +218,7 @@ class Tokenizer:
             )
         if found < len(digests):
             raise UserError(
-                f"{self.template_name} shows {found} places for {len(digests)} pictures: use the one of a model that sees"
+                f"{self.template_name} shows {found} places for {len(digests)} pictures: use that of a vision-language model"
             )
         pixels = [self.pictures.pixels(digest) for digest in digests]
         shown, *rest = text.split(self._placeholder)
@@ -244,7 +244,7 @@ class Tokenizer:
         return self.backend.id_to_token(self.pictures.id) or PLACE
 
     def _seeing(self, pictures: ImageProcessor | None) -> Tokenizer:
-        """Itself, for a model that sees."""
+        """Return itself, set up for a vision-language model."""
         self.pictures = pictures
         return self
 
@@ -259,7 +259,7 @@ class Tokenizer:
         return ids if ids[: len(self._opening)] == self._opening else self._opening + ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens as they stand in a context: special tokens visible, a leading space kept."""
+        """Return the text of these tokens within a context: special tokens visible, a leading space kept."""
         try:
             return self._continuation.decode(tokens, skip_special_tokens=False)
         except BaseException as error:
@@ -271,10 +271,10 @@ class Tokenizer:
         generation: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of chat messages by the checkpoint's template; generation=True ends where the model is to reply.
+        """Render chat messages by the checkpoint's template; generation=True ends where the model is to reply.
 
-        `tools`: JSON schemas of functions that it may call. Raises UserError if there is no template, or if the template
-        refuses the messages or shows nothing of the tools.
+        `tools`: JSON schemas of functions that it may call. Raises UserError if there is no template, or if the
+        template refuses the messages or shows nothing of the tools.
         """
         if self.chat_template is None:
             raise UserError(
@@ -292,7 +292,7 @@ class Tokenizer:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the template writes calls of tools, None if it shows none."""
+        """Format of the template's tool calls, None if it shows none."""
         if self.chat_template is None:
             return None
         if self.chat_template not in self._formats:
@@ -300,10 +300,10 @@ class Tokenizer:
         return self._formats[self.chat_template]
 
     def closes_with(self, ends: Collection[int]) -> bool:
-        """Whether the chat template puts one of these tokens behind a reply.
+        """Return whether the chat template puts one of these tokens behind a reply.
 
-        That of an instruct model does with those that end its replies. Base models that carry the template of their
-        instruct siblings end what they write otherwise.
+        That of an instruct model does with its EOS tokens. Base models that carry the template of their instruct
+        siblings end their texts otherwise.
         """
         if self.chat_template is None:
             return False
@@ -311,7 +311,7 @@ class Tokenizer:
         try:
             _, found, behind = self.render(said, generation=False).rpartition(_MARK)
             tokens = self.encode(behind) if found else []
-        except UserError:  # it wants other messages
+        except UserError:  # it requires other messages
             return False
         return next((token for token in tokens if self.decode([token]).strip()), None) in ends
 
@@ -322,11 +322,11 @@ class Tokenizer:
         calls: Sequence[ToolCall] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Continuation:
-        """What the template puts behind a reply to the messages `before`, up to where the model is to reply to `new`.
+        """Return the text between a reply to the messages `before` and the reply to `new`, by the template.
 
-        `calls`: those that the reply made. The text begins with the end of the reply. A template may show what is before
-        otherwise than when the model read it (it drops the thinking of earlier turns, for example): only what comes
-        behind the reply is asked of it. Raises UserError if the template does not show a reply as it was said, or shows
+        `calls`: the tool calls of the reply. The text begins with the end of the reply. A template may render earlier
+        messages differently than when the model read them (it drops the thinking of earlier turns, for example): only
+        the text behind the reply is used. Raises UserError if the template does not show a reply unchanged, or shows
         nothing of a new message.
         """
         problem: UserError | None = None
@@ -351,9 +351,10 @@ class Tokenizer:
     def _stand_ins(
         self, calls: Sequence[ToolCall], new: Sequence[Mapping[str, Any]], mark: str
     ) -> Iterator[tuple[dict[str, Any], Callable[[str, str], int] | None]]:
-        """Messages that may stand for the reply, each with what finds the end of a call in a rendered text.
+        """Yield messages that may stand in for the reply, each with a function that finds the end of a call in a
+        rendered text.
 
-        Some templates take a tool's answer only behind a call, and some show another end behind one.
+        Some templates accept a tool's answer only behind a call, and some show another end behind one.
         """
         form = self.tool_format
         answered = [m for m in new if m["role"] == "tool"]
@@ -367,7 +368,7 @@ class Tokenizer:
             marked = [ToolCall(call.name or "unknown", {}, id=call.id) for call in calls]
             marked[-1] = replace(marked[-1], arguments={"text": mark})
             yield form.message(marked), form.end_of_call
-            yield form.message(marked[-1:]), form.end_of_call  # a template may take one call a turn
+            yield form.message(marked[-1:]), form.end_of_call  # a template may accept one call a turn
         yield {"role": "assistant", "content": mark}, None
 
     def _check_shown(
@@ -378,12 +379,12 @@ class Tokenizer:
         new: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Raises UserError if something of the new messages is not shown."""
+        """Raise UserError if something of the new messages is not shown."""
         for place, message in enumerate(new):
             content = message.get("content")
             if not isinstance(content, str) or content.strip() in after:
                 continue
-            # perhaps in other words, such as JSON: a word in its place is
+            # perhaps transformed, such as to JSON: a word in its place is
             marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
             if _WORD not in self.render([*before, reply, *marked], True, tools):
                 raise UserError(
@@ -410,35 +411,38 @@ class Tokenizer:
 
     @property
     def _takes_parts(self) -> bool:
-        """Whether the template shows contents that are lists of parts, and text not: those of models that see pictures."""
+        """Whether the template renders contents that are lists of parts, and not text: those of
+        vision-language models.
+        """
         assert self.chat_template is not None
         if self.chat_template not in self._parts:
             asked, found = [{"role": "user", "content": _WORD}], {}
             for parts in (False, True):
                 try:
                     found[parts] = _WORD in self._rendered(asked, True, parts)
-                except UserError:  # what it wants else is told where it is used
+                except UserError:  # other requirements are reported where it is used
                     found[parts] = False
             self._parts[self.chat_template] = found[True] and not found[False]
         return self._parts[self.chat_template]
 
     def templated(self, template: str, name: str) -> Tokenizer:
-        """The same with another chat template. `name`: where it stands, for messages."""
+        """Return a copy with another chat template. `name`: its file, for messages."""
         config = {key: value for key, value in self.config.items() if key != "chat_template"}
         return Tokenizer(self.backend, config, template, name)._seeing(self.pictures)
 
     def padding(self, ends: Sequence[int]) -> Tokenizer:
-        """The same with a token to pad with that is none of `ends`: a special one where there is one, or else a new one.
+        """Return a copy with a padding token that is none of `ends`: a special one where there is one, or else a new
+        one.
 
-        Programs that look for the last token of a padded row would otherwise not see the end of a reply. Where the
-        tokenizer names no end itself, the first of `ends` is named too.
+        Programs that look for the last token of a padded row would otherwise miss the end of a reply. Where the
+        tokenizer names no EOS itself, the first of `ends` is named too.
         """
         named = {} if self.eos_id is not None else {"eos_token": self.backend.id_to_token(ends[0])}
         if self.pad_id is not None and self.pad_id not in ends:
             config = {**self.config, **named}
             other = Tokenizer(self.backend, config, self.chat_template, self.template_name)
             return other._seeing(self.pictures) if named else self
-        usable = ("bos_token", "mask_token", "sep_token", "cls_token", "unk_token")  # last, what a reply may end with
+        usable = ("bos_token", "mask_token", "sep_token", "cls_token", "unk_token")  # the EOS tokens last
         known = [self.special.get(name) for name in usable]
         others = [
             token for token in known if token is not None and self.backend.token_to_id(token) not in (None, *ends)
@@ -451,7 +455,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for transformers.AutoTokenizer too.
 
-        Of a model that sees, what its image processor is made from as well.
+        Of a vision-language model, also the files of its image processor.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -472,7 +476,9 @@ def _excerpt(text: object) -> str:
 
 
 def _tried(tokenizer: Tokenizer) -> Tokenizer:
-    """Itself, if it does not panic at a text of many kinds of characters: better here than in the middle of a run."""
+    """Return the tokenizer if it does not panic at a text of many kinds of characters: better here than in the middle
+    of a run.
+    """
     with suppress(Exception):  # some of the characters may be unknown to it
         ids = tokenizer.backend.encode("Ab 12,\n\t\N{LATIN SMALL LETTER E WITH ACUTE}\u5317\U0001f642").ids
         tokenizer.backend.decode(ids, skip_special_tokens=False)
@@ -480,24 +486,26 @@ def _tried(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _load_with_transformers(folder: Path) -> Tokenizer:
-    """Older checkpoints hold vocab.json + merges.txt, or a SentencePiece model, which only transformers can convert."""
+    """Convert the tokenizer of an older checkpoint, with vocab.json + merges.txt or a SentencePiece model, by
+    transformers.
+    """
     if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
         raise UserError(f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json into it")
     config = read_special(folder / "tokenizer_config.json")
     with refusing(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"):
         from transformers import AutoTokenizer
 
-        # code that comes with a checkpoint is not run, and not asked for: the question would wait for an answer
+        # code of a checkpoint is not run, and not asked for: the prompt would wait for an answer
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend = found.backend_tokenizer
         check_ids(backend)
-    # what is saved is the converted tokenizer.json: a class that builds itself from the old files must not be asked for
+    # the converted tokenizer.json is saved: a class that builds itself from the old files must not be named
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     return Tokenizer(backend, config, *stored_template(folder, config))
 
 
 def _opening(backend: tokenizers.Tokenizer) -> list[int]:
-    """The ids that the post-processor puts before a text; what it puts after it would end the context at its start."""
+    """Return the ids that the post-processor puts before a text; those behind it would end the context at its start."""
     encoding = backend.encode("a", add_special_tokens=True)
     opening = []
     for id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
@@ -508,7 +516,7 @@ def _opening(backend: tokenizers.Tokenizer) -> list[int]:
 
 
 def _continuation(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer without the space it puts before a text and strips from a decoded one."""
+    """Return a copy of the tokenizer without the space it puts before a text and strips from a decoded one."""
     description = json.loads(backend.to_str())
     changed = {
         **description,
@@ -518,7 +526,7 @@ def _continuation(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _as_it_stands(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A part of tokenizer.json that neither adds nor strips a leading space."""
+    """Return a part of tokenizer.json that neither adds nor strips a leading space."""
     if part is None or part["type"] == "Prepend" or (part["type"] == "Strip" and part.get("content") == " "):
         return None
     if part["type"] == "Metaspace":

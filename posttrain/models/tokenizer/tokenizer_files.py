@@ -1,4 +1,4 @@
-"""What a checkpoint folder says of its tokenizer besides tokenizer.json, and where that folder is."""
+"""Files of a tokenizer besides tokenizer.json: special tokens, chat template, and checks of ids."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 def token_text(token: str | Mapping[str, Any]) -> str:
-    """A special token stands in tokenizer_config.json as its text, or as an object with its text and flags."""
+    """Return the text of a special token: tokenizer_config.json has it as text, or as an object with text and flags."""
     return token["content"] if isinstance(token, Mapping) else token
 
 
 def read_special(file: Path) -> dict[str, Any]:
-    """A file that names special tokens, {} if there is none. Raises UserError for a name that is no text."""
+    """Read a file that names special tokens, {} if there is none. Raises UserError for a name that is not text."""
     config = read_json(file, optional=True)
     fields = Fields(file, config)
     for name in NAMED_TOKENS:
@@ -40,7 +40,7 @@ def read_special(file: Path) -> dict[str, Any]:
 
 
 def stored_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
-    """A folder's chat template, if it has one, and where it stands."""
+    """Return a folder's chat template, if it has one, and its file or entry."""
     file, place = folder / "chat_template.jinja", f"{folder / 'tokenizer_config.json'}: chat_template"
     if file.exists() or file.is_symlink():
         return read_text(file), str(file)
@@ -59,7 +59,7 @@ def stored_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | None
 
 @contextmanager
 def refusing(problem: str) -> Iterator[None]:
-    """Within it, what `tokenizers` and transformers raise is a UserError that begins with `problem`, and all they say.
+    """Turn what `tokenizers` and transformers raise into a UserError that begins with `problem`.
 
     Both write pages to standard error before they raise: a panic its stack, transformers its advice.
     """
@@ -78,14 +78,18 @@ def refusing(problem: str) -> Iterator[None]:
 
 
 def failed(error: BaseException, problem: str) -> BaseException:
-    """The UserError for what `tokenizers` raised: bare Exceptions, and panics, which are not Exceptions at all."""
+    """Return the UserError for an error of `tokenizers`: bare Exceptions, and panics, which are not Exceptions
+    at all.
+    """
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return UserError(f"{problem}: {one_line(error)}")
     return error
 
 
 def check_ids(backend: tokenizers.Tokenizer) -> None:
-    """Raises UserError if two tokens have one id, or if an id is absurd: `tokenizers` counts up to it again and again."""
+    """Raise UserError if two tokens have one id, or if an id is absurd: `tokenizers` counts up to it again and
+    again.
+    """
     tokens: dict[int, str] = {}
     for token, id in backend.get_vocab(with_added_tokens=True).items():
         if id >= VOCAB_MOST:

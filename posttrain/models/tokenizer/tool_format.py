@@ -1,14 +1,14 @@
-"""How a family of models writes calls of tools. Decided here: that is read off the checkpoint's own chat template.
+"""Infers the format of a model's tool calls from the checkpoint's own chat template.
 
-A template shows what the model was trained to write, so it is asked to show a call whose name, arguments and id are known,
-and two of them. What stands around these words is the format. Five kinds of it cover the public families:
+A template shows the format that the model was trained to write: it renders one call whose name, arguments and id are
+known, and two of them. The text around these words is the format. Six kinds of it cover the public families:
 
-    object     {"name": N, "arguments": A} as JSON, alone, between marks, or in a list       Qwen, Hermes, Llama, Mistral
-    named      the name, then the arguments as JSON                                          DeepSeek, newer Mistral
-    keyed      the name, then each argument between marks                                    Qwen3-Coder, Qwen3.5, GLM
-    braced     name{key:value}, texts between marks of their own                             Gemma
-    python     name(key=value)                                                               Llama 4, LFM2
-    harmony    channels: the name in a header, the arguments as JSON in its message          gpt-oss
+object     {"name": N, "arguments": A} as JSON, alone, between marks, or in a list       Qwen, Hermes, Llama, Mistral
+named      the name, then the arguments as JSON                                          DeepSeek, newer Mistral
+keyed      the name, then each argument between marks                                    Qwen3-Coder, Qwen3.5, GLM
+braced     name{key:value}, texts between marks of their own                             Gemma
+python     name(key=value)                                                               Llama 4, LFM2
+harmony    channels: the name in a header, the arguments as JSON in its message          gpt-oss
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 NAME, OTHER, KEY, VALUE, SECOND, COUNT = "xyzzy_tool", "plugh_tool", "axe_key", "wizard", "grue_key", "417"
-IDS = ("k3y0a1b2c", "m4z1d2e3f")  # nine letters and digits: Mistral's take no others
+IDS = ("k3y0a1b2c", "m4z1d2e3f")  # nine letters and digits: Mistral's accept no others
 
 
 def format_of(render: Render) -> ToolFormat | None:
-    """The format that a template shows calls in, or None if it shows none. `render` raises UserError."""
+    """Return the format of a template's calls, or None if it shows none. `render` raises UserError."""
     user = {"role": "user", "content": "hello"}
     try:
         plain = render([user, {"role": "assistant", "content": "\u2063"}])
@@ -54,14 +54,14 @@ def format_of(render: Render) -> ToolFormat | None:
         start = len(_shared_start(one, plain))  # of the reply
         try:
             found = _seen(one[start:], two[len(_shared_start(two, plain)) :])
-        except (ValueError, IndexError):  # its parts stand in no order that is known
+        except (ValueError, IndexError):  # its parts are in no known order
             return None
         return None if found is None else ToolFormat(**found, as_text=as_text, content=content)
     return None
 
 
 def _seen(one: str, two: str) -> dict[str, Any] | None:
-    """The fields of the format in which one call and two are shown."""
+    """Return the fields of the format in which one call and two are shown."""
     name = one.index(NAME)
     before, behind = one[:name], one[name + len(NAME) :]
     if before.endswith("to=functions.") and "<|channel|>" in behind:
@@ -94,7 +94,7 @@ def _seen_json(before: str, behind: str, twice: str) -> dict[str, Any]:
             given = next((key for key, value in call.items() if isinstance(value, dict)), "arguments")
             tail = behind[end - (len(before) - brace) - len(NAME) :]
             return {"kind": "object", "names": (name, given), **_seen_object(before[:brace], tail, twice)}
-    # the name stands outside
+    # the name is outside
     gap = behind[:start].replace(IDS[0], "\0")
     numbered = gap.startswith(":0")
     gap = gap.removeprefix(":0")
@@ -137,7 +137,9 @@ def _seen_keyed(before: str, behind: str, twice: str) -> dict[str, Any] | None:
 
 
 def _marks(before: str, behind: str, twice: str, last: str, beyond: int = 0) -> dict[str, str]:
-    """What stands before and behind a call: of two calls, both have it. `last`: what ends a call's arguments."""
+    """Return the texts before and behind a call: of two calls, both have them. `last`: the end of a call's
+    arguments.
+    """
     if not twice:
         return {"opening": before.strip(), "closing": ""}
     text = twice[: twice.rfind(OTHER)]
@@ -147,7 +149,7 @@ def _marks(before: str, behind: str, twice: str, last: str, beyond: int = 0) -> 
 
 
 def _between(two: str) -> str:
-    """Of two calls, all from the name of the first to the name of the second."""
+    """Return the text from the name of the first call to the name of the second."""
     if NAME not in two or OTHER not in two:
         return ""
     end = two.rindex(OTHER) + len(OTHER)
@@ -155,12 +157,12 @@ def _between(two: str) -> str:
 
 
 def _from_mark(text: str) -> str:
-    """From the beginning of the first mark, <...> or [...], where there is one."""
+    """Return the text from the beginning of the first mark, <...> or [...], where there is one."""
     return text[match.start() :] if (match := re.search(r"[<\[]", text)) else text
 
 
 def _to_mark(text: str) -> str:
-    """Up to the end of the last mark."""
+    """Return the text up to the end of the last mark."""
     return text[: max(text.rfind(">"), text.rfind("]")) + 1] if re.search(r"[<\[]", text) else text
 
 

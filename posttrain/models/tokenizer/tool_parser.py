@@ -1,6 +1,6 @@
-"""Reads the calls of tools that a reply makes. What a policy samples is not trusted.
+"""Parses the tool calls of a reply. Sampled text is not trusted.
 
-A call that cannot be read is one with a `problem`, and reading takes time in proportion to the text.
+A call that cannot be parsed is one with a `problem`, and parsing takes time in proportion to the text.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from posttrain.models.tokenizer.tool_parts import (
 Kind = Literal["object", "named", "keyed", "braced", "python", "harmony"]
 
 MOST_CALLS = 128  # of a reply
-LONGEST_CODE = 20_000  # characters of calls in Python: what compiling them takes
+LONGEST_CODE = 20_000  # characters of calls in Python: compiling takes memory
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format of calls: the literal texts around their parts, without white space at their ends."""
+    """Format of tool calls: the literal texts around their parts, without white space at their ends."""
 
     kind: Kind
     opening: str = ""  # before a call
@@ -45,22 +45,22 @@ class ToolFormat:
     key_opening: str = ""  # keyed: before a key, between it and its value, behind the value
     key_closing: str = ""
     value_closing: str = ""
-    names: tuple[str, str] = ("name", "arguments")  # object: what the two are called
+    names: tuple[str, str] = ("name", "arguments")  # object: the keys of name and arguments
     quote: str = '"'  # braced: around text
-    numbered: bool = False  # whether what names a tool is the call's id, as in functions.find:0
-    as_text: bool = False  # whether the template takes arguments as the text of a JSON object
-    content: str | None = None  # what the template takes as the content of a reply that is nothing but calls
+    numbered: bool = False  # whether the call's id names the tool, as in functions.find:0
+    as_text: bool = False  # whether the template expects arguments as the text of a JSON object
+    content: str | None = None  # content that the template expects of a reply that is nothing but calls
 
     def message(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """The assistant's message with these calls, as the template takes it."""
+        """Return the assistant's message with these calls, as the template expects it."""
         if self.numbered:
             calls = [replace(call, id=f"functions.{call.name}:{number}") for number, call in enumerate(calls)]
         return calling(calls, self.as_text, self.content)
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]:
-        """The calls that stand in a reply, in order; [] if it makes none.
+        """Parse the calls of a reply, in order; [] if it makes none.
 
-        `tools`: their schemas, which say of what type arguments are that are written as text.
+        `tools`: their schemas, which give the types of arguments that are written as text.
         """
         begin = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
         found = list(islice(_READERS[self.kind](self, text, begin), MOST_CALLS))
@@ -70,7 +70,7 @@ class ToolFormat:
         return list(map(bounded, found))
 
     def start(self, text: str) -> int:
-        """How many characters a reply that makes calls has before the first, without the white space there."""
+        """Return the number of characters of a reply before its first call, without the white space there."""
         begin = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
         if self.kind == "harmony":
             place = text.rfind("<|channel|>", begin, max(begin, text.find("to=functions.", begin)))
@@ -79,7 +79,9 @@ class ToolFormat:
         return len(text[: max(begin, place)].rstrip())
 
     def end_of_call(self, text: str, mark: str) -> int:
-        """Where the call ends, with what closes it, in one of whose arguments `mark` stands; -1 if there is none."""
+        """Return the end of the call, with its closing mark, in one of whose arguments `mark` occurs; -1 if there is
+        none.
+        """
         place = text.find(mark)
         if self.kind == "python":
             end = text.find("]" if "]" in text[place:] else ")", place) + 1
@@ -95,7 +97,7 @@ class ToolFormat:
 
 
 def calling(calls: Sequence[ToolCall], as_text: bool, content: str | None) -> dict[str, Any]:
-    """A message with these calls and nothing else."""
+    """Return a message with these calls and nothing else."""
     listed = []
     for call in calls:
         arguments: Any = json.dumps(call.arguments, ensure_ascii=False) if as_text else dict(call.arguments)
@@ -193,7 +195,7 @@ def _read_keyed(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
 
 
 def _pairs(form: ToolFormat, text: str) -> Iterator[tuple[str, str]]:
-    """The arguments of a keyed call, as text."""
+    """Yield the arguments of a keyed call, as text."""
     place = 0
     while text[place:].strip():
         start = skip_mark(text, form.key_opening, place)
@@ -208,7 +210,7 @@ def _pairs(form: ToolFormat, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _typed(call: ToolCall, schema: Mapping[str, Any]) -> ToolCall:
-    """The arguments that are no text by the tool's schema, read as JSON."""
+    """Convert arguments that the tool's schema declares as other than text, by JSON."""
     properties = schema.get("properties", {})
     arguments: dict[str, Any] = {}
     for key, value in call.arguments.items():
@@ -240,7 +242,7 @@ def _read_braced(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
 
 
 class _Braces:
-    """Values of Gemma's format: {key:value,other:[1,2]}, text between marks."""
+    """Parser of Gemma's format: {key:value,other:[1,2]}, text between marks."""
 
     def __init__(self, text: str, quote: str) -> None:
         self.text, self.quote = text, quote
@@ -312,11 +314,11 @@ def _read_python(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
         nodes: list[ast.expr] = []
         for statement in tree.body:
             if not isinstance(statement, ast.Expr):
-                raise ValueError("it is no call")
+                raise ValueError("it is not a call")
             nodes += statement.value.elts if isinstance(statement.value, ast.List) else [statement.value]
         for node in nodes:
             if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
-                raise ValueError("it is no call with named arguments")
+                raise ValueError("it is not a call with named arguments")
             values = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
             json.dumps(values, allow_nan=False)
             yield call_of(ast.unparse(node.func), values, end)
@@ -349,4 +351,4 @@ _READERS: dict[Kind, Callable[[ToolFormat, str, int], Iterator[ToolCall]]] = {
 }
 
 HERMES = ToolFormat("object", "<tool_call>", "</tool_call>")
-"""What is spoken where there is no template, as in `posttrain check`."""
+"""Default format where there is no template, as in `posttrain check`."""

@@ -1,4 +1,4 @@
-"""Parts of a call of a tool, as they are found in a reply: marks, JSON, names and arguments, each of them bounded."""
+"""Parsers of the parts of a tool call: marks, JSON, names and arguments, each of them bounded."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def find_mark(text: str, mark: str, start: int) -> int:
 
 
 def skip_mark(text: str, mark: str, place: int) -> int:
-    """The place behind white space and the mark, or the same place where it does not stand there."""
+    """Return the place behind white space and the mark, or the same place where it does not follow."""
     end = SPACE.match(text, place).end()  # type: ignore[union-attr]
     return end + len(mark) if text.startswith(mark, end) else place
 
 
 def json_at(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value at a place, behind white space, and where it ends. Raises ValueError."""
+    """Parse the JSON value at a place, behind white space, and return its end. Raises ValueError."""
     start = SPACE.match(text, place).end()  # type: ignore[union-attr]
     try:
         return DECODER.raw_decode(text, start)
@@ -47,7 +47,7 @@ def json_at(text: str, place: int) -> tuple[Any, int]:
 
 
 def whole_json(text: str) -> Any:
-    """The JSON value that a text is. Raises ValueError."""
+    """Parse a text that is one JSON value. Raises ValueError."""
     value, end = json_at(text, 0)
     if rest := text[end:].strip():
         raise ValueError(f"not JSON: behind it stands {short(rest)}")
@@ -55,7 +55,7 @@ def whole_json(text: str) -> Any:
 
 
 def bounded(call: ToolCall) -> ToolCall:
-    """Itself, or malformed where its arguments could not be sent on and kept."""
+    """Return the call, or a malformed one where its arguments could not be sent on and stored."""
     try:
         _check(call.arguments, 0)
     except ValueError as problem:
@@ -64,7 +64,7 @@ def bounded(call: ToolCall) -> ToolCall:
 
 
 def _check(value: Any, depth: int) -> None:
-    """Raises ValueError for what is read and is yet no data: an infinite number, half a character, endless nesting."""
+    """Raise ValueError for a parsed value that is not data: an infinite number, half a character, excessive nesting."""
     if depth > DEEPEST:
         raise ValueError(f"are nested more than {DEEPEST} levels deep")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Search over passages: `build(rows, folder, ...)` makes an index once, `open_index(folder).search(queries, k)` asks it.
+"""Search over passages: `build(rows, folder, ...)` makes an index once, `open_index(folder).search(queries, k)` uses it.
 
 passages  rows in, one file of passages out, mapped into memory
 words     what of a text is searched for

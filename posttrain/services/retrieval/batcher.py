@@ -1,7 +1,7 @@
-"""Many askers, one search at a time. Decides who is searched for together, and when there are too many.
+"""Batches the queries of concurrent requests, one search at a time, and limits the queue.
 
-While a search runs in its thread, requests gather; the next one takes some queries of each, so that a request of thousands
-holds nobody up for long. Encoders of dense indices take a batch in little more time than a query.
+While a search runs in its thread, requests gather; the next one takes some queries of each, so that a request of
+thousands does not block the others. Encoders of dense indices take little more time for a batch than for a query.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Search = Callable[[Sequence[str], int], list[list[Hit]]]
 
 
 class Busy(Exception):
-    """Too many queries wait already."""
+    """The queue of queries is full."""
 
 
 @dataclass(eq=False)
@@ -31,11 +31,11 @@ class _Job:
     k: int
     answered: asyncio.Future[list[list[Hit]]]
     found: list[list[Hit]] = field(default_factory=list)
-    begun: int = 0  # queries of it that have been searched for, or are
+    begun: int = 0  # queries of it whose search has begun
 
 
 class Batcher:
-    """`search` may be called any number of times at once, while `run` is under way."""
+    """`search` may be called concurrently, while `run` is running."""
 
     def __init__(self, search: Search, most_waiting: int = MOST_WAITING) -> None:
         self._search, self._most = search, most_waiting
@@ -44,7 +44,7 @@ class Batcher:
         self.waiting = 0  # queries
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Raises Busy, and what the search raises."""
+        """Search. Raises Busy, and the errors of the search."""
         if not queries:
             return []
         if self.waiting + len(queries) > self._most:
@@ -55,20 +55,20 @@ class Batcher:
         self._there.set()
         try:
             return await job.answered
-        finally:  # whoever asked may be gone
+        finally:  # the client may be gone
             self.waiting -= len(queries)
 
     async def run(self) -> None:
-        """Search for what is asked, without end."""
+        """Search for queued queries, without end."""
         while True:
             await self._there.wait()
             self._there.clear()
-            while taken := self._take():
+            while taken := self._next_batch():
                 queries = [query for job, start, end in taken for query in job.queries[start:end]]
                 try:
                     found = await asyncio.to_thread(self._search, queries, taken[0][0].k)
                     assert len(found) == len(queries), "an answer to each query"
-                except Exception as error:  # told to each who asked
+                except Exception as error:  # reported to each client of the batch
                     for job, _, _ in taken:
                         if not job.answered.done():
                             job.answered.set_exception(error)
@@ -79,15 +79,17 @@ class Batcher:
                     if len(job.found) == len(job.queries) and not job.answered.done():
                         job.answered.set_result(job.found)
 
-    def _take(self) -> list[tuple[_Job, int, int]]:
-        """(job, first query, behind the last) of the next search: of requests for as many passages as the first one."""
+    def _next_batch(self) -> list[tuple[_Job, int, int]]:
+        """Return (job, first query, behind the last) of the next search: of requests for as many passages as the first
+        one.
+        """
         taken: list[tuple[_Job, int, int]] = []
         room, later = TOGETHER, deque[_Job]()
         jobs, self._jobs = self._jobs, deque()
         share = TOGETHER if len(jobs) == 1 else SHARE
         while jobs:
             job = jobs.popleft()
-            if job.answered.done():  # given up, or failed
+            if job.answered.done():  # cancelled, or failed
                 continue
             if not room or (taken and job.k != taken[0][0].k):
                 self._jobs.append(job)

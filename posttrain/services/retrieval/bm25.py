@@ -1,8 +1,10 @@
-"""BM25: by the words that query and passage share. bm25s builds and scores; here is what it leaves in memory, on disk.
+"""BM25: search by the words that query and passage share. bm25s builds and scores; this module stores and maps its
+files.
 
-bm25s maps its scores into memory, one for each word of each passage, but keeps its vocabulary as a dict: 190 MB beside an
-index of 1 GB, in every process. Here the words lie sorted in one file, mapped like the rest, and are found by bisection,
-in some 20 steps for a million words. So a process that opens an index takes a few MB for itself, whatever the index's size.
+bm25s maps its scores into memory, one for each word of each passage, but keeps its vocabulary as a dict: 190 MB beside
+an index of 1 GB, in every process. Here the words are sorted in one file, mapped like the rest, and are found by
+bisection, in some 20 steps for a million words. So a process that opens an index takes a few MB for itself, whatever
+the index's size.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.services.retrieval.passages import Passage
 from posttrain.services.retrieval.top_k import best
-from posttrain.services.retrieval.words import asked_words, words_of
+from posttrain.services.retrieval.words import query_words, words_of
 
 K1, B = 0.9, 0.4
 """Of Anserini and Pyserini, whose BM25 Search-R1 uses; bm25s has 1.5 and 0.75. docs/results/retrieval.md compares them."""
@@ -29,11 +31,11 @@ SCORES, PASSAGES, STARTS = "bm25.scores.npy", "bm25.passages.npy", "bm25.starts.
 WORDS, ENDS, NUMBERS = "words.txt", "words.ends.npy", "words.numbers.npy"
 
 Found = list[tuple[int, float]]
-"""Places of passages with their scores, the best first."""
+"""Indices of passages with their scores, the best first."""
 
 
 class Writer:
-    """Takes passages in, one after the other; `write` makes the files."""
+    """Collects passages, one after the other; `write` writes the files."""
 
     def __init__(self, k1: float = K1, b: float = B) -> None:
         self._k1, self._b = k1, b
@@ -45,7 +47,7 @@ class Writer:
         self._passages.append(list(map(self._numbers.__getitem__, words_of(passage.contents))))
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Returns what is to be known of them. Raises UserError if no passage has a word."""
+        """Write the files. Return their metadata. Raises UserError if no passage has a word."""
         if not self._numbers:
             raise UserError("no passage has a word that can be searched for")
         model = _library().BM25(k1=self._k1, b=self._b, method="lucene")
@@ -64,7 +66,7 @@ def _library() -> Any:
 
 
 def _write_words(numbers: Mapping[str, int], folder: Path) -> None:
-    """The words in the order of their bytes, with their numbers."""
+    """Write the words in the order of their bytes, with their numbers."""
     known = sorted((word.encode(), number) for word, number in numbers.items())
     (folder / WORDS).write_bytes(b"".join(word for word, _ in known))
     np.save(folder / ENDS, np.cumsum([0, *(len(word) for word, _ in known)], dtype=np.int64))
@@ -72,7 +74,7 @@ def _write_words(numbers: Mapping[str, int], folder: Path) -> None:
 
 
 class Vocabulary:
-    """Words to numbers, mapped into memory."""
+    """Map from words to numbers, in memory-mapped files."""
 
     def __init__(self, folder: Path) -> None:
         with user_files.opened(folder / WORDS) as file:
@@ -82,7 +84,7 @@ class Vocabulary:
         fits = ends.dtype == np.int64 and numbers.dtype == np.int32 and ends.shape == (len(numbers) + 1,)
         if not fits or ends[-1] != len(self._bytes):
             raise ValueError("the vocabulary's files do not fit each other")
-        self._ends, self._numbers = memoryview(ends), memoryview(numbers)  # whose items are Python's own numbers
+        self._ends, self._numbers = memoryview(ends), memoryview(numbers)  # whose elements are Python's own numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -97,10 +99,10 @@ class Vocabulary:
 
 
 class BM25:
-    """The files of a `Writer`, mapped into memory."""
+    """BM25 search in the files of a `Writer`, mapped into memory."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        """`count`: passages. Raises ValueError or OSError for files that are damaged."""
+        """Map the files. `count`: passages. Raises ValueError or OSError for damaged files."""
         self.vocabulary = Vocabulary(folder)
         # views of the plain class: numpy's class of mapped arrays takes a microsecond for every slice
         scores, passages, starts = (
@@ -117,8 +119,8 @@ class BM25:
         self._model.nonoccurrence_array = None
 
     def search(self, queries: Sequence[str], k: int) -> list[Found]:
-        """For each query up to `k` passages that share a word with it. Raises IndexError for damaged files."""
-        return [self._search(words, k) for words in map(asked_words, queries)]
+        """Return for each query up to `k` passages that share a word with it. Raises IndexError for damaged files."""
+        return [self._search(words, k) for words in map(query_words, queries)]
 
     def _search(self, words: Iterable[str], k: int) -> Found:
         numbers = [number for number in map(self.vocabulary.get, words) if number is not None]

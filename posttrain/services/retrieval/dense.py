@@ -1,7 +1,7 @@
-"""Dense search: passages and queries as vectors, and the passages whose vectors have the largest products with a query's.
+"""Dense search: the passages whose vectors have the largest products with a query's.
 
-Decides how vectors are kept and compared. They lie in one file, float32, mapped into memory. Plain products go through it a
-block at a time; with FAISS, an index of any of its kinds stands beside it ("Flat", "HNSW32", "IVF256,PQ32" ...).
+Vectors are in one file, float32, mapped into memory. Plain products go through it a block at a time; with FAISS, an
+index of any of its kinds is stored beside it ("Flat", "HNSW32", "IVF256,PQ32" ...).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Vectors = NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Makes vectors of texts. Asymmetric ones tell queries from passages."""
+    """Makes vectors of texts. Asymmetric encoders treat queries and passages differently."""
 
     @property
-    def identity(self) -> dict[str, Any]: ...  # JSON data: another one makes other vectors
+    def identity(self) -> dict[str, Any]: ...  # JSON data that identifies the encoder: other data, other vectors
 
     def encode(self, texts: Sequence[str], kind: Kind) -> Vectors: ...  # [texts, dimensions]
 
 
 def encoded(encoder: Encoder, texts: Sequence[str], kind: Kind, dimensions: int | None = None) -> Vectors:
-    """What an encoder makes of texts, checked: it may be the user's. Raises UserError."""
+    """Encode texts, and check the result: the encoder may be the user's. Raises UserError."""
     vectors = np.asarray(encoder.encode(texts, kind))
     if vectors.ndim != 2 or len(vectors) != len(texts) or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
         raise UserError(
@@ -57,9 +57,9 @@ def encoded(encoder: Encoder, texts: Sequence[str], kind: Kind, dimensions: int 
 
 
 def write_vectors(passages: Passages, encoder: Encoder, faiss: str | None, folder: Path) -> dict[str, Any]:
-    """Encode passages into a folder; returns what is to be known of the files. `faiss`: a kind of its indices, or None.
+    """Encode passages into a folder; return metadata of the files. `faiss`: a kind of its indices, or None.
 
-    Raises UserError for an encoder that does not work, and for a kind that FAISS does not know.
+    Raises UserError for an encoder that fails, and for a kind that FAISS does not know.
     """
     vectors: Any = None
     for first in range(0, len(passages), TOGETHER):
@@ -84,7 +84,7 @@ def _write_faiss(vectors: Vectors, kind: str, folder: Path) -> None:
         for first in range(0, len(vectors), BLOCK):
             index.add(np.asarray(vectors[first : first + BLOCK]))
         library.write_index(index, str(folder / FAISS))
-    except RuntimeError as error:  # all that FAISS raises; it begins with the place in its source
+    except RuntimeError as error:  # any error of FAISS; it begins with the place in its source
         said = one_line(error).rpartition("Error: ")[2]
         raise UserError(f"--faiss {kind} does not work for these {len(vectors)} vectors: {said}") from error
 
@@ -98,10 +98,12 @@ def _library() -> Any:
 
 
 class Dense:
-    """The files of `write_vectors`, mapped into memory, and the encoder of queries."""
+    """Dense search in the files of `write_vectors`, mapped into memory, with the encoder of queries."""
 
     def __init__(self, folder: Path, count: int, settings: dict[str, Any], encoder: Encoder) -> None:
-        """`count`: passages. Raises ValueError or OSError for files that are damaged, UserError where FAISS is missing."""
+        """Map the files. `count`: passages. Raises ValueError or OSError for damaged files, UserError where FAISS is
+        missing.
+        """
         self._encoder, self._dimensions = encoder, int(settings["dimensions"])
         self._vectors: Vectors = np.load(user_files.readable(folder / VECTORS), mmap_mode="r", allow_pickle=False)
         if self._vectors.shape != (count, self._dimensions) or self._vectors.dtype != np.float32:
@@ -119,7 +121,9 @@ class Dense:
                 raise ValueError(f"{FAISS} does not fit {VECTORS}")
 
     def search(self, queries: Sequence[str], k: int) -> list[Found]:
-        """The `k` passages with the largest products, for each query. The last bits may depend on the other queries."""
+        """Return the `k` passages with the largest products, for each query. The last bits may depend on the other
+        queries.
+        """
         if not queries:
             return []
         asked = encoded(self._encoder, queries, "query", self._dimensions)
@@ -128,7 +132,7 @@ class Dense:
 
     def _by_faiss(self, asked: Vectors, k: int) -> list[Found]:
         scores, places = self._faiss.search(asked, k)
-        found = zip(places.tolist(), scores.tolist(), strict=True)  # where it finds fewer, places are -1
+        found = zip(places.tolist(), scores.tolist(), strict=True)  # where it finds fewer, indices are -1
         return [[(p, s) for p, s in zip(*one, strict=True) if p >= 0] for one in found]
 
     def _by_products(self, asked: Vectors, k: int) -> list[Found]:

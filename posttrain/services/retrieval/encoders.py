@@ -1,7 +1,7 @@
-"""What makes vectors of texts: a folder of a transformers encoder, or a function of the user's, my.py:encode.
+"""Loads encoders of texts: a folder of a transformers encoder, or a function of the user's, my.py:encode.
 
-Decides how an index knows its encoder again. Of a folder it keeps a fingerprint of configuration, tokenizer and weights; of
-a function one of its file. Queries that another encoder made would find anything at all, so that is refused.
+Decides how an index recognises its encoder: a folder by a fingerprint of configuration, tokenizer and weights, a
+function by one of its file. Queries of another encoder would return unrelated passages, so that is refused.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from posttrain.services.retrieval.index_folder import again, sampled
 from posttrain.system.user_code import describe_error, load_named, source_file
 
 OF_WEIGHTS = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt")
-"""Files of a checkpoint on which its vectors depend."""
+"""Files of a checkpoint that determine its vectors."""
 
 
 class Function:
-    """A function (texts, kind) -> an array [texts, dimensions]; `kind` is "query" or "passage"."""
+    """An encoder from a function (texts, kind) -> an array [texts, dimensions]; `kind` is "query" or "passage"."""
 
     def __init__(self, name: str) -> None:
-        """`name`: as in "my.py:encode". Raises UserError if there is no such function."""
+        """Load the function. `name`: as in "my.py:encode". Raises UserError if there is no such function."""
         self._name = name
         function = load_named(name)
         if not callable(function):
-            raise UserError(f"--encoder {name} is no function (texts, kind) -> array")
+            raise UserError(f"--encoder {name} is not a function (texts, kind) -> array")
         self._function: Callable[[Sequence[str], Kind], Any] = function
         self._file = source_file(function)
 
@@ -53,7 +53,7 @@ class Function:
 
 
 def load_encoder(name: str, **encoding: Any) -> Encoder:
-    """The encoder that `name` names; `encoding`: options of `posttrain.models.hf.encoder.Encoder`. Raises UserError."""
+    """Load an encoder by name; `encoding`: options of `posttrain.models.hf.encoder.Encoder`. Raises UserError."""
     if ":" in name:
         if encoding:
             raise UserError(
@@ -69,9 +69,10 @@ def load_encoder(name: str, **encoding: Any) -> Encoder:
 
 
 def encoder_of(identity: dict[str, Any], folder: Path, given: Encoder | str | None) -> Encoder:
-    """The encoder of an index, as its manifest names it. `given`: instead, where it has moved, or was an object.
+    """Load the encoder of an index, as its manifest names it. `given`: replaces it, where it has moved, or was an
+    object.
 
-    Raises UserError if that is another one by now.
+    Raises UserError if it is a different encoder.
     """
     if not identity:
         raise UserError(f"the index in {folder} is damaged (it names no encoder): {again(folder)}")
@@ -91,7 +92,7 @@ def encoder_of(identity: dict[str, Any], folder: Path, given: Encoder | str | No
 
 
 def _made_of(identity: dict[str, Any]) -> dict[str, Any]:
-    """What vectors depend on: the same encoder may have moved."""
+    """Return the fields that determine vectors, without the path: the same encoder may have moved."""
     return {name: value for name, value in identity.items() if name not in ("folder", "function")}
 
 

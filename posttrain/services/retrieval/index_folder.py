@@ -1,9 +1,8 @@
-"""An index on disk. Decides that it appears whole or not at all, and that one which does not fit what it was made from is
-refused.
+"""An index on disk, written atomically. One that does not fit its sources is refused.
 
-An index is made in a draft beside its place, and renamed once all of it has reached the disk. `index.json` says what it was
-made from and how large each file is, with a checksum. Drafts of builds that were killed go when the next one begins: a
-live one holds a lock.
+An index is written to a draft beside its place, and renamed once all of it has reached the disk. `index.json` records
+its sources and the size of each file, with a checksum. Drafts of killed builds are removed by the next one: a live one
+holds a lock.
 """
 
 from __future__ import annotations
@@ -26,41 +25,41 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import sync
 
-FORM = 1  # of the files: another one is built again
+FORM = 1  # version of the files: an index of another version has to be rebuilt
 MANIFEST, LOCK = "index.json", "lock"
-LEFT = "passages.jsonl"  # what an index always holds besides
+LEFT = "passages.jsonl"  # files of every index
 _MADE = re.compile(r"(passages|bm25|words|vectors)\.[\w.]+|index\.json|lock")
-"""Names of what stands in an index."""
+"""Names of files in an index."""
 CHECKED = 1 << 30  # bytes of an index whose files are all compared with their checksums; of a larger one, their sizes
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a large file's content, for a fingerprint
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # bytes of a large file's content that are sampled for a fingerprint
 AGAIN = "build it again: posttrain retriever build --passages {} --out {} --overwrite"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of an index."""
+    """Metadata of an index."""
 
     kind: str  # bm25 or dense
     count: int  # passages
     passages: str  # digest of all of them
     settings: dict[str, Any]
-    source: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the file that the passages are from: path, size, time, content
-    encoder: dict[str, Any] = field(default_factory=dict)  # what makes vectors: name, fingerprint, settings
+    source: dict[str, Any] = field(default_factory=dict)  # of the passages' file: path, size, time, content
+    encoder: dict[str, Any] = field(default_factory=dict)  # of the encoder: name, fingerprint, settings
     files: dict[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
     made_by: dict[str, str] = field(default_factory=dict)  # library -> version
     form: int = FORM
 
     @property
     def fingerprint(self) -> str:
-        """Another one for other passages, other vectors or other settings: searches may find something else."""
+        """A hash that differs for other passages, vectors or settings, so that searches may differ."""
         told = [self.form, self.kind, self.passages, self.settings, self.encoder]
         return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises UserError if there is no index in the folder, or a damaged one, or one of another version."""
+        """Read the manifest. Raises UserError if there is no index in the folder, or a damaged one, or one of another
+        version.
+        """
         try:
             content = json.loads(user_files.content(folder / MANIFEST))
         except (FileNotFoundError, NotADirectoryError):
@@ -107,31 +106,31 @@ def _damaged(folder: Path, what: str) -> UserError:
 
 
 def again(folder: Path) -> str:
-    """The command that makes it again, of the file that it was made of, if its manifest still tells."""
+    """Return the command that rebuilds it from its source, if its manifest is still readable."""
     made_of = "FILE"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         made_of = str(json.loads(user_files.content(folder / MANIFEST))["source"]["path"])
     return AGAIN.format(made_of, folder)
 
 
-# -- making ------------------------------------------------------------------------------------------------------------
+# -- building ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder to be filled; the index is at its place when the block ends, and not at all when it raises.
+    """Yield a folder to be filled; the index is at its place when the block ends, and not at all when it raises.
 
-    Raises UserError if something is there that may not be replaced, or if nothing can be written.
+    Raises UserError if something else is there that may not be replaced, or if nothing can be written.
     """
     if not place.name:
-        raise UserError(f"{place} is no place for an index: name a folder, such as runs/index")
+        raise UserError(f"{place} cannot hold an index: name a folder, such as runs/index")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with _alone(place.parent):
             _clear(place)
         may_be_at(place, overwrite)
         draft, lock = _new_draft(place)
-    except UserError:  # a ValueError, as is a name that no system takes
+    except UserError:  # a ValueError, as for an invalid name
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write to {str(place.parent)!r:.100}: {one_line(error)}") from error
@@ -146,7 +145,9 @@ def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _new_draft(place: Path) -> tuple[Path, int]:
-    """A folder, and the descriptor of its lock. It gets its name once it is locked: nobody takes it for an abandoned one."""
+    """Create a folder, and return the descriptor of its lock. It gets its name once it is locked: so it is never taken
+    for an abandoned one.
+    """
     unlocked = place.with_name(f".{place.name}.{os.getpid()}-{os.urandom(4).hex()}.new")
     unlocked.mkdir()
     lock = os.open(unlocked / LOCK, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK)
@@ -155,7 +156,7 @@ def _new_draft(place: Path) -> tuple[Path, int]:
 
 
 def finish(draft: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of the files that are there, once these have reached the disk."""
+    """Write the manifest of the files, once these have reached the disk."""
     files = {path.name: list(_sized(path)) for path in sorted(draft.iterdir()) if path.name != LOCK}
     whole = asdict(Manifest(**manifest, files=files))
     with (draft / MANIFEST).open("wb") as file:
@@ -165,11 +166,11 @@ def finish(draft: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def may_be_at(place: Path, overwrite: bool) -> None:
-    """Raises UserError if an index may not be made there."""
+    """Raise UserError if an index may not be written there."""
     if not os.path.lexists(place) or (place.is_dir() and not place.is_symlink() and not any(place.iterdir())):
         return
     if not (place / MANIFEST).is_file() or place.is_symlink():
-        raise UserError(f"{place} holds something else than an index: choose another --out")
+        raise UserError(f"{place} holds files that are not an index: choose another --out")
     if strange := sorted(path.name for path in place.iterdir() if not _MADE.fullmatch(path.name)):
         raise UserError(f"{place} holds {strange[0]} beside an index: move it away, or choose another --out")
     if not overwrite:
@@ -177,7 +178,7 @@ def may_be_at(place: Path, overwrite: bool) -> None:
 
 
 def _sized(path: Path) -> tuple[int, int]:
-    """The size of a file and the checksum of its content, which reaches the disk."""
+    """Return the size of a file and the checksum of its content, after syncing it to disk."""
     size, checksum = 0, 0
     with user_files.opened(path) as file:
         while block := file.read(1 << 20):
@@ -202,8 +203,9 @@ def _move(draft: Path, place: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other build puts an index into this folder, or tidies there, meanwhile; where the file system has no such locks,
-    one of two builds that end in the same moment may fail."""
+    """Lock the parent folder against other builds; where the file system has no such locks, one of two builds that end
+    in the same moment may fail.
+    """
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
@@ -214,7 +216,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _clear(place: Path) -> None:
-    """Delete what builds that were killed have left, and put back an index that one of them had moved aside."""
+    """Delete the drafts of killed builds, and restore an index that one of them had moved aside."""
     name = re.compile(rf"\.{re.escape(place.name)}\.\d+-[0-9a-f]{{8}}\.(draft|old)")
     left = [(path, match[1]) for path in sorted(place.parent.iterdir()) if (match := name.fullmatch(path.name))]
     for path in (path for path, kind in left if kind == "old"):
@@ -236,7 +238,7 @@ def _clear(place: Path) -> None:
 
 
 def check(folder: Path, manifest: Manifest) -> None:
-    """Raises UserError if a file of an index is missing or not what was written, or if its passages have changed since."""
+    """Raise UserError if a file of an index is missing or damaged, or if its passages have changed since."""
     small = sum(size for size, _ in manifest.files.values()) <= CHECKED
     for name, (size, checksum) in manifest.files.items():
         try:
@@ -253,8 +255,8 @@ def check(folder: Path, manifest: Manifest) -> None:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Within it, files of an index that do not fit each other are a UserError."""
+def consistent_files(folder: Path) -> Iterator[None]:
+    """Turn errors about inconsistent files of an index into a UserError."""
     try:
         yield
     except UserError:  # a ValueError, too
@@ -275,7 +277,7 @@ def _checksum(path: Path) -> int:
 
 
 def described(path: Path) -> dict[str, Any]:
-    """A file, so that a change of it is noticed."""
+    """Describe a file, so that a change of it is noticed."""
     known = path.stat()
     return {
         "path": str(path.resolve()), "size": known.st_size, "time": known.st_mtime_ns, "content": _digest(path)
@@ -283,7 +285,9 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def is_fresh(source: Mapping[str, Any]) -> bool:
-    """Whether a file that was `described` is still the same. One that is gone has not changed: indices may be moved."""
+    """Return whether a file that was `described` is still the same. A missing one counts as unchanged: indices may be
+    moved.
+    """
     path = Path(source["path"])
     try:
         known = path.stat()
@@ -303,7 +307,7 @@ def _digest(path: Path) -> str:
 
 
 def sampled(path: Path) -> str:
-    """A fingerprint of a file's size and of samples from all over its content: weights may be gigabytes."""
+    """Return a fingerprint of a file's size and of samples from all over its content: weights may be gigabytes."""
     size = path.stat().st_size
     content = hashlib.blake2b(str(size).encode(), digest_size=16)
     with user_files.opened(path) as file:

@@ -1,8 +1,8 @@
-"""Builds indices and opens them. Decides what both kinds have in common: queries in, passages with scores out.
+"""Builds and opens indices of either kind: queries in, passages with scores out.
 
 In use:
 
-    build("passages.jsonl", "runs/index")
+build("passages.jsonl", "runs/index")
     [[first, *others]] = open_index("runs/index").search(["who wrote The Hobbit?"], k=3)
     first.title, first.text, first.score
 """
@@ -18,10 +18,18 @@ from posttrain.core.types import UserError
 from posttrain.services.retrieval.bm25 import BM25, K1, B, Writer
 from posttrain.services.retrieval.dense import Dense, Encoder, write_vectors
 from posttrain.services.retrieval.encoders import encoder_of, load_encoder
-from posttrain.services.retrieval.index_folder import Manifest, check, described, drafted, finish, is_fresh, reading
+from posttrain.services.retrieval.index_folder import (
+    Manifest,
+    check,
+    consistent_files,
+    described,
+    drafted,
+    finish,
+    is_fresh,
+)
 from posttrain.services.retrieval.passages import Passage, Passages, PassageSource, write_passages
 
-MOST = 1000  # passages that are found at once
+MOST = 1000  # passages per query
 
 
 class Hit(NamedTuple):
@@ -40,13 +48,13 @@ class Hit(NamedTuple):
 
 
 class PassageIndex:
-    """An index that is open. It takes a few MB of memory for itself: all that is large is mapped from its files."""
+    """An open index. It takes a few MB of memory for itself: everything large is mapped from its files."""
 
     def __init__(self, folder: Path, manifest: Manifest, encoder: Encoder | None) -> None:
-        """Raises UserError for damaged files."""
+        """Open the files. Raises UserError for damaged files."""
         self.folder, self.manifest = folder, manifest
         self._searcher: BM25 | Dense
-        with reading(folder):
+        with consistent_files(folder):
             self.passages = Passages(folder, manifest.count)
             if encoder is not None:
                 self._searcher = Dense(folder, manifest.count, manifest.settings, encoder)
@@ -61,13 +69,13 @@ class PassageIndex:
         return f"{self.folder}, {len(self):,} passages, {self.manifest.kind}"
 
     def search(self, queries: Sequence[str], k: int = 3) -> list[list[Hit]]:
-        """For each query the best `k` passages, the best first; fewer where fewer have anything to do with it.
+        """Return for each query the best `k` passages, the best first; fewer where fewer match.
 
-        Raises UserError for damaged files, or an encoder that does not work.
+        Raises UserError for damaged files, or an encoder that fails.
         """
         if not 0 < k <= MOST:
             raise UserError(f"k is {k}: from 1 to {MOST} passages may be asked for")
-        with reading(self.folder):
+        with consistent_files(self.folder):
             found = self._searcher.search([query.encode("utf-8", "replace").decode() for query in queries], k)
             return [[Hit(self.passages[place], score) for place, score in own] for own in found]
 
@@ -118,9 +126,9 @@ def build(
 
 
 def open_index(folder: str | Path, encoder: Encoder | str | None = None) -> PassageIndex:
-    """The index in a folder. `encoder`: that of a dense one, where it has moved since, or was given as an object.
+    """Open the index in a folder. `encoder`: that of a dense one, where it has moved since, or was given as an object.
 
-    Raises UserError if there is none, if it is damaged, or if what it was made from has changed.
+    Raises UserError if there is none, if it is damaged, or if its sources have changed.
     """
     place = Path(folder).expanduser()
     manifest = Manifest.read(place)

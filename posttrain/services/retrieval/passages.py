@@ -1,7 +1,7 @@
-"""Passages: rows in, read strictly; one file of them out, which is mapped into memory.
+"""Passages: rows are parsed strictly, and written to one file, which is mapped into memory.
 
-Decides what a passage is: an id, and its contents in the form of Search-R1's corpora: the title in quotes on a line of its
-own, then the text.
+A passage is an id, and its contents in the form of Search-R1's corpora: the title in quotes on a line of its own, then
+the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posttrain.data.row_files import TEXTS, Row, kind_of, parse_row, read_texts
 from posttrain.data.rows import load_rows, no_column
 
 FILE, OFFSETS = "passages.jsonl", "passages.offsets.npy"
-LONGEST_CONTENTS = 100_000  # characters of a passage: what is longer is shown to nobody as a whole
+LONGEST_CONTENTS = 100_000  # characters of a passage: longer ones could not be shown completely
 NAMES = ("id", "title", "text", "contents")
 """Columns that are read."""
 
@@ -35,7 +35,7 @@ class Passage(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Without its quotes."""
+        """The title, without its quotes."""
         return self.contents.partition("\n")[0].removeprefix('"').removesuffix('"')
 
     @property
@@ -44,7 +44,7 @@ class Passage(NamedTuple):
 
 
 class PassageSource(NamedTuple):
-    """Where rows come from: see `posttrain.data.rows.load_rows`."""
+    """Source of rows: see `posttrain.data.rows.load_rows`."""
 
     rows: str | Path | Iterable[Mapping[str, Any]]
     split: str | None = None
@@ -53,15 +53,15 @@ class PassageSource(NamedTuple):
 
     @property
     def file(self) -> Path | None:
-        """The file that they are, if they are one."""
+        """The source's file, if it is one."""
         path = Path(self.rows).expanduser() if isinstance(self.rows, str | Path) else None
         return path if path is not None and path.is_file() else None
 
 
 def read_passages(source: PassageSource) -> Iterator[Passage]:
-    """The passages of rows {"title", "text"} or {"contents"}, each with an "id" or known by its number, from 0.
+    """Yield the passages of rows {"title", "text"} or {"contents"}, each with its "id" or its number, from 0.
 
-    Raises UserError with file, row and column for what is none.
+    Raises UserError with file, row and column for an invalid one.
     """
     if wrong := sorted(source.fields.keys() - set(NAMES)):
         raise UserError(f"--fields.{wrong[0]}: passages have {', '.join(NAMES)}")
@@ -70,7 +70,7 @@ def read_passages(source: PassageSource) -> Iterator[Passage]:
 
 
 def taken(source: PassageSource) -> str:
-    """Which columns are read as what, in words, by the example of the first row; and which are not."""
+    """Describe the columns in use, by the example of the first row; and those that are not."""
     row, _ = next(_rows(source), ({}, ""))
     named = {name: source.fields.get(name, name) for name in NAMES}
     whole = named["contents"] in row and "text" not in source.fields
@@ -84,7 +84,7 @@ def taken(source: PassageSource) -> str:
 
 
 def _rows(source: PassageSource) -> Iterator[tuple[Row, str]]:
-    """Each row and its place. Files of text are read as they are gone through: once, without a copy in the cache."""
+    """Yield each row and its place. Files of text are read once, without a copy in the cache."""
     file = source.file
     if file is not None and kind_of(file)[1] in TEXTS and source.split is None:
         place = TEXTS[kind_of(file)[1]][1]
@@ -131,7 +131,7 @@ def _text(row: Row, column: str, where: str, needed: bool = True) -> str:
 
 
 def _whole(text: str, column: str, where: str) -> str:
-    """The text, if it can be written."""
+    """Return the text, if it can be stored."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -144,9 +144,9 @@ def _whole(text: str, column: str, where: str) -> str:
 
 
 def write_passages(source: PassageSource, folder: Path, see: Callable[[Passage], None]) -> tuple[int, str]:
-    """Write them into a folder, each shown to `see` as it passes; returns how many they are and a digest of all.
+    """Write passages into a folder, each passed to `see` as well; return their number and a digest of all.
 
-    Raises UserError for a row that is none, for two with the same id, and if there are no rows.
+    Raises UserError for an invalid row, for two with the same id, and if there are no rows.
     """
     content = hashlib.blake2b(digest_size=16)
     ends, marks = [0], []
@@ -186,7 +186,7 @@ class Passages:
     """The passages of a folder, mapped into memory."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        """Raises ValueError or OSError for files that are damaged."""
+        """Map the files. Raises ValueError or OSError for damaged files."""
         self._ends = np.load(user_files.readable(folder / OFFSETS), mmap_mode="r", allow_pickle=False)
         with user_files.opened(folder / FILE) as file:
             self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -197,7 +197,7 @@ class Passages:
         return len(self._ends) - 1
 
     def __getitem__(self, place: int) -> Passage:
-        """Raises ValueError for a line that is damaged."""
+        """Return a passage. Raises ValueError for a damaged line."""
         start, end = int(self._ends[place]), int(self._ends[place + 1])
         row = json.loads(self._lines[start:end])
         return Passage(str(row["id"]), str(row["contents"]))

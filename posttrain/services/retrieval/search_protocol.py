@@ -1,4 +1,4 @@
-"""What askers and retrieval servers say to each other: the protocol of Search-R1's `search_r1/search/retrieval_server.py`.
+"""Protocol of retrieval servers and their clients: that of Search-R1's `search_r1/search/retrieval_server.py`.
 
     POST /retrieve    {"queries": ["who wrote The Hobbit?"], "topk": 3, "return_scores": true}
     200               {"result": [[{"document": {"id": "p17", "contents": "\\"The Hobbit\\"\\n..."}, "score": 11.2}, ...]]}
@@ -33,7 +33,7 @@ MOST_SCORE = 1e30  # in size
 
 
 class SearchRefused(Exception):
-    """A request that is not answered, and why."""
+    """A request that is refused, and the reason."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -51,18 +51,18 @@ class SearchRequest:
 
 
 def read_request(body: bytes, topk: int) -> SearchRequest:
-    """`topk`: the server's own. Raises Refused."""
+    """Parse a request. `topk`: the server's default. Raises Refused."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, numbers of thousands of digits, too deep
-        raise SearchRefused(400, f"the body is no JSON: {clip(str(error), 100)}") from None
+        raise SearchRefused(400, f"the body is not JSON: {clip(str(error), 100)}") from None
     if not isinstance(asked, dict):
         raise SearchRefused(
             422, f'the body is {short(asked)}; expected {{"queries": [...], "topk": 3, "return_scores": true}}'
         )
     if unknown := next((name for name in asked if name not in FIELDS), None):
         known = near(unknown, FIELDS) or f"; there are {', '.join(FIELDS)}"
-        raise SearchRefused(400, f"{clip(unknown)} is no field of a request{known}")
+        raise SearchRefused(400, f"{clip(unknown)} is not a field of a request{known}")
     queries, scores = asked.get("queries"), asked.get("return_scores", False)
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         wrong = queries if not isinstance(queries, list) else next(q for q in queries if not isinstance(q, str))
@@ -99,7 +99,7 @@ def written_answer(found: Sequence[Sequence[Hit]], scores: bool) -> bytes:
     return json.dumps({"result": result}, ensure_ascii=False).encode()
 
 
-# -- the asker's side --------------------------------------------------------------------------------------------------
+# -- the client's side -------------------------------------------------------------------------------------------------
 
 
 def written_request(queries: Sequence[str], topk: int) -> bytes:
@@ -107,7 +107,9 @@ def written_request(queries: Sequence[str], topk: int) -> bytes:
 
 
 def read_answer(message: Any, queries: int, topk: int) -> list[list[dict[str, Any]]] | EndpointFailure:
-    """For each query its passages {"id", "contents", "score"}, at most `topk`; what a server leaves out is None."""
+    """Return for each query its passages {"id", "contents", "score"}, at most `topk`; fields that a server leaves out
+    are None.
+    """
     result = message.get("result") if isinstance(message, dict) else None
     if not isinstance(result, list):
         return _rubbish("JSON without a list as its result")
@@ -139,12 +141,12 @@ def _read_passage(one: Any) -> dict[str, Any] | EndpointFailure:
 
 
 def _whole(text: str) -> str:
-    """The text without halves of characters, which JSON can hold and no file can."""
+    """Remove halves of surrogate pairs, which JSON can hold and no file can."""
     return text.encode("utf-8", "replace").decode()
 
 
 def is_score(value: Any) -> bool:
-    """Whether it is a number that a float can be."""
+    """Return whether it is a number that a float can hold."""
     return type(value) in (int, float) and -MOST_SCORE <= value <= MOST_SCORE
 
 

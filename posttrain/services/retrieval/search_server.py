@@ -1,10 +1,10 @@
-"""The HTTP server in front of an index, or of anything that searches; `protocol` says what is spoken.
+"""HTTP server of an index, or of anything that searches; protocol: `search_protocol`.
 
-    POST /retrieve    queries in, passages out
-    GET  /health      what is served, and how many queries wait
+POST /retrieve    queries in, passages out
+    GET  /health      what is served, and the length of the queue
 
-Decided here: what holds nobody up. A request has to arrive, and its answer to be taken, within a time; bodies, queries and
-answers have limits. Who may ask: `posttrain.system.http_front`.
+Decided here: no client can block the others. A request has to arrive, and its answer to be read, within a time; bodies,
+queries and answers have limits. Access: `posttrain.system.http_front`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from posttrain.system import http_server
 from posttrain.system.http_front import HOST, bound, refused
 
 ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
-TAKE_SECONDS = 30.0  # for an answer to be taken
+TAKE_SECONDS = 30.0  # for an answer to be read by the client
 LINGER_SECONDS = 2.0  # for the rest of a request that was refused before all of it had come
-GOODBYE_SECONDS = 2.0  # for requests to be answered when the server ends
+GOODBYE_SECONDS = 2.0  # for requests to be answered at shutdown
 
 
 class SearchHandlers:
@@ -44,14 +44,15 @@ class SearchHandlers:
         host: str = HOST,
         token: str | None = None,
     ) -> None:
-        """`topk`: passages for a query that does not say how many. `host`: that it is bound to; `token`: asked of
-        everyone."""
+        """Create the handlers. `topk`: passages per query by default. `host`: address that it is bound to; `token`:
+        required of every client.
+        """
         self._host, self._token = host, token
         self._index, self._topk, self._most_bytes = index, topk, most_bytes
         self._batcher = Batcher(index.search)
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[_told, self._front], client_max_size=self._most_bytes)
+        app = web.Application(middlewares=[_answer_errors, self._front], client_max_size=self._most_bytes)
         app.router.add_post(f"/{PATH}", self.retrieve)
         app.router.add_get("/health", self.health)
         app.cleanup_ctx.append(self._searching)
@@ -77,7 +78,7 @@ class SearchHandlers:
         try:
             found = await self._batcher.search(asked.queries, asked.topk)
         except Busy:
-            raise SearchRefused(503, f"{self._batcher.waiting:,} queries wait already; ask again later") from None
+            raise SearchRefused(503, f"{self._batcher.waiting:,} queries are queued; try again later") from None
         return await _answered(request, 200, written_answer(found, asked.scores))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -97,10 +98,10 @@ class SearchHandlers:
 
 
 @web.middleware
-async def _told(
+async def _answer_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """What goes wrong, as JSON."""
+    """Turn an exception into JSON."""
     try:
         return await handler(request)
     except SearchRefused as refused:
@@ -112,7 +113,7 @@ async def _told(
         status, said = 500, one_line(error)
     except Exception:
         traceback.print_exc(file=sys.stderr)
-        status, said = 500, "the server made a mistake, which it has printed"
+        status, said = 500, "internal server error; the server printed it"
     return await _answered(request, status, json.dumps({"detail": said}).encode())
 
 
@@ -124,7 +125,7 @@ def _plain(error: web.HTTPException, request: web.Request) -> str:
 
 
 async def _answered(request: web.Request, status: int, body: bytes) -> web.StreamResponse:
-    """Send it. A client that does not take it is hung up on."""
+    """Send the answer. A client that does not read it is disconnected."""
     response = web.StreamResponse(status=status, headers={"Retry-After": "1"} if status == 503 else {})
     response.content_type = "application/json"
     response.content_length = len(body)

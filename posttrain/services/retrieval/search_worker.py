@@ -1,10 +1,11 @@
-"""The process that searches for all workers of a run. `posttrain.services.retriever` is at the other end.
+"""The process that searches for all workers of a run. Its client is `posttrain.services.retriever`.
 
-    run    -> process    a `SearchSetup`, pickled; then lists of [number, query, k]
-    process -> run       {"ready": identity} or {"failed": a line}; then {"number": n, "found": [[id, contents, score], ...]}
+run    -> process    a `SearchSetup`, pickled; then lists of [number, query, k]
+    process -> run       {"ready": identity} or {"failed": a line}; then {"number": n, "found": [[id, contents, score],
+...]}
                          or {"number": n, "failed": a line} for each question
 
-Queries are searched for one by one: what an encoder makes of a text may depend, in its last bits, on the texts beside it.
+Queries are searched for one by one: the last bits of a vector may depend on the other texts of a batch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SearchSetup:
 
 
 def main(descriptor: int) -> None:
-    """Answer what is asked through this socket until it is closed."""
+    """Answer the requests of this socket until it is closed."""
     connection = socket.socket(fileno=descriptor)
     frames = Frames(most=1 << 62)  # the run is trusted
 
@@ -47,7 +48,7 @@ def main(descriptor: int) -> None:
                 index = open_index(asked.folder)
             except UserError as error:
                 return send({"failed": str(error)})
-            except Exception as error:  # code of the user's that is imported with an encoder
+            except Exception as error:  # the user's code, imported with an encoder
                 return send({"failed": f"the index in {asked.folder} cannot be opened: {one_line(error)}"})
             send({"ready": index.manifest.fingerprint})
 

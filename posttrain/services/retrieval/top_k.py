@@ -1,4 +1,4 @@
-"""The best of many scores. Decides what comes first among equals: the passage that stands first."""
+"""Top k of many scores. Equal scores are ordered by index."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Integers = NDArray[np.int64]
 
 
 def best(scores: Floats, k: int, places: Integers | None = None) -> Integers:
-    """Places of the `k` highest scores, the highest first, equal ones by place: so the best three begin the best ten.
+    """Return the indices of the `k` highest scores, the highest first, equal ones by index: so the best three begin the
+    best ten.
 
-    `places`: those that come into question, ascending; None: all.
+    `places`: candidates, ascending; None: all.
     """
     values = scores if places is None else scores[places]
     if k < len(values):

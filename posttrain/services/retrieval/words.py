@@ -1,4 +1,4 @@
-"""Decides what of a text is searched for: its words, in lower case and without accents."""
+"""Words of a text for search, in lower case and without accents."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-LONGEST_WORD = 64  # characters: what is longer is no word, and is taken in pieces
-MOST_WORDS = 1024  # of a query: Lucene, too, stops at so many
+LONGEST_WORD = 64  # characters: a longer word is split into pieces
+MOST_WORDS = 1024  # of a query: as many as Lucene takes
 
 STOP_WORDS = frozenset(
     ["a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of", "on",
      "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "will", "with"]
 )  # fmt: skip
-"""Lucene's for English. They are in the index, but left out of a query that has other words: most passages have them."""
+"""Lucene's stop words of English. They are in the index, but left out of a query that has other words: most passages
+have them.
+"""
 
 _ONE_BY_ONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Chinese and Japanese have no spaces
 _WORD = re.compile(rf"[{_ONE_BY_ONE}]|[^\W{_ONE_BY_ONE}]{{1,{LONGEST_WORD}}}")
@@ -31,10 +33,10 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-def asked_words(query: str) -> Sequence[str]:
-    """What of a query is searched for.
+def query_words(query: str) -> Sequence[str]:
+    """Return the words of a query that are searched for.
 
-    >>> asked_words("who wrote The Hobbit"), asked_words("The Who"), asked_words("to be or not to be")
+    >>> query_words("who wrote The Hobbit"), query_words("The Who"), query_words("to be or not to be")
     (['who', 'wrote', 'hobbit'], ['who'], ['to', 'be', 'or', 'not', 'to', 'be'])
     """
     words = words_of(query)

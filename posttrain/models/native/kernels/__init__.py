@@ -1,1 +1,1 @@
-"""Compiled inner loops for processors: C, and what builds and loads it."""
+"""Compiled inner loops for processors: C sources, and the code that builds and loads them."""

@@ -1,9 +1,9 @@
-"""Decides how Python calls the compiled code: all structures and functions of the three libraries are declared here alone.
+"""Python interface of the compiled code: all structures and functions of the three libraries are declared here only.
 
 Structures are declared twice, here and in C. Each library describes its own (`abi.h`), and every name, offset, size and
 kind of field is compared when it is loaded.
 
-    T    tokens    B    running requests    K    inputs of a product
+T    tokens    B    running requests    K    inputs of a product
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from posttrain.models.native.kernels import build
 Int64 = int
 Float32 = float
 Pointer = int | None
-"""Of a tensor that the caller keeps alive."""
+"""Address of a tensor that the caller keeps alive."""
 
 _KINDS: dict[str, type[Any]] = {"Int64": ctypes.c_int64, "Float32": ctypes.c_float, "Pointer": ctypes.c_void_p}
 
 
 @dataclass_transform(kw_only_default=True)
 def _structure(declared: type[Any]) -> type[Any]:
-    """A structure of C with the annotated fields. All of them are to be given when one is made."""
+    """Make a C structure with the annotated fields. All of them are required when one is created."""
     fields = [(name, _KINDS[kind]) for name, kind in declared.__annotations__.items()]
 
     def init(self: ctypes.Structure, **values: Any) -> None:
@@ -43,7 +43,7 @@ def _structure(declared: type[Any]) -> type[Any]:
 
 @_structure
 class Attention:
-    """Of attention.c."""
+    """Structure of attention.c."""
 
     trees: Int64
     heads: Int64
@@ -88,7 +88,7 @@ NO_LINEAR = CLinear(weight=None, bias=None, inputs=0, panels=0)
 
 @_structure
 class CLayer:
-    """Of decode.c."""
+    """Structure of decode.c."""
 
     attention_norm: Pointer
     mlp_norm: Pointer
@@ -101,7 +101,7 @@ class CLayer:
 
 @_structure
 class CModel:
-    """Of decode.c."""
+    """Structure of decode.c."""
 
     layers: Int64
     hidden: Int64
@@ -119,7 +119,7 @@ class CModel:
 
 @_structure
 class CStep:
-    """Of decode.c."""
+    """Structure of decode.c."""
 
     rows: Int64
     threads: Int64
@@ -172,7 +172,7 @@ class CStep:
 
 
 class _Field(ctypes.Structure):
-    """Of abi.h."""
+    """Structure of abi.h."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -186,7 +186,7 @@ _LETTERS = {ctypes.c_int64: "i", ctypes.c_float: "f", ctypes.c_void_p: "p"}  # a
 
 
 def check(loaded: ctypes.CDLL, name: str, declared: type[Any]) -> None:
-    """Compare a structure with the one that a library has under this name; the first difference is named."""
+    """Compare a structure with that of the library under this name, and name the first difference."""
     describe = _function(loaded, f"{name}_fields", ctypes.POINTER(_Field))
     theirs, number = describe(), 0
     for field, kind in declared._fields_:
@@ -224,7 +224,7 @@ class AttentionLibrary:
         """Head sizes and columns are multiples of this."""
 
     def scratch(self, head_size: int, columns: int, backward: bool) -> int:
-        """Numbers of scratch that a thread needs."""
+        """Return the numbers of scratch memory that a thread needs."""
         return int(self._scratch(head_size, columns, backward))
 
     def run(self, arguments: Attention, backward: bool) -> None:
@@ -232,7 +232,7 @@ class AttentionLibrary:
 
 
 class LayerLibrary:
-    """What lies between the matrix products of an update. All tensors are contiguous and lie on the processor."""
+    """Operations between the matrix products of an update. All tensors are contiguous and on the processor."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         def typed(name: str, *arguments: Any) -> Callable[..., Any]:
@@ -246,7 +246,7 @@ class LayerLibrary:
         self._rope, self._rope_backward = typed("rope_forward", *rope), typed("rope_backward", *rope)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rate: Tensor, known: bool) -> None:
-        """out [T, size] = x * rate * weight. rate [T] is computed too, unless it is known. x is float32."""
+        """Fill out [T, size] = x * rate * weight. rate [T] is computed too, unless it is known. x is float32."""
         wide = _data(x), _data(weight)
         bf16 = out.dtype == torch.bfloat16
         self._rms_norm(bf16, *wide, eps, *x.shape, _data(out, bf16), _data(rate), known, torch.get_num_threads())
@@ -254,7 +254,9 @@ class LayerLibrary:
     def rms_norm_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, rate: Tensor, grad_x: Tensor, grad_weight: Tensor
     ) -> None:
-        """grad and grad_x [T, size]; grad_weight [threads, size] comes as zeros: the sum of its rows is the gradient."""
+        """Fill grad and grad_x [T, size]; grad_weight [threads, size] is zeros at first: the sum of its rows is the
+        gradient.
+        """
         threads = torch.get_num_threads()
         assert grad_weight.shape == (threads, x.shape[1])
         bf16 = grad.dtype == torch.bfloat16
@@ -262,25 +264,25 @@ class LayerLibrary:
         self._rms_norm_backward(bf16, _data(grad, bf16), *wide, *x.shape, _data(grad_x), _data(grad_weight), threads)
 
     def swiglu(self, x: Tensor, out: Tensor) -> None:
-        """out [T, n] = silu(gate) * up of x [T, gate n, up n]; both of one type."""
+        """Fill out [T, n] = silu(gate) * up of x [T, gate n, up n]; both of one type."""
         bf16 = x.dtype == torch.bfloat16
         self._swiglu(bf16, _data(x, bf16), *out.shape, _data(out, bf16), torch.get_num_threads())
 
     def swiglu_backward(self, grad: Tensor, x: Tensor, out: Tensor, grad_x: Tensor) -> None:
-        """out once more, and the gradient of x from grad, that of out."""
+        """Fill out once more, and grad_x, the gradient of x, from grad, that of out."""
         bf16 = x.dtype == torch.bfloat16
         given, made = (_data(grad, bf16), _data(x, bf16)), (_data(out, bf16), _data(grad_x, bf16))
         self._swiglu_backward(bf16, *given, *out.shape, *made, torch.get_num_threads())
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, rotated: int, out: Tensor) -> None:
-        """out [T, heads * size]: the first `rotated` heads of x with rotary embedding, the others as they are.
+        """Fill out [T, heads * size]: the first `rotated` heads of x with rotary embedding, the others unchanged.
 
-        cos and sin [T, 1, size] as `Decoder.rotary` makes them. out may be x.
+        cos and sin [T, 1, size] as `Decoder.rotary` returns them. out may be x.
         """
         self._rotate(self._rope, x, cos, sin, rotated, out)
 
     def rope_backward(self, grad: Tensor, cos: Tensor, sin: Tensor, rotated: int, grad_x: Tensor) -> None:
-        """The gradient of x from that of out."""
+        """Fill grad_x, the gradient of x, from grad, that of out."""
         self._rotate(self._rope_backward, grad, cos, sin, rotated, grad_x)
 
     def _rotate(self, run: Callable[..., Any], x: Tensor, cos: Tensor, sin: Tensor, rotated: int, out: Tensor) -> None:
@@ -302,16 +304,16 @@ class DecodeLibrary:
         self.lanes: int = _function(loaded, "decode_lanes", _int)()
         """float32 numbers in a vector."""
         self.vocab_block: int = _function(loaded, "decode_vocab_block", _int)()
-        """Rows of logits have room for a multiple of this."""
+        """The buffer of logits has a multiple of this many rows."""
         self.bf16: bool = bool(_function(loaded, "decode_bf16", _int)())
-        """Whether there are products in bfloat16."""
+        """Whether products in bfloat16 are supported."""
 
     def phases(self, model: CModel) -> int:
-        """How many counters a step of this model needs."""
+        """Return how many counters a step of this model needs."""
         return int(self._phases(ctypes.byref(_any(model))))
 
     def scratch(self, model: CModel, visible: int) -> int:
-        """Numbers of scratch that a thread needs for requests that see so many tokens."""
+        """Return the numbers of scratch memory that a thread needs for requests that attend to that many tokens."""
         return int(self._scratch(ctypes.byref(_any(model)), visible))
 
     def run(self, model: CModel, step: CStep) -> None:
@@ -319,25 +321,27 @@ class DecodeLibrary:
 
 
 def array_of(layers: list[CLayer]) -> tuple[Any, int]:
-    """The layers side by side, as `CModel.layer` points to them: (what holds them, its address)."""
+    """Concatenate the layers, as `CModel.layer` points to them: (their buffer, its address)."""
     array = (_any(CLayer) * len(layers))(*layers)
     return array, ctypes.addressof(array)
 
 
 def attention() -> AttentionLibrary | None:
-    """attention.c; None where there is no compiled code, or where it is not wanted. The same holds for the others."""
+    """Return attention.c; None where there is no compiled code, or where it is switched off. The same holds for the
+    others.
+    """
     loaded = build.library("attention.c")
     return None if loaded is None else _bound(AttentionLibrary, loaded)
 
 
 def layer() -> LayerLibrary | None:
-    """layer.c."""
+    """Return layer.c."""
     loaded = build.library("layer.c")
     return None if loaded is None else _bound(LayerLibrary, loaded)
 
 
 def decode() -> DecodeLibrary | None:
-    """decode.c."""
+    """Return decode.c."""
     loaded = build.library("decode.c")
     return None if loaded is None else _bound(DecodeLibrary, loaded)
 
@@ -348,11 +352,11 @@ def _bound(kind: type[Any], loaded: ctypes.CDLL) -> Any:
 
 
 def _any(structure: Any) -> Any:
-    """What the type checker takes for a dataclass."""
+    """Return a structure in the form that the type checker accepts as a dataclass."""
     return structure
 
 
 def _data(x: Tensor, bf16: bool = False) -> int:
-    """Where its numbers lie: C knows neither types nor strides."""
+    """Return the address of a tensor's numbers: C knows neither types nor strides."""
     assert x.dtype == (torch.bfloat16 if bf16 else torch.float32) and x.is_contiguous() and not x.is_cuda
     return x.data_ptr()

@@ -32,36 +32,36 @@ FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno", f"-I{
 LINK_FLAGS = ("-lm",)
 COMPILERS = ("gcc", "cc", "clang")
 COMPILER_SECONDS = 120.0
-"""One that takes longer hangs."""
+"""Seconds of a compilation: one that takes longer hangs."""
 
 _used = True
-_missing: dict[str, str] = {}  # source -> why there is no library
-_hung: set[str] = set()  # compilers
+_missing: dict[str, str] = {}  # source -> reason why there is no library
+_hung: set[str] = set()  # compilers that are not run again
 
 
 def use(compiled: bool) -> None:
-    """Whether compiled code is used from now on, where there is any."""
+    """Set whether compiled code is used from now on, where there is any."""
     global _used
     _used = compiled
 
 
 def used() -> bool:
-    """Whether it is to be used."""
+    """Return whether compiled code is to be used."""
     return _used
 
 
 def backend(compiled: bool) -> str:
-    """What something runs as, in words."""
+    """Return a description of the implementation in use."""
     return "compiled code" if compiled else "torch's operations"
 
 
 def missing() -> str | None:
-    """Why there is no compiled code, in words, where some was asked for and could not be had."""
+    """Return why there is no compiled code, where it was requested and could not be built."""
     return next(iter(_missing.values()), None)
 
 
 def library(source: str) -> ctypes.CDLL | None:
-    """A file of this folder, compiled and loaded; None where that cannot be, or is not wanted."""
+    """Compile and load a file of this folder; None where that is impossible, or switched off."""
     return _loaded(source) if _used else None
 
 
@@ -89,7 +89,9 @@ def _load(source: Path) -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: $XDG_CACHE_HOME/posttrain or ~/.cache/posttrain. Raises NotPrivate, OSError."""
+    """Return the folder of compiled libraries: $XDG_CACHE_HOME/posttrain or ~/.cache/posttrain. Raises NotPrivate,
+    OSError.
+    """
     from posttrain.models.native.kernels.private_folder import private_folder  # needs a Unix
 
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -100,7 +102,7 @@ def cache_folder() -> Path:
 
 
 def _verified(manifest: Path) -> Path:
-    """The library of a manifest, whose content has the checksum that is written there. Raises OSError where it has not."""
+    """Return the library of a manifest, after a check of its checksum. Raises OSError where that differs."""
     noted = re.fullmatch(r"([0-9a-f]{64})  ([\w-]+\.so)\n", manifest.read_text("ascii", "replace"))
     if noted is None:
         raise OSError(f"{manifest} is damaged")
@@ -111,7 +113,7 @@ def _verified(manifest: Path) -> Path:
 
 
 def _build(source: Path, compiler: str, manifest: Path) -> ctypes.CDLL:
-    """Compile, load, and keep what could be loaded."""
+    """Compile, load, and store a library if it could be loaded."""
     with tempfile.TemporaryDirectory(dir=manifest.parent) as place:
         half, whole, note = Path(place, "half.o"), Path(place, "whole.so"), Path(place, "note")
         # Linked without OpenMP's library: its names are those that torch has loaded, so both share one set of threads.
@@ -127,7 +129,7 @@ def _build(source: Path, compiler: str, manifest: Path) -> ctypes.CDLL:
 
 
 def _compile(compiler: str, *arguments: str) -> None:
-    """Run the compiler; one that hangs is ended with all that it started, and not asked again."""
+    """Run the compiler; one that hangs is killed with its children, and not run again."""
     if compiler in _hung:
         raise subprocess.SubprocessError(f"{compiler} did not end")
     quiet = subprocess.DEVNULL
@@ -146,7 +148,7 @@ def _compile(compiler: str, *arguments: str) -> None:
 
 
 def _key(source: Path, compiler: str) -> str:
-    """A digest of all that a library is made from: files, flags, compiler, processor."""
+    """Return a digest of everything that a library is made from: files, flags, compiler, processor."""
     built = os.stat(compiler)
     texts = [file.read_text(encoding="utf-8") for file in (source, *sorted(HERE.glob("*.h")))]
     parts = (*texts, _processor(), *FLAGS, *LINK_FLAGS, compiler, str(built.st_mtime_ns), str(built.st_size))

@@ -1,4 +1,4 @@
-"""Decides whether what lies in a folder can only come from this user."""
+"""Verifies that the files of a folder can only come from this user."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pwd
 import stat
 from pathlib import Path
 
-MOST_LINKS = 40  # that the kernel follows
+MOST_LINKS = 40  # links that the kernel follows
 
 
 class NotPrivate(OSError):
-    """Others could change what lies in the folder, or put another in its place."""
+    """Others could change files of the folder, or replace the folder."""
 
 
 def private_folder(path: Path) -> Path:
@@ -36,7 +36,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _way(path: Path) -> list[Path]:
-    """All folders and symbolic links that are passed on the way to it, itself last."""
+    """Return all folders and symbolic links on the way to it, itself last."""
     at, names, links = Path(path.anchor), list(reversed(path.parts[1:])), 0
     way = [at]
     while names:
@@ -57,7 +57,9 @@ def _way(path: Path) -> list[Path]:
 
 
 def _check(path: Path, own: bool = False) -> None:
-    """Raise NotPrivate unless the folder or link is this user's (or root's), and nobody else can replace what is in it."""
+    """Raise NotPrivate unless the folder or link is this user's (or root's), and nobody else can replace its
+    entries.
+    """
     info, user = os.lstat(path), os.getuid()
     if info.st_uid not in ((user,) if own else (user, 0)):
         raise NotPrivate(f"{path} belongs to another user")
@@ -65,7 +67,7 @@ def _check(path: Path, own: bool = False) -> None:
         return
     if not stat.S_ISDIR(info.st_mode):
         raise NotPrivate(f"{path} is not a folder")
-    sticky = info.st_mode & stat.S_ISVTX and not own  # others may add to it, not replace what is another's
+    sticky = info.st_mode & stat.S_ISVTX and not own  # others may add entries, not replace those of others
     if info.st_mode & stat.S_IWOTH and not sticky:
         raise NotPrivate(f"{path} is writable by everybody")
     if info.st_mode & stat.S_IWGRP and not sticky and not _own_group(info.st_gid):
@@ -73,7 +75,9 @@ def _check(path: Path, own: bool = False) -> None:
 
 
 def _own_group(group: int) -> bool:
-    """Whether it is the user's private group, of the user's name and without others: the default of some systems."""
+    """Return whether it is the user's private group, of the user's name and without others: the default of some
+    systems.
+    """
     try:
         me, it = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:

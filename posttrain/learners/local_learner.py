@@ -395,7 +395,9 @@ class LocalLearner:
 
     def _states(self, model: Model, batch: Packed) -> Tensor:
         if batch.layout.media and getattr(model, "vision", None) is None:
-            raise UserError(f"a {type(model).__name__} is text-only, and the batch has pictures: give one that sees")
+            raise UserError(
+                f"a {type(model).__name__} is text-only, and the batch has pictures: use a vision-language model"
+            )
         return model.hidden(batch.layout, batch.at)
 
     def _states_of_other(self, model: Model, batch: Packed) -> Tensor:

@@ -387,7 +387,9 @@ class LocalLearner:
 
     def _states(self, model: Model, batch: Packed) -> Tensor:
         if batch.layout.media and (model.decoder is None or not model.decoder.sees):
-            raise UserError(f"a {type(model).__name__} reads text alone, and here are pictures: give one that sees")
+            raise UserError(
+                f"a {type(model).__name__} is text-only, and the batch has pictures: use a vision-language model"
+            )
         return model.hidden(batch.layout, batch.at)
 
     def _states_of_other(self, model: Model, batch: Packed) -> Tensor:

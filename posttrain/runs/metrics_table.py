@@ -195,9 +195,9 @@ _TIMING = (
     Metric("reading/seconds", "Seconds of prefill", "seconds", "Time in which the engine read them."),
     *(Metric(f"engines/{what}", f"Engines: {what.replace('_', ' ')}", "count", meaning) for what, meaning in {
         "ready": "Engines of the pool that take requests.", "restarts": "Engines started again since the beginning.",
-        "asked_again": "Requests given to another engine because the first one failed.", "answered_twice": "Requests that two engines answered.",
+        "resubmitted": "Requests given to another engine because the first one failed.", "duplicate_answers": "Requests that two engines answered.",
         "placeholders": "Times that a token which stands for a picture would have been sampled."}.items()),
-    Metric("engines/canary", "Engines: off the learner", "nats", "Greatest difference of log-probabilities between engines and learner at the last hand-over."),
+    Metric("engines/probe_gap", "Engines: off the learner", "nats", "Greatest difference of log-probabilities between engines and learner at the last weight sync."),
     *(Metric(f"services/{{service}}/{what}", f"{{service}}: {what.replace('/', ' of a ')}", "count", meaning) for what, meaning in {
         "asked": "Questions put to a judge or retriever.", "invalid": "Questions without an answer.", "votes": "Replies of a generative judge.",
         "unreadable": "Replies of a judge without a verdict.", "cached": "Questions answered from what was asked before.",

@@ -459,7 +459,7 @@ def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match="it weighs rollouts by their own gradients"):
         adjust(find("grpo"), RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, shard=True), True)
     other = Recurrent(Sizes(9, 8, 16), (1,))
-    with pytest.raises(UserError, match="--shard requires a decoder, and a Recurrent is not one"):
+    with pytest.raises(UserError, match="--shard deals out the layers of a decoder, and a Recurrent is none"):
         new_learner(SFT(shard=True), other, Optimization(), Alone())
     other.save(tmp_path)
     with pytest.raises(UserError, match="--shard requires a decoder, and a recurrent is not one"):

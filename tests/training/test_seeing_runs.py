@@ -223,7 +223,7 @@ def test_model_of_text_is_not_asked_about_pictures(folders: Callable[[str], Path
     make("qwen3", blind, vocab_size=Tokenizer.load(folders("smolvlm")).vocab_size)
     Tokenizer.load(folders("smolvlm")).save(blind)
     how = dict(teacher=str(blind), steps=1, prompts=2, max_tokens=3, env_workers=0, out=str(tmp_path / "out"), **HOW)
-    with pytest.raises(UserError, match="reads text alone, and here are pictures"):
+    with pytest.raises(UserError, match="is text-only, and the batch has pictures"):
         posttrain.distill(rows, model=str(folders("smolvlm")), **how)
 
 
@@ -501,7 +501,7 @@ def test_an_adapter_of_a_model_that_sees_still_sees_when_it_goes_on_and_is_opene
 
 def test_engines_of_other_processes_are_not_shown_pictures(tmp_path: Path, folders: Callable[[str], Path]) -> None:
     rows = [{"id": str(n), "messages": [message((drawn(n),), "?")]} for n in range(2)]
-    with pytest.raises(UserError, match="sees: leave out --replicas"):
+    with pytest.raises(UserError, match="reads images: leave out --replicas"):
         posttrain.rl(
             rows, lambda task, reply: 0.0, str(folders("qwen2_5_vl")), steps=1, prompts=2, group=2, max_tokens=3,
             replicas=1, env_workers=0, out=str(tmp_path), **HOW,

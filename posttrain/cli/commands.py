@@ -132,12 +132,13 @@ def reward_model(
         Change any setting of the algorithm by its place: --set margin.constant=0.5 (posttrain algorithms NAME lists them).
     """
     from posttrain.runs.run_files import REPORT
+    from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import reward_model_training
 
     def trained(config: RewardModelling) -> Run:
         run = reward_model_training.reward_model(config)
         if (run.path / REPORT).exists() and _speaks():
-            _say(
+            say(
                 *reward_model_training.lines(reward_model_training.read_report(run.path)),
                 f"report      {run.path / REPORT}",
             )
@@ -178,12 +179,14 @@ def _setting(text: str) -> tuple[str, str]:
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
     from posttrain.core.intervals import told
-    from posttrain.runs.terminal.printing import examples, table
+    from posttrain.runs.terminal.printing import examples, say, table
     from posttrain.training.verbs import evaluate
 
     found = evaluate.evaluate(config)
     chosen = {name: found.rollouts[place] for name, place in found.examples.items()}
-    examples(f"Replies of {config.model}", {f"{name}, reward {r.reward:.4g}": r for name, r in chosen.items()})
+    earned = {reward for of_task in found.rewards.values() for reward in of_task}
+    alike = f", whose rewards are all {min(earned):.4g}" if len(earned) == 1 else ""
+    examples(f"Replies of {config.model}{alike}", {f"{name}, reward {r.reward:.4g}": r for name, r in chosen.items()})
     names = [n for n in found.figures if isinstance(found.figures[n], dict)]
     sides = [(config.model, found.figures), *([(config.against, found.against)] if found.against is not None else [])]
 
@@ -191,17 +194,15 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
         return f"{figure['mean']:.3f}" if "why" in figure else told(figure)
 
     rows = [[name, *(cell(figures[name]) for _, figures in sides)] for name in names]
-    title = f"{found.figures['tasks']} tasks, {config.samples} samples each"
+    title = f"{found.figures['tasks']} tasks, {config.samples} sample{'s'[: config.samples - 1]} each"
     table(title, ["", *(str(model) for model, _ in sides)], rows)
     for name, difference in (found.differences or {}).items():
-        _say(
-            f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}"
-        )
+        say(f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}")
     reasons: dict[str, dict[str, None]] = {}  # why there is no interval -> of which figures
     for name, figure in [(n, side[n]) for side in (found.figures, found.against or {}) for n in names if n in side]:
         if "why" in figure:
             reasons.setdefault(figure["why"], {})[name] = None
-    _say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
+    say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
     if config.out:
         evaluate.save(found, Path(config.out))
     return 0
@@ -209,10 +210,11 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
 
 def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B008
     """Sample replies to every prompt over a grid of settings: examples to label or to learn from."""
+    from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import sample
 
     found = sample.sample(config)
-    _say(*found.notes, f"items       {found.items} prompts: {found.path}")
+    say(*found.notes, f"items       {found.items} prompts: {found.path}")
     return 0
 
 
@@ -228,6 +230,7 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
         from posttrain.cli.rank_command import rank
 
         return rank(config)
+    from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import label
 
     found = label.label(config)
@@ -236,7 +239,7 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
         ("best", found.best, config.best),
         ("pairs", found.pairs, config.pairs),
     ]
-    _say(*found.notes, *(f"{name:<11} {n} rows: {file}" for name, n, file in files if file and n is not None))
+    say(*found.notes, *(f"{name:<11} {n} rows: {file}" for name, n, file in files if file and n is not None))
     return 0
 
 
@@ -456,41 +459,34 @@ def _trained(config: AnyTraining, train: Callable[[AnyTraining], Run]) -> int:
 
 
 def _ended(verb: str, run: Run) -> int:
+    from posttrain.runs.terminal.printing import say
+
     final = run.final
     shown = ("reward", "accuracy", "eval/accuracy", "nll", "eval/loss", "divergence", "eval/divergence", "kl")
     figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
-    _say(
+    say(
         ": ".join(
             ["stopped" if run.stopped else "interrupted" if run.interrupted else "done", *filter(None, [figures])]
         )
     )
-    _say(f"checkpoint  {run.checkpoint}")
-    _say(f"curves      {run.path / 'curves.png'}")
+    say(f"checkpoint  {run.checkpoint}")
+    say(f"curves      {run.path / 'curves.png'}")
     path = quote(str(run.path))
     if any((run.path / "rollouts").glob("step-*")):
-        _say(f"rollouts    {run.path / 'rollouts'}")
-        _say(*_looked_at(path))
+        say(f"rollouts    {run.path / 'rollouts'}")
+        say(*_looked_at(path))
     if run.stopped:
-        _say(f"stopped     {run.stopped}")
-        _say(f"continue    posttrain {verb} --out {path} --resume")
+        say(f"stopped     {run.stopped}")
+        say(f"continue    posttrain {verb} --out {path} --resume")
         return 3
     if run.interrupted:
-        _say(f"continue    posttrain {verb} --out {path} --resume")
+        say(f"continue    posttrain {verb} --out {path} --resume")
         return 130
     if verb == "reward-model":
-        _say(f"ask it      posttrain rl --reward-model {path} ..., or label --with reward-model={path}")
+        say(f"ask it      posttrain rl --reward-model {path} ..., or label --with reward-model={path}")
     else:
-        _say(f"talk to it  posttrain chat {path}")
+        say(f"talk to it  posttrain chat {path}")
     return 0
-
-
-def _say(*lines: str) -> None:
-    """Print lines, on a terminal broken between words; what follows the first part stands beside the label."""
-    from posttrain.runs.terminal.output import Output, columns, wrapped
-
-    width = columns(Output(sys.stdout))
-    for line in "\n".join(lines).split("\n") if lines else ():
-        print(wrapped(line, width, 12))
 
 
 def _looked_at(path: str) -> list[str]:

@@ -132,7 +132,7 @@ def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Ca
         known = next(filter(None, (split_seed_of(folder, tasks) for folder in folders)), None)
         seed = 0 if known is None else known[1]
         if known is not None:
-            say(f"held out as by {known[0]}: --split-seed {seed}")
+            say(f"held out are the same tasks as in {known[0]} (--split-seed {seed})")
     for folder in folders if of_a_file else ():
         if why := seen(folder, tasks, config.held_out, seed):
             say(why)
@@ -173,7 +173,7 @@ def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
     """The k of pass@k that there are samples for, and a note on the others."""
     most = config.samples
     left_out = [f"pass@{k}" for k in config.k if k > most]
-    told = f"{', '.join(left_out)} left out: more than the {most} samples of each task (--samples)"
+    told = f"{', '.join(left_out)} left out: more than the {most} sample{'s'[: most - 1]} of each task (--samples)"
     return [k for k in config.k if k <= most], (told,) if left_out else ()
 
 

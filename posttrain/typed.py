@@ -16,7 +16,8 @@ class FromRowsOptions(TypedDict, total=False):
     limit: int | None
     """Read only the first N rows."""
     fields: dict[str, str]
-    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
+    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names. A dot
+    reaches into a column: --fields.answer reward_model.ground_truth."""
     prompt_template: str | None
     """Build each prompt from columns: "Question: {question}\nAnswer:". Write a literal brace as {{ or }}. On the
     command line, \n and \t stand for a newline and a tab."""

@@ -24,7 +24,7 @@ COMMANDS = (
         "check",
         "commands:check",
         "start",
-        "Run a reward or an environment on sample replies, before any training.",
+        "Try a reward or an environment on sample replies.",
         "--tasks rows.jsonl --env my.py:reward",
     ),
     Command(
@@ -66,7 +66,7 @@ COMMANDS = (
         "distill",
         "commands:distill",
         "train",
-        "On-policy distillation: the student samples, a teacher scores each token.",
+        "On-policy distillation: a teacher scores what a student says.",
         "--tasks rows.jsonl --model runs/sft --teacher MODEL",
     ),
     Command(
@@ -80,14 +80,14 @@ COMMANDS = (
         "sample",
         "commands:sample",
         "evaluate",
-        "Sample replies over a grid of settings: examples to label or to learn from.",
+        "Sample replies to label or to learn from.",
         "--tasks rows.jsonl --model runs/sft --out items.jsonl",
     ),
     Command(
         "label",
         "commands:label",
         "evaluate",
-        "Label replies with a reward model, a judge, a function or a person.",
+        "Label replies: by a reward model, judge, function or person.",
         "--items items.jsonl --with my.py:reward --pairs pairs.jsonl",
     ),
     Command("chat", "commands:chat", "evaluate", "Talk to a model.", "runs/rl"),
@@ -96,7 +96,7 @@ COMMANDS = (
         "rollouts",
         "inspect_commands:rollouts",
         "look",
-        "Print the rollouts of a step, turn by turn: prompts, replies, tools, rewards.",
+        "Print the rollouts of a step, turn by turn.",
         "runs/rl --order worst",
     ),
     Command(
@@ -119,14 +119,14 @@ COMMANDS = (
         "engine",
         "commands:serve_engine",
         "serve",
-        "Sample for runs on other machines, with the weights that they send.",
+        "Sample for runs on other machines, with their weights.",
         "--model runs/sft --listen 0.0.0.0:7000",
     ),
     Command(
         "retriever build",
         "commands:retriever_build",
         "serve",
-        "Build an index of passages: by words (BM25), or by vectors of an encoder.",
+        "Build an index of passages: by words (BM25) or by vectors.",
         "--passages passages.jsonl --out runs/index",
     ),
     Command(
@@ -140,7 +140,7 @@ COMMANDS = (
         "plan",
         "commands:plan",
         "scale",
-        "Predict throughput on other machines from a pilot run: the best split of N GPUs.",
+        "Predict the throughput of N GPUs from a pilot run.",
         "runs/pilot --gpus 8",
     ),
     Command(
@@ -154,7 +154,7 @@ COMMANDS = (
         "reproduce",
         "inspect_commands:reproduce",
         "scale",
-        "Test what a paper claims in a small experiment (in a clone of the repository).",
+        "Test what a paper claims in a small experiment.",
         "clip-higher",
     ),
 )

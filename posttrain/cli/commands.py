@@ -204,7 +204,8 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
             reasons.setdefault(figure["why"], {})[name] = None
     say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
     if config.out:
-        evaluate.save(found, Path(config.out))
+        rollouts = evaluate.save(found, Path(config.out))
+        say(f"figures     {config.out}", *(f"look at it  posttrain rollouts {quote(str(file))}" for file in rollouts))
     return 0
 
 
@@ -296,7 +297,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment on sample replies, before any training."""
     from posttrain.cli.help_pages import beside
     from posttrain.envs.check import check as run_check
-    from posttrain.envs.play.load_env import about
+    from posttrain.envs.play.load_env import about, success_of
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, viewer_of
@@ -329,6 +330,8 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         raise UserError(f"{option} has no effect without --model: the folder whose tokenizer reads what it shows")
     tasks = chat.of(load_tasks(config, None))
     told = about(config.env) if config.env else []
+    if config.env and success_of(config.env, None) is None:
+        told.append("no accuracy and no pass@k: SUCCESS = 1.0 beside it, or --success, says what reward is right")
     with open_services(config, choose_device("auto")) as services:
         report = run_check(config.env, tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)

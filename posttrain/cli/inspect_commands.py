@@ -294,9 +294,9 @@ def query(
     run
         Folder of a run, running or finished, or a file of rollouts that posttrain eval --out wrote.
     sql
-        One SELECT statement, such as "select fate, count(*) from rollouts group by fate". Tables: rollouts, evals, tokens (a
-        row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which has the
-        short columns of all rollouts and is the fastest; "describe rollouts" lists the columns of one. A part of the reward:
+        One SELECT statement; "show tables" and "describe rollouts" say what there is to ask. Tables: rollouts, evals,
+        tokens (a row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which
+        has the short columns of all rollouts and is the fastest. A part of the reward:
         part(parts, 'form'); a note: notes->>'moves'.
     number
         Maximum number of rows to show.

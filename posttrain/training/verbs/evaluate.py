@@ -139,8 +139,8 @@ def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Ca
     return hold_out(data, config.held_out, seed)[1]
 
 
-def save(found: Evaluated, path: Path) -> None:
-    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, as a table.
+def save(found: Evaluated, path: Path) -> list[Path]:
+    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, as a table: their files.
 
     Raises UserError if one of the files cannot be written.
     """
@@ -152,15 +152,18 @@ def save(found: Evaluated, path: Path) -> None:
         "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
     sides = {"": found.rollouts, ".against": found.against_rollouts}
+    files: list[Path] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         user_files.writable(path).write_bytes(json_document(content))
         for side, rollouts in sides.items():
             if rollouts:
                 table = rollouts_table(0, [Outcome(rollout) for rollout in rollouts], "eval")
-                write_table(path.with_name(f"{path.stem}{side}.rollouts.parquet"), table)
+                files.append(path.with_name(f"{path.stem}{side}.rollouts.parquet"))
+                write_table(files[-1], table)
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
+    return files
 
 
 def _example(rollout: Rollout, place: int) -> dict[str, Any]:

@@ -486,7 +486,8 @@ def _ended(verb: str, run: Run) -> int:
         say(f"continue    posttrain {verb} --out {path} --resume")
         return 130
     if verb == "reward-model":
-        say(f"ask it      posttrain rl --reward-model {path} ..., or label --with reward-model={path}")
+        say(f"ask it      posttrain label --items items.jsonl --with reward-model={path}")
+        say(f"or          posttrain rl --reward-model {path} ...")
     else:
         say(f"talk to it  posttrain chat {path}")
     return 0

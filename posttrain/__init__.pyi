@@ -66,7 +66,8 @@ class FromRowsOptions(TypedDict, total=False):
     limit: int | None
     """Read only the first N rows."""
     fields: dict[str, str]
-    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
+    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names. A dot
+    reaches into a column: --fields.answer reward_model.ground_truth."""
     prompt_template: str | None
     """Build each prompt from columns: "Question: {question}\nAnswer:". Write a literal brace as {{ or }}. On the
     command line, \n and \t mean a newline and a tab."""
@@ -781,8 +782,8 @@ def distill(
     env: str | Callable[..., Any] | None = None,
     **options: Unpack[DistillOptions],
 ) -> Run:
-    """On-policy distillation: the student samples, a teacher scores each token. `teacher`: a model of any
-    size with the same tokenizer. With `env`, replies are scored too.
+    """On-policy distillation: a teacher scores what a student samples. `teacher`: a model of any size with
+    the same tokenizer. With `env`, replies are scored too.
 
     `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
     those of `posttrain distill --help-all`.
@@ -811,8 +812,8 @@ def sample(
     env: str | Callable[..., Any] | None = None,
     **options: Unpack[SampleOptions],
 ) -> Written:
-    """Sample replies over a grid of settings: examples to label or to learn from. Replies have scores
-    where `env` or a reward model gives them.
+    """Sample replies to label or to learn from. Replies have scores where `env` or a reward model gives
+    them.
 
     `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
     those of `posttrain sample --help-all`.
@@ -821,7 +822,7 @@ def sample(
     ...
 
 def label(items: Rows, by: str | Callable[..., Any] | None = None, **options: Unpack[LabelOptions]) -> LabelSummary:
-    """Label replies with a reward model, a judge, a function or a person. `by`: "reward-model=FOLDER",
+    """Label replies: by a reward model, judge, function or person. `by`: "reward-model=FOLDER",
     "judge=RECIPE.toml", or a reward (task, reply) -> float.
 
     `items`: a path, rows in memory, a generator, or a function that makes rows without end. Options are

@@ -12,7 +12,7 @@ from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.reward_model_table import SCORINGS, Scoring
 from posttrain.algorithms.row import Row
 from posttrain.algorithms.settings import AnyRow, check_parts
-from posttrain.core.messages import near, short
+from posttrain.core.messages import near_or_where, short
 from posttrain.core.types import UserError
 from posttrain.system.user_code import load_named
 
@@ -74,11 +74,10 @@ def lookup(name: str, table: Mapping[str, AnyRow], kinds: Mapping[type[AnyRow], 
     from posttrain.algorithms.all_algorithms import EVERY, verb_of  # which looks its own rows up here
 
     if name in EVERY:
-        raise UserError(f"{name} is a row of posttrain {verb_of(EVERY[name])}; here there are {', '.join(table)}")
-    raise UserError(
-        f"unknown algorithm {name!r}{near(name.lower(), table).rstrip('?')}; "
-        f"there are {', '.join(table)}; your own is my.py:row"
-    )
+        verb = verb_of(EVERY[name])
+        raise UserError(f"{name} belongs to posttrain {verb}: posttrain {verb} --algorithm {name}")
+    told = near_or_where(name.lower(), table, "posttrain algorithms")
+    raise UserError(f"unknown algorithm {name!r}{told}; your own is my.py:name")
 
 
 def _article(kind: type) -> str:

@@ -353,7 +353,7 @@ def _in_several(
     named = place[0].replace("_", "-")
     if named not in classes:
         above = ".".join(whole.split(".")[: -len(place)])
-        raise UserError(f"{told}: {above} holds no {named!r}{near(named, classes)}; there are {', '.join(classes)}")
+        raise UserError(f"{told}: {above} holds no {named!r}{near(named, classes)} (there are: {', '.join(classes)})")
     if len(place) == 1:
         raise UserError(f"{told}: say which setting of {named}: {', '.join(_hints(classes[named]))}")
     at = next((i for i, part in enumerate(current) if type(part) is classes[named]), None)
@@ -384,10 +384,10 @@ def _unknown(kind: type[Any], told: str, place: Sequence[str], whole: str, names
     above = ".".join(whole.split(".")[: -len(place)])
     if above:
         return (
-            f"{told}: {above} has no setting {place[0]!r}{near(place[0], names)}; it has {', '.join(names) or 'none'}"
+            f"{told}: {above} has no setting {place[0]!r}{near(place[0], names)} (it has: {', '.join(names) or 'none'})"
         )
     known = [
         *(".".join(place) for place, _, _, _ in _knobs(kind, ())),
         *(f"--{name.replace('_', '-')}" for name in flags(kind)),
     ]
-    return f"{told}: no part is called {place[0]!r}{near(told, known)}; there are {', '.join(names)}"
+    return f"{told}: no part is called {place[0]!r}{near(told, known)} (there are: {', '.join(names)})"

@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
-from posttrain.cli.training_commands import Options, read, say
+from posttrain.cli.training_commands import Options, read
 from posttrain.config.inference import (
     Chat,
     Check,
@@ -34,12 +35,14 @@ from posttrain.core.types import UserError
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
     from posttrain.core.intervals import told
-    from posttrain.runs.terminal.printing import examples, table
+    from posttrain.runs.terminal.printing import examples, say, table
     from posttrain.training.verbs import evaluate
 
     found = evaluate.evaluate(config)
     chosen = {name: found.rollouts[place] for name, place in found.examples.items()}
-    examples(f"Replies of {config.model}", {f"{name}, reward {r.reward:.4g}": r for name, r in chosen.items()})
+    earned = {reward for of_task in found.rewards.values() for reward in of_task}
+    alike = f", whose rewards are all {min(earned):.4g}" if len(earned) == 1 else ""
+    examples(f"Replies of {config.model}{alike}", {f"{name}, reward {r.reward:.4g}": r for name, r in chosen.items()})
     names = [n for n in found.figures if isinstance(found.figures[n], dict)]
     sides = [(config.model, found.figures), *([(config.against, found.against)] if found.against is not None else [])]
 
@@ -47,7 +50,7 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
         return f"{figure['mean']:.3f}" if "why" in figure else told(figure)
 
     rows = [[name, *(cell(figures[name]) for _, figures in sides)] for name in names]
-    title = f"{found.figures['tasks']} tasks, {config.samples} samples each"
+    title = f"{found.figures['tasks']} tasks, {config.samples} sample{'s'[: config.samples - 1]} each"
     table(title, ["", *(str(model) for model, _ in sides)], rows)
     for name, difference in (found.differences or {}).items():
         say(f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}")
@@ -57,12 +60,14 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
             reasons.setdefault(figure["why"], {})[name] = None
     say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
     if config.out:
-        evaluate.save(found, Path(config.out))
+        rollouts = evaluate.save(found, Path(config.out))
+        say(f"figures     {config.out}", *(f"look at it  posttrain rollouts {quote(str(file))}" for file in rollouts))
     return 0
 
 
 def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B008
     """Sample replies to every prompt over a grid of settings: examples to label or to learn from."""
+    from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import sample
 
     found = sample.sample(config)
@@ -82,6 +87,7 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
         from posttrain.cli.rank_command import rank
 
         return rank(config)
+    from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import label
 
     found = label.label(config)
@@ -147,7 +153,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment on sample replies, before any training."""
     from posttrain.cli.help_pages import beside
     from posttrain.envs.check import check as run_check
-    from posttrain.envs.play.load_env import about
+    from posttrain.envs.play.load_env import about, success_of
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, viewer_of
@@ -180,6 +186,8 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         raise UserError(f"{option} has no effect without --model: the folder whose tokenizer reads what it shows")
     tasks = chat.of(load_tasks(config, None))
     told = about(config.env) if config.env else []
+    if config.env and success_of(config.env, None) is None:
+        told.append("no accuracy and no pass@k: SUCCESS = 1.0 beside it, or --success, says what reward is right")
     with open_services(config, choose_device("auto")) as services:
         report = run_check(config.env, tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)

@@ -123,8 +123,14 @@ def _command_page(app: App, command: Command, whole: bool) -> list[str]:
         for entry in shown:
             if entry.group == group:
                 lines += beside(entry.names, entry.help if whole else _SENTENCE.split(entry.help)[0], LEFT)
-    if hidden := len(entries) - len(shown):
-        text = f"posttrain {command.name} --help-all shows {hidden} more options, and more about these."
+    hidden = len(entries) - len(shown)
+    if hidden or (not whole and any(len(_SENTENCE.split(entry.help)) > 1 for entry in shown)):
+        more = (
+            f"shows {hidden} more option{'s'[: hidden - 1]}, and more about these"
+            if hidden
+            else "says more about these"
+        )
+        text = f"posttrain {command.name} --help-all {more}."
         lines += ["", *textwrap.wrap(text, _width())]
     return lines
 
@@ -133,7 +139,12 @@ def _typed(line: str) -> list[str]:
     """A command as it is typed, over several lines where it is long."""
     if len(line) + 2 <= _width():
         return [f"  {line}"]
-    first, *rest = textwrap.wrap(line, _width() - 8, break_long_words=False, break_on_hyphens=False)
+    # an option and its value stay together
+    joined = re.sub(r"(?<= )(--?[\w-]+|>) (?=[^-\s])", "\\1\0", line)
+    first, *rest = (
+        part.replace("\0", " ")
+        for part in textwrap.wrap(joined, _width() - 8, break_long_words=False, break_on_hyphens=False)
+    )
     return " \\\n".join([f"  {first}", *(f"      {part}" for part in rest)]).split("\n")
 
 

@@ -31,7 +31,7 @@ def init(folder: str = ".", *, kind: Kind = "reward") -> int:
     Parameters
     ----------
     folder
-        Folder for the files; it is created. Nothing in it is overwritten.
+        Folder for the files, to be created (default: this one). Nothing in it is overwritten.
     kind
         Kind of run: a reward function, an agent with a tool, pairs to prefer, or a judge.
     """
@@ -45,8 +45,9 @@ def init(folder: str = ".", *, kind: Kind = "reward") -> int:
             (place / name).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # of a name that no system takes
         raise UserError(f"{clip(str(place))} cannot be written: {one_line(error)}") from error
+    longest = max(len(str(place / name)) for name in files)
     for name, (what, _) in files_of(kind).items():
-        print(f"wrote       {place / name!s:<24} {what}")
+        print(f"wrote       {place / name!s:<{longest}}  {what}")
     enter = "" if place.resolve() == Path.cwd() else f"cd {folder} && "
     print(f"next        {enter}posttrain {FIRST[kind]}")
     return 0

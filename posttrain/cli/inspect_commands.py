@@ -162,6 +162,7 @@ def rollouts(
     from posttrain.cli import input_bounds
     from posttrain.runs.record.rollout_reading import EVERY, READ, plainly
     from posttrain.runs.terminal.printing import sample as show
+    from posttrain.runs.terminal.printing import say
 
     if number < 1:
         raise UserError(f"--number {number} must be from 1: it is how many rollouts are shown")
@@ -184,12 +185,13 @@ def rollouts(
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise UserError(f"{place} holds what no run writes ({one_line(error)}): --json prints it") from error
         if again:
-            print(
+            say(
                 f"{again} rollouts of earlier steps, replayed in this one, are not shown: they stand in its table alone"
             )
         if number < len(rows):
-            all_of_them = f", {runnable(f'posttrain view {quote(run)}')} all of them" if Path(run).is_dir() else ""
-            print(f"{number} of {len(rows):,} rollouts of {place}: --number shows more{all_of_them}")
+            say(f"{number} of {len(rows):,} rollouts of {place}: --number shows more")
+            if Path(run).is_dir():
+                say(f"all of them {runnable(f'posttrain view {quote(run)}')}")
     for row in rows[:number] if json else ():
         print(safe_json(dumps(plainly(row), ensure_ascii=False)))
     return 0
@@ -292,9 +294,9 @@ def query(
     run
         Folder of a run, running or finished, or a file of rollouts that posttrain eval --out wrote.
     sql
-        One SELECT statement, such as "select fate, count(*) from rollouts group by fate". Tables: rollouts, evals, tokens (a
-        row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which has the
-        short columns of all rollouts and is the fastest; "describe rollouts" lists the columns of one. A part of the reward:
+        One SELECT statement; "show tables" and "describe rollouts" say what there is to ask. Tables: rollouts, evals,
+        tokens (a row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which
+        has the short columns of all rollouts and is the fastest. A part of the reward:
         part(parts, 'form'); a note: notes->>'moves'.
     number
         Maximum number of rows to show.

@@ -21,16 +21,17 @@ from cyclopts.exceptions import (
     CoercionError,
     CycloptsError,
     MissingArgumentError,
+    UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
 )
 
 from posttrain import __version__
-from posttrain.cli.command_table import COMMANDS, is_heading
+from posttrain.cli.command_table import COMMANDS, FIRST, command_of, is_heading
 from posttrain.config.verbs import VERBS, load, training
 from posttrain.core import user_files
 from posttrain.core.doing import doing, watch
-from posttrain.core.messages import inline, safe
+from posttrain.core.messages import inline, near, safe
 from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
@@ -41,11 +42,14 @@ LONGEST = 450  # characters of a message
 TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
 """Escapes behind a backslash in a template on the command line; any other backslash is literal."""
+NUMBERS = {int: "a whole number", float: "a number"}
 BY_POSITION = {
     "adapter": "the folder of an adapter, or of a run with --lora",
     "index": "the folder of an index, as posttrain retriever build makes it",
     "model": "the folder of a checkpoint or of a run",
     "run": "the folder of a run, or a file of rollouts",
+    "runs": "the folder of a run, or several",
+    "sql": "a question in SQL",
 }
 """Meaning of each positional argument."""
 _FRACTION = re.compile(r"[+-]?\d*\.\d+(e[+-]?\d+)?|[+-]?\d+\.\d*", re.IGNORECASE)
@@ -86,10 +90,14 @@ def main(arguments: list[str] | None = None) -> int:
         said = " ".join(str(error).split())
         if isinstance(error, UnknownOptionError) and error.token is not None and words:
             said = _unknown(error.token.keyword or error.token.value, words)
+        if isinstance(error, UnknownCommandError) and words:
+            said = _no_command(words[0])
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             said = _missing(error, words)
         if isinstance(error, UnusedCliTokensError) and error.unused_tokens and words:
             said = _unused(error.unused_tokens[0], words[0])
+        if isinstance(error, CoercionError) and error.target_type in NUMBERS and error.token is not None:
+            said = f"{error.token.keyword} is {NUMBERS[error.target_type]}, not {error.token.value!r:.60}"
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
         if said.startswith("Dictionary of tokens"):  # cyclopts does not say which
@@ -131,12 +139,17 @@ def prepared(words: list[str]) -> list[str]:
 
 def _unknown(option: str, words: list[str]) -> str:
     """What is said of an option that a command does not have."""
+    from posttrain.core.option_aliases import is_foreign
+
     verb, *rest = words
     if verb == "launch" and "--" not in rest and (command := next((word for word in rest if word in VERBS), None)):
         return f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {command} ..."
     if verb == "engine" and option == "--engines":
         return "--engines belongs to the run that samples here: an engine listens at --listen HOST:PORT"
-    return f"unknown option {option}{_suggested(option, verb)}"
+    others = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    known = _known(verb) if verb in VERBS else ()
+    foreign = [word for word in dict.fromkeys(others) if word != option and (known and is_foreign(word, known))]
+    return "; ".join(f"unknown option {each}{_suggested(each, verb)}" for each in [option, *foreign])
 
 
 def _unused(word: str, verb: str) -> str:
@@ -159,8 +172,23 @@ def _missing(error: MissingArgumentError, words: list[str]) -> str:
     if not error.argument.field_info.is_positional:
         count, _ = error.argument.token_count()
         return f"{name} needs {'a value' if count < 2 else f'{count} values'}: posttrain {verb} --help says which"
-    said = BY_POSITION.get(name.lstrip("-").lower())
-    return f"posttrain {verb} needs {said or name.lstrip('-').upper()}: posttrain {verb} {name.lstrip('-').upper()}"
+    command = command_of(words)
+    assert command is not None
+    said = BY_POSITION[name.lstrip("-").lower()]
+    return f"posttrain {command.name} needs {said}: posttrain {command.name} {command.example}"
+
+
+def _no_command(word: str) -> str:
+    """What is said of a command that there is not: the one that was meant, or that the name of an algorithm belongs to."""
+    from posttrain.algorithms.all_algorithms import EVERY, verb_of
+
+    if word.lower() in EVERY:
+        verb = verb_of(EVERY[word.lower()])
+        return f"{word} is an algorithm: posttrain {verb} --algorithm {word.lower()}"
+    names = [c.name for c in COMMANDS]
+    longer = next((name for name in names if word and name.startswith(word)), word)
+    told = near(longer, names) or f"; there are {', '.join(FIRST)} and more"
+    return f"there is no command {word!r:.60}{told}: posttrain --help"
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -288,6 +316,8 @@ def _unescaped(arguments: list[str]) -> list[str]:
 def _take_defaults(file: Path, verb: str) -> None:
     from cyclopts.config import Dict
 
+    if command_of([verb]) is None and not is_heading([verb]):
+        raise UserError(_no_command(verb))
     if verb not in VERBS:
         raise UserError(f"--config goes with {', '.join(VERBS)}: posttrain rl --config recipe.toml")
     content = _read_recipe(file)

@@ -6,7 +6,6 @@ Nothing heavy is imported before a run begins, so that --help answers at once.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
@@ -112,6 +111,7 @@ def trained(config: AnyTraining) -> int:
 
 def _print_end(verb: str, run: Run) -> None:
     from posttrain.runs.metrics_table import LEARNING, METRICS
+    from posttrain.runs.terminal.printing import say
 
     final = run.final
     shown = [m.name for m in METRICS if m.group == LEARNING and not m.hidden(final)]
@@ -128,15 +128,6 @@ def _print_end(verb: str, run: Run) -> None:
         say(f"continue    posttrain {verb} --out {path} --resume")
     else:
         say(VERBS[verb].use.format(path=path))
-
-
-def say(*lines: str) -> None:
-    """Print lines, on a terminal broken between words; what follows the first part stands beside the label."""
-    from posttrain.runs.terminal.output import Output, columns, wrapped
-
-    width = columns(Output(sys.stdout))
-    for line in "\n".join(lines).split("\n") if lines else ():
-        print(wrapped(line, width, 12))
 
 
 def _looking(path: str) -> list[str]:

@@ -49,7 +49,8 @@ class FromRows(OptionGroup, group="data"):
     limit: int | None = option(None, above=0)
     """Read only the first N rows."""
     fields: dict[str, str] = option(factory=dict, first_hour=True, value="COLUMN")
-    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names."""
+    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names.
+    A dot reaches into a column: --fields.answer reward_model.ground_truth."""
     prompt_template: str | None = None
     """Build each prompt from columns: "Question: {question}\\nAnswer:". Write a literal brace as {{ or }}. On the
     command line, \\n and \\t mean a newline and a tab."""

@@ -329,7 +329,7 @@ def _arrays(sums: ArrayLike, counts: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def _too_few(number: int, of: str) -> Interval:
-    return Interval(why=f"too few {of} for an interval: {number} of at least {FEWEST}")
+    return Interval(why=f"too few {of} for an interval: {number}, and it takes {FEWEST}")
 
 
 def _alike(each: Floats, of: str) -> Interval:

@@ -62,6 +62,12 @@ def near_or_all(word: str, known: list[str], most: int = 12) -> str:
     return f"{near(word, known)} (there are: {listed})" if known else ""
 
 
+def near_or_where(word: str, known: Iterable[str], where: str) -> str:
+    """ "; did you mean ...? COMMAND lists all", for names that are too many to be listed in a message."""
+    close = near(word, known)
+    return f"{close or ';'} {where} lists all"
+
+
 def short(value: Any) -> str:
     """A value as a reason shows it."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from posttrain.core.messages import near
 
@@ -338,19 +338,45 @@ ANSWERS = {
 """A name there -> what is said of it where no option is its like."""
 
 
+_OF_VERBS = re.compile(r"(\{\w+\}) \((rl|sft)\) or (\{\w+\}) \((rl|sft)\)")
+_OR = re.compile(r", or \{(\w+)\}$")
+
+
+def is_foreign(word: str, known: Iterable[str]) -> bool:
+    """Whether it is an option of another trainer, and none of these."""
+    plain = _plain(word)
+    return plain in {**ELSEWHERE, **ANSWERS} and plain not in [name.replace("-", "_") for name in known]
+
+
+def _plain(word: str) -> str:
+    return word.strip("-").replace("-", "_").rpartition(".")[2].lower()
+
+
+def _of_this_verb(meant: str, names: Collection[str]) -> str:
+    """What is meant, without what only other verbs have."""
+
+    def chosen(found: re.Match[str]) -> str:
+        (one, of), (other, _) = found.group(1, 2), found.group(3, 4)
+        rows, prompts = "rows" in names, "prompts" in names
+        return found[0] if rows == prompts else one if prompts == (of == "rl") else other
+
+    meant = _OF_VERBS.sub(chosen, meant)
+    return _OR.sub("", meant) if (other := _OR.search(meant)) and other[1] not in names else meant
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """ "; did you mean ...?", or "; here it is ...", for a name that there is not; "" where nothing comes near.
 
     A word of the command line ("--stesp") is answered with one ("--steps").
     """
-    plain = word.strip("-").replace("-", "_").rpartition(".")[2].lower()
+    plain = _plain(word)
     names = [name.replace("-", "_") for name in known]
     flags = word.startswith("--")
 
     def option(found: re.Match[str]) -> str:
         return "--" + found[1].replace("_", "-") if flags else found[1]
 
-    meant = ELSEWHERE.get(plain, "") if plain not in names else ""
+    meant = _of_this_verb(ELSEWHERE.get(plain, ""), names) if plain not in names else ""
     if any(name.partition(".")[0] in names for name in OPTION.findall(meant)):
         return "; here it is " + OPTION.sub(option, meant)
     if plain in ANSWERS and plain not in names:

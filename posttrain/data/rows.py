@@ -383,7 +383,31 @@ def _library(name: str) -> Any:
 
 
 def no_column(column: str, row: Row) -> str:
-    return f"no column {column!r}{_suggestion(column, row)}; the columns are: {', '.join(row)}"
+    above, dot, _ = column.rpartition(".")
+    inner = _inside(row, above) if dot else None
+    if isinstance(inner, Mapping) and inner:
+        return f"no {column!r}; {above} holds: {quoted_names(inner)}"
+    return f"no column {column!r}{_suggestion(column, row)}; the columns are: {quoted_names(row)}"
+
+
+def value_in(row: Row, column: str) -> Any:
+    """What stands in a column, or at a place inside one: "reward_model.ground_truth". Raises UserError if there is none."""
+    found = row[column] if column in row else _inside(row, column)
+    if found is None and column not in row:
+        raise UserError(no_column(column, row))
+    return found
+
+
+def _inside(row: Row, place: str) -> Any:
+    found: Any = row
+    for part in place.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def quoted_names(columns: Iterable[str]) -> str:
+    """Names of columns in a message; in quotes where a command line needs them."""
+    return ", ".join(name if re.fullmatch(r"[\w.:@%+/-]+", name) else repr(name) for name in columns)
 
 
 def _suggestion(word: str, names: Iterable[str]) -> str:

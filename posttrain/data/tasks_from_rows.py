@@ -25,7 +25,7 @@ from posttrain.core.pictures import PictureError, parts
 from posttrain.core.types import ROLES, Task, UserError
 from posttrain.data.arrow_store import digest
 from posttrain.data.row_files import Row
-from posttrain.data.rows import no_column
+from posttrain.data.rows import no_column, quoted_names, value_in
 
 Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column after it
 Convert = Callable[[Row], Task | None]
@@ -149,13 +149,9 @@ class Conversion:
 
     def _renamed(self, row: Row) -> Row:
         """Return the row with the names of `fields`. The columns stay under their old names too: see `kept`."""
-        for column in self.fields.values():
-            if column not in row:
-                raise UserError(no_column(column, row))
+        renamed = {key: value_in(row, column) for key, column in self.fields.items()}
         moved = set(self.fields) if self.convert else {*self.fields, *self.fields.values()} - self.kept
-        return {key: row[column] for key, column in self.fields.items()} | {
-            name: value for name, value in row.items() if name not in moved
-        }
+        return renamed | {name: value for name, value in row.items() if name not in moved}
 
     def key(self) -> str | None:
         """Return a name for this conversion, which changes whenever code or options change; None if its code cannot be
@@ -395,7 +391,7 @@ def _met(task: Task, need: Sequence[str]) -> Task:
         return {key: value for key, value in task.items() if key != "prompt"}
     if missing:
         there = [str(key)[:40] for key, value in task.items() if not _blank(value)]
-        has = ", ".join([*there[:12], *(["..."] if len(there) > 12 else [])]) or "nothing"
+        has = quoted_names(there[:12]) + (", ..." if len(there) > 12 else "") or "nothing"
         named = " ".join(f"--fields.{name} COLUMN" for name in missing)
         raise UserError(f"no {' and no '.join(missing)}; the row has: {has}; say which column it is: {named}")
     if "response" in need:

@@ -2,7 +2,7 @@
 
 Each task is played with its own answer, if it has one, with its own replies (a list, one for each turn), and with replies
 of the kinds that models do produce: nothing, junk, very much, other scripts. Each case is played twice. An environment is
-in order if every case has a reward, the second time gives what the first gave, and a right reply earns another reward
+sound if every case has a reward, the second time gives what the first gave, and a right reply earns another reward
 than a wrong one. An answer need not be a whole reply: where it earns what junk earns, it is tried again in the forms that
 scorers look for. Where no whole reply is known to be right, equal rewards are told and not judged. A service that the
 environment asks answers itself where it was given; else answers are made up, which follow from the question, and one case
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from posttrain.envs.tried import FORMS, OWN, SCRIPT, STANDARD, TURNS, Case, Repo
 from posttrain.models.tokenizer.tool_parser import HERMES
 
 TASKS = 4  # more only take longer to read
-WITHOUT = Invalid("no answer, to see what becomes of it", InvalidKind.UNANSWERED)
+WITHOUT = Invalid("no answer", InvalidKind.UNANSWERED)
 MOST_ASKS = 64  # questions of an episode
 
 
@@ -60,7 +60,8 @@ def check(
     context = viewer.context if viewer is not None else None
     asked, made_up = tuple(trial.answers.asked), tuple(trial.answers.made_up)
     by_task = sorted(trial.cases, key=lambda case: [c.task for c in trial.cases].index(case.task))
-    return Report(tuple(by_task), replies is not None, asked, made_up, trial.unanswered, context, trial.first)
+    report = Report(tuple(by_task), replies is not None, asked, made_up, trial.unanswered, context, trial.first)
+    return replace(report, columns=tuple(name for name in tasks[0] if name != "id"))
 
 
 @dataclass

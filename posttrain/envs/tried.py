@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 
 from posttrain.core.messages import clip, safe
@@ -62,6 +63,7 @@ class Report:
     context: int | None = None  # of the model, where one is known
     first: Turn | None = None  # what was shown first of all
     told: tuple[str, ...] = ()  # what else is to be said of the model
+    columns: tuple[str, ...] = ()  # of the first task
 
     @property
     def known(self) -> bool:
@@ -128,9 +130,8 @@ class Report:
         """A case, and what it was shown after its first turn."""
         reply, width = (MOST, MOST) if verbose else (22, WIDTH - 26)
         reply = min(reply, 60) if case.kind in STANDARD else reply  # these are known
-        lines = [
-            f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told, verbose)}   {_duration(case.seconds)}"
-        ]
+        took = f"   {_duration(case.seconds)}" if verbose else ""
+        lines = [f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told, verbose)}{took}"]
         turns = case.shown[1:] if verbose else case.shown[1 : 1 + SHOWN]
         lines += [f"  {'':<12} then shows {_cut(text, width)}" for text in turns]
         if (more := len(case.shown) - 1 - len(turns)) > 0:
@@ -150,7 +151,9 @@ class Report:
             ways = option or " or ".join(given.replace(" ", f" {name}=", 1) for given in OPTIONS.values())
             lines.append(f"it asks the service {name}: {how}" + (f"; {ways} asks it" if name in self.made_up else ""))
         if self.unanswered is not None:
-            lines.append(f"without an answer (task {self.unanswered.task}): {_outcome(self.unanswered, set())}")
+            lines.append(
+                f"tried once without an answer (task {self.unanswered.task[:12]}): {_outcome(self.unanswered, set())}"
+            )
         return lines
 
     def _unseen(self) -> list[str]:
@@ -190,6 +193,10 @@ class Report:
             assert self.invalid[0].result is not None and isinstance(self.invalid[0].result.reward, Invalid)
             reason = self.invalid[0].result.reward.reason
             lines.append(f"invalid on {len(self.invalid)} of {total}: {reason}")
+            missing = re.match(r"KeyError: '([^']+)'", reason)
+            if missing and self.columns and missing[1] not in self.columns:
+                there = ", ".join(map(repr, self.columns[:12]))
+                lines.append(f"the row has no {missing[1]!r}, but {there}: --fields.{missing[1]} COLUMN renames one")
         if self.constant:
             same = f" ({self.rewards[0]:g})" if len(set(self.rewards)) == 1 else ""
             lines.append(
@@ -204,7 +211,7 @@ class Report:
         if unfinished := sum(case.result is None for case in self.cases):
             lines.append(f"still asking after {TURNS} turns on {unfinished} of {total}")
         if not self.cases:
-            return ["nothing was tried: there are no replies", "not in order"]
+            return ["nothing was tried: there are no replies", "check failed"]
         slowest = max(self.cases, key=lambda case: case.seconds)
         lines.append(f"slowest call {_duration(slowest.seconds)} (task {slowest.task}, {slowest.kind})")
         if self.rewards:
@@ -212,7 +219,7 @@ class Report:
             lines.append(f"rewards from {low:g} to {high:g} over {len(self.rewards)} of {total} cases")
         undecided = self.constant and not self.known and not self.given and self.ok
         told = "undecided: nothing is wrong with it, and no reply earned more than another"
-        lines.append(told if undecided else "in order" if self.ok else "not in order")
+        lines.append(told if undecided else "check passed" if self.ok else "check failed")
         return lines
 
     def _advice(self) -> str:
@@ -252,6 +259,9 @@ def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
     if case.result is None:
         return "no end"
     if isinstance(case.result.reward, Invalid):
+        if not verbose and case.result.reward.reason in told:
+            return "invalid: as above"
+        told.add(case.result.reward.reason)
         reason, expected, rest = case.result.reward.reason.partition("; expected ")
         known = bool(expected) and rest in told
         told.add(rest)

@@ -52,6 +52,8 @@ def _where_runs_are(folder: Path) -> str:
     if os.path.isfile(folder):
         both = f"posttrain rollouts and {runnable('posttrain query')}"
         also = f"; {both} take files of rollouts" if folder.suffix == ".parquet" else ""
+        table = folder.with_suffix(".rollouts.parquet")
+        also = f"; its rollouts are in {table}" if table.is_file() and table != folder else also
         return f"it is a file, not a folder with a {RUN}{also}"
     if not os.path.exists(folder) and not os.path.isdir(folder.parent):
         return "there is no such folder"

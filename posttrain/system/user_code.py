@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -79,8 +80,22 @@ def split_name(spec: str) -> tuple[str, str]:
     if target and name:
         return target, name
     if spec.rstrip(":").endswith(".py"):
-        raise UserError(f"{spec} names no function: write {spec.rstrip(':')}:reward")
+        file = spec.rstrip(":")
+        known = _defined(Path(file)) or ["reward"]
+        raise UserError(
+            f"{spec} does not say which function: write {' or '.join(f'{file}:{name}' for name in known[:5])}"
+        )
     raise UserError(f"{spec!r} names nothing of your own: write my.py:{spec} or package.module:{spec}")
+
+
+def _defined(file: Path) -> list[str]:
+    """Functions and classes that a file defines, read without running it; [] of one that cannot be read."""
+    try:
+        found = ast.parse(file.read_bytes()).body
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return []
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [part.name for part in found if isinstance(part, kinds) and not part.name.startswith("_")]
 
 
 def import_target(target: str) -> ModuleType:

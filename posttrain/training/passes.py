@@ -95,7 +95,7 @@ def sizes(
     device: torch.device,
 ) -> list[str]:
     """What runs, in words. `tasks`: to train on, and held out; `noun`: what a step has `--rows` of."""
-    between = f", between products {build.backend(compiles())}" if device.type == "cpu" else ""
+    between = f", {build.backend(compiles())} between matrix products" if device.type == "cpu" else ""
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",

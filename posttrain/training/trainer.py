@@ -100,7 +100,8 @@ class Trainer:
         with writing(self.folder):
             PICTURES.keep(self.folder / FOLDER)
         try:
-            self._begin([*formula, *_options(self.config), *sizes])  # what scrolls away last is what matters most
+            # what scrolls away last is what matters most; where a formula is from, `posttrain algorithms NAME` says
+            self._begin([*(line.partition("   [")[0] for line in formula), *_options(self.config), *sizes])
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
                 self._settle()
@@ -147,6 +148,10 @@ class Trainer:
                 f"{checkpoint / TRAINING} does not fit this run ({why}): delete {checkpoint} to use the one before it"
             ) from error
         self.done = checkpoints.step_of(checkpoint)
+        if self.done > self.steps:
+            raise UserError(
+                f"{self.folder} has done {self.done} steps: it cannot end at {self.steps}, ask for more steps"
+            )
 
     def _begin(self, lines: list[str]) -> None:
         """Show what runs; for a resumed run, repeat the health findings up to here."""
@@ -156,7 +161,8 @@ class Trainer:
             with writing(self.folder):
                 self.record.health(((f.step, f.name, f.message) for f in self.health.findings), anew=True)
         if self.saved and not self.config.quiet:
-            tell(f"resumed from step {self.done}: {self.saved}")
+            last = ", the last one; a larger --steps goes on" if self.done == self.steps else ""
+            tell(f"resumed from step {self.done}{last}: {self.saved}")
         self.display.start(f"{self.config.verb} {self.folder}", self.steps, lines, self.done)
 
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:

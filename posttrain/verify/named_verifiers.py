@@ -14,7 +14,7 @@ from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from posttrain.core.coerce import convert
-from posttrain.core.messages import near_or_all, short
+from posttrain.core.messages import near_or_all, near_or_where, short
 from posttrain.core.types import Invalid, Task, UserError
 from posttrain.verify.answer import final_answer, last_boxed
 from posttrain.verify.citation import cites_every_sentence, cites_what_was_shown, quotes_verbatim
@@ -214,7 +214,7 @@ def find_verifier(name: str) -> NamedVerifier:
     if name in OTHERS:
         raise UserError(f"--env {PREFIX}{name}: {name} {OTHERS[name]}")
     raise UserError(
-        f"--env {PREFIX}{name}: there is no such verifier{near_or_all(name, list(VERIFIERS), len(VERIFIERS))}"
+        f"--env {PREFIX}{name}: there is no such verifier{near_or_where(name, VERIFIERS, 'posttrain check --verifiers')}"
     )
 
 

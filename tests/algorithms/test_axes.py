@@ -818,8 +818,8 @@ REFUSED = r"""
 grpo kl.control.target=0.1 there is no kl.control to change; choose one first: --set kl.control=...
 dapo kl.coef=0.1 there is no kl to change; --set kl.beta=... makes one
 grpo imitation.x=7 there is no imitation to change; --set imitation.coefficient=... makes one
-dapo shaping.soft-overlong.buffer=7 shaping.soft-overlong has no setting 'buffer'; it has limit, cache
-grpo filters.overlong=7 filters holds no 'overlong'; did you mean 'overlong-filter'?; there are overlong-filter
+dapo shaping.soft-overlong.buffer=7 shaping.soft-overlong has no setting 'buffer' (it has: limit, cache)
+grpo filters.overlong=7 filters holds no 'overlong'; did you mean 'overlong-filter'? (there are: overlong-filter)
 """
 
 

@@ -160,7 +160,16 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "two lines without an option": (["sft", "two\nlines"], ("such as --model two lines: posttrain",)),
     "rows without an option": (["sft", "rows.jsonl"], ("'rows.jsonl' has no option in front of it, such as --tasks",)),
     "unknown verb": (["trian"], ("trian", "sft, rl, prefer")),
-    "wrong type": (words("rl", steps="many"), ("--steps", "many")),
+    "unknown verb with a recipe": (["rll", "--config", "other.toml"], ("no command 'rll'; did you mean 'rl'?",)),
+    "beginning of a verb": (["serve"], ("did you mean 'serve-policy'?",)),
+    "algorithm as a verb": (["dpo", "--beta", "0.1"], ("dpo is an algorithm: posttrain prefer --algorithm dpo",)),
+    "options of another trainer": (
+        words("rl", num_generations=4, learning_rate=1e-5), ("--num-generations; here it is --group", "here it is --lr")
+    ),
+    "option of another trainer for another verb": (words("sft", batch_size=4), ("here it is --rows\n",)),
+    "query without a question": (["query", "start"], ("a question in SQL: posttrain query runs/rl \"select",)),
+    "file without a function": (words("rl", env="env.py"), ("write env.py:reward",)),
+    "wrong type": (words("rl", steps="many"), ("--steps is a whole number, not 'many'",)),
     "fraction of a step": (words("rl", steps=1.6), ("--steps is a whole number, not 1.6",)),
     "seed beyond all": (words("rl", seed=2**64), ("--seed must be at least",)),
     "more threads than a system has": ([*words("eval"), "--threads", "100000"], ("--threads 100000 is too many",)),
@@ -176,9 +185,9 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "impossible number": (words("rl", steps=0), ("--steps must be above 0, not 0",)),
     "share above one": (words("sft", held_out=2), ("--held-out must be at least 0 and below 1, not 2",)),
     "unknown device": (words("sft", device="gpu"), ("--device gpu cannot be used",)),
-    "unknown algorithm": (words("rl", algorithm="grop"), ("did you mean 'grpo'", "reinforce, reinforce-baseline")),
-    "algorithm of another verb": (words("rl", algorithm="dpo"), ("dpo is a row of posttrain prefer", "there are reinforce")),
-    "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'", "there are reinforce, ")),
+    "unknown algorithm": (words("rl", algorithm="grop"), ("did you mean 'grpo'? posttrain algorithms lists all",)),
+    "algorithm of another verb": (words("rl", algorithm="dpo"), ("dpo belongs to posttrain prefer: posttrain prefer",)),
+    "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'? posttrain algorithms lists all",)),
     "group of one": (words("rl", algorithm="grpo", group=1), ("--group must be at least 2, not 1",)),
     "more prompts than tasks": (words("rl", prompts=50), ("--prompts 50", "20")),
     "truncated sampling": (words("rl", top_p=0.9), ("--top-p", "leave them at 1")),
@@ -394,7 +403,7 @@ def test_own_crash_is_shown_as_such_and_the_record_is_closed(place: Path, monkey
 
 
 def test_names_of_other_trainers_and_of_another_case_are_understood() -> None:
-    with pytest.raises(UserError, match="did you mean 'grpo'; there are"):
+    with pytest.raises(UserError, match="did you mean 'grpo'"):
         find("GRPO")
     with pytest.raises(UserError, match="unknown option 'reward'; here it is env"):
         posttrain.rl([{"prompt": "a"}], model="x", reward=len)  # type: ignore[call-arg]

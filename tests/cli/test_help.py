@@ -90,7 +90,16 @@ def test_help_without_a_command_lists_all_of_them(
     word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = page(capsys, monkeypatch, word)
+    assert len(lines) <= 60
     assert all(any(line.startswith(f"  {command.name} ") for line in lines) for command in COMMANDS)
+
+
+def test_a_page_that_leaves_sentences_out_says_where_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert page(capsys, monkeypatch, "query", "--help")[-1] == "posttrain query --help-all says more about these."
+    assert "--help-all" not in "".join(page(capsys, monkeypatch, "query", "--help-all"))
+    assert "--help-all" not in "".join(page(capsys, monkeypatch, "merge", "--help")), "nothing of it is left out"
 
 
 def test_help_of_a_command_of_commands_lists_these(

@@ -58,6 +58,8 @@ WORDS = {
     "--set",
     "--help",
     "--json",
+    "--kind",
+    "--browser",
     "--count",
     "--num-generations",
     "--replies",

@@ -127,7 +127,7 @@ def test_equal_shares_have_an_interval() -> None:
 
 @pytest.mark.parametrize("number", [1, 3, FEWEST - 1])
 def test_too_few_tasks_have_words_and_no_interval(number: int) -> None:
-    words = f"(too few tasks for an interval: {number} of at least 6)"
+    words = f"(too few tasks for an interval: {number}, and it takes 6)"
     values = [1.0, 0.0, 0.5, 0.25, 0.75][:number]
     for found in (share_interval(values), mean_interval(values), paired_interval(values, [0.0] * number)):
         assert found.text() == words and math.isnan(found.low) and math.isnan(found.high)
@@ -317,7 +317,7 @@ def test_summary_counts_every_task_once_and_pass_at_1_is_the_accuracy() -> None:
     assert result["reward"]["mean"] == pytest.approx((0.25 + 1.0 + 0.7) / 3)
     assert result["pass@2"]["mean"] == pytest.approx((0.5 + 1.0 + 1.0) / 3)
     assert result["pass@4"] == {
-        "mean": 1.0, "low": None, "high": None, "why": "too few tasks for an interval: 2 of at least 6", "tasks": 2,
+        "mean": 1.0, "low": None, "high": None, "why": "too few tasks for an interval: 2, and it takes 6", "tasks": 2,
     }  # fmt: skip
     for name in ("reward", "accuracy", "pass@1", "pass@2"):
         assert result[name]["low"] <= result[name]["mean"] <= result[name]["high"]

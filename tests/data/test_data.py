@@ -74,6 +74,20 @@ def test_converter_finds_renamed_columns_under_both_names() -> None:
     assert plain == renamed and plain["answer"] == "7"
 
 
+def test_fields_reach_into_a_column() -> None:
+    rows = [{"prompt": f"{n}+0=", "reward_model": {"style": "rule", "ground_truth": str(n)}} for n in range(3)]
+    tasks = to_tasks(rows, fields={"answer": "reward_model.ground_truth"})
+    assert [task["answer"] for task in tasks] == ["0", "1", "2"] and tasks[0]["reward_model"] == rows[0]["reward_model"]
+    expected = "no 'reward_model.truth'; reward_model holds: style, ground_truth"
+    refused(lambda: to_tasks(rows, fields={"answer": "reward_model.truth"}), expected)
+    [dotted] = to_tasks([{"the.prompt": "p"}], fields={"prompt": "the.prompt"})
+    assert dotted["prompt"] == "p"
+
+
+def test_columns_that_a_command_line_must_quote_are_quoted() -> None:
+    refused(lambda: to_tasks([{"The Question": "?", "level": 1}]), "the row has: 'The Question', level; say which")
+
+
 def test_templates_fill_whole_columns_and_leave_braces_in_data_alone() -> None:
     row = {"q": "f(x) = {x} {0.real}", "n": 3, "a.b": "dotted", "a": "A"}
     [task] = to_tasks(

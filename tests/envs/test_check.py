@@ -26,10 +26,16 @@ def said(report: Report) -> str:
 
 def test_a_sound_reward_is_in_order() -> None:
     report = check(lambda task, reply: {"correct": str(task["answer"]) == reply}, TASKS_OF_TWO)
-    assert report.ok and report.lines()[-1] == "in order"
+    assert report.ok and report.lines()[-1] == "check passed"
     assert [case.kind for case in report.cases[:5]] == ["answer", "empty", "junk", "very long", "unicode"]
     assert report.rewards == [1, 0, 0, 0, 0] * 2
     assert "'1+1='" in said(report) and "reward 1 (correct 1)" in said(report)
+
+
+def test_a_column_that_a_reward_misses_is_named_with_those_that_there_are() -> None:
+    report = check(lambda task, reply: task["solution"] == reply, TASKS_OF_TWO)
+    assert "the row has no 'solution', but 'prompt', 'answer': --fields.solution COLUMN renames one" in report.lines()
+    assert said(report).count("KeyError: 'solution'") == 2 and "invalid: as above" in said(report)
 
 
 def test_what_an_environment_notes_is_shown() -> None:
@@ -39,7 +45,7 @@ def test_what_an_environment_notes_is_shown() -> None:
 
 def test_a_reward_that_is_always_the_same_is_found() -> None:
     report = check(lambda task, reply: 0.5, [{**task, "response": "so"} for task in TASKS_OF_TWO])
-    assert not report.ok and report.lines()[-1] == "not in order"
+    assert not report.ok and report.lines()[-1] == "check failed"
     assert "the reward is the same for every reply (0.5): nothing can be learned from it" in said(report)
 
 
@@ -147,7 +153,7 @@ def test_without_a_whole_right_reply_equal_rewards_are_told_and_not_judged(colum
 
 def test_an_answer_that_is_no_whole_reply_is_tried_in_the_forms_that_scorers_look_for() -> None:
     report = check(lambda task, reply: float(f"\\boxed{{{task['answer']}}}" in reply), TASKS_OF_TWO)
-    assert report.ok and report.lines()[-1] == "in order"
+    assert report.ok and report.lines()[-1] == "check passed"
     assert "your answer column is not a full reply: '\\\\boxed{2}' earns 1 and '2' 0" in said(report)
     assert [case.task for case in report.cases] == ["a"] * 9 + ["b"] * 9
     assert len(check(lambda task, reply: float(reply == str(task["answer"])), TASKS_OF_TWO).cases) == 10

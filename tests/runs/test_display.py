@@ -15,7 +15,7 @@ from posttrain.runs.terminal.display import Display
 from posttrain.runs.terminal.live_region import Passing, Region, cells
 from posttrain.runs.terminal.output import Output
 from posttrain.runs.terminal.panel import View, compose
-from posttrain.runs.terminal.printing import examples, sample, shown, table
+from posttrain.runs.terminal.printing import examples, sample, say, shown, table
 
 METRICS = {"reward": 0.512, "length": 14.2, "entropy": 0.83, "loss": 0.1, "grad_norm": 2.0}
 TIMING = {"tokens_per_second/sampled": 1234.0, "seconds/rollout": 0.5}
@@ -455,3 +455,20 @@ def test_examples_are_cut_to_a_few_lines_and_cannot_rewrite_the_screen(capsys: p
     assert lines[2:4] == ["prompt │ ... (30 more lines before)", "       │ the end:"]
     assert lines[6].startswith("       │ ... (") and lines[7].endswith("AAA...")
     assert lines[9:11] == ["prompt │ the question", "reply  │"]
+
+
+def test_what_is_said_at_the_end_is_broken_between_words_only(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", terminal)
+    say("ask it      posttrain rl --reward-model runs/rm ..., or label --with reward-model=runs/rm", "done")
+    assert screen(terminal.getvalue()) == [
+        "ask it      posttrain rl --reward-model runs/rm ..., or label --with",
+        "            reward-model=runs/rm",
+        "done",
+    ]
+
+
+def test_a_title_is_not_broken_where_its_table_is_narrow(terminal: Terminal) -> None:
+    table("4 tasks, 2 samples each", ["", "rl"], [["reward", 0.1]], terminal)
+    assert "4 tasks, 2 samples each" in terminal.getvalue()

@@ -135,6 +135,7 @@ def test_a_question_that_goes_wrong_is_told_what_helps(capsys: pytest.CaptureFix
         ("select notes.moves from rollouts", "write notes->>'moves'"),
         ("select r.columns.level from rollouts r", "write columns->>'level'"),
         ("selct 1", "syntax error"),
+        ("select rewrad from rollouts", "there is no column 'rewrad': like it are reward"),
     ):
         found = told(capsys, "query", "a", sql)
         assert said in found and "LINE 1" not in found, sql

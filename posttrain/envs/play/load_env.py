@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from posttrain.core.coerce import convert
-from posttrain.core.messages import near_or_all, short
+from posttrain.core.messages import near, near_or_all, short
 from posttrain.core.types import AsyncEnv, Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
 from posttrain.envs.play.env_outputs import read_number, read_verdict
 from posttrain.envs.reward_sums import RewardTerm, names_verifiers, terms_of
@@ -374,5 +374,5 @@ def _split(spec: str) -> tuple[str, str]:
     spec = BUILTIN.get(spec, spec)
     if ":" in spec or spec.endswith(".py"):
         return split_name(spec)
-    known = near_or_all(spec, sorted(BUILTIN), len(BUILTIN))
+    known = near(spec, BUILTIN) or near_or_all(spec, sorted(BUILTIN), len(BUILTIN))
     raise UserError(f"there is no built-in environment {spec!r}{known}; one of your own is my.py:reward")

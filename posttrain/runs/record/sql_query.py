@@ -236,6 +236,10 @@ def explained(error: Exception, sql: str, tables: Sequence[str]) -> str:
         return f"there is no table {table[1]}: there {'is' if len(tables) == 1 else 'are'} {', '.join(tables)}"
     if column and f'"{column[1]}"' in sql:
         return f"{said}; a text stands in single quotes, names of columns in double ones"
+    if column:
+        alike = re.findall(r'"(\w+)"', said.partition("Candidate bindings:")[2])
+        listed = f"like it are {', '.join(alike)}; " if alike else ""
+        return f'there is no column {column[1]!r}: {listed}"describe rollouts" lists those of a table'
     if field and field[2] == "parts":
         return f"the parts of a reward are a list: write part(parts, '{field[1]}')"
     if field and field[2] in _JSON:

@@ -10,7 +10,7 @@ from typing import Any, TextIO, cast
 
 from posttrain.core.messages import clip, safe
 from posttrain.core.types import Outcome, Rollout, SpanKind
-from posttrain.runs.terminal.output import Output, fancy
+from posttrain.runs.terminal.output import Output, fancy, wrapped
 from posttrain.runs.terminal.output import columns as columns_of
 
 SLOW = 0.05  # seconds of a turn that are told
@@ -23,6 +23,13 @@ SPEAKERS = {
     SpanKind.TOOL: "tool",
 }
 """Kind of a turn -> its label."""
+
+
+def say(*lines: str) -> None:
+    """Print lines, on a terminal broken between words; what follows the first part stands beside the label."""
+    width = columns_of(Output(sys.stdout))
+    for line in "\n".join(lines).split("\n") if lines else ():
+        print(wrapped(line, width, 12))
 
 
 def table(
@@ -52,12 +59,12 @@ def table(
         from rich.table import Table
         from rich.text import Text
 
-        drawn = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+        drawn = Table(box=box.SIMPLE_HEAD, show_edge=False)
         for name, at_right in zip(columns, right, strict=True):
             drawn.add_column(Text(name), justify="right" if at_right else "left")
         for row in cells:
             drawn.add_row(*map(Text, row))
-        Console(file=cast(TextIO, out)).print(drawn)
+        Console(file=cast(TextIO, out), highlight=False).print(Text(title, style="bold"), drawn, "")
         return
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     lines = [title]

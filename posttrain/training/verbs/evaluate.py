@@ -132,15 +132,15 @@ def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Ca
         known = next(filter(None, (split_seed_of(folder, tasks) for folder in folders)), None)
         seed = 0 if known is None else known[1]
         if known is not None:
-            say(f"held out as by {known[0]}: --split-seed {seed}")
+            say(f"held out are the same tasks as in {known[0]} (--split-seed {seed})")
     for folder in folders if of_a_file else ():
         if why := seen(folder, tasks, config.held_out, seed):
             say(why)
     return hold_out(data, config.held_out, seed)[1]
 
 
-def save(found: Evaluated, path: Path) -> None:
-    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, as a table.
+def save(found: Evaluated, path: Path) -> list[Path]:
+    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, as a table: their files.
 
     Raises UserError if one of the files cannot be written.
     """
@@ -152,15 +152,18 @@ def save(found: Evaluated, path: Path) -> None:
         "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
     sides = {"": found.rollouts, ".against": found.against_rollouts}
+    files: list[Path] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         user_files.writable(path).write_bytes(json_document(content))
         for side, rollouts in sides.items():
             if rollouts:
                 table = rollouts_table(0, [Outcome(rollout) for rollout in rollouts], "eval")
-                write_table(path.with_name(f"{path.stem}{side}.rollouts.parquet"), table)
+                files.append(path.with_name(f"{path.stem}{side}.rollouts.parquet"))
+                write_table(files[-1], table)
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
+    return files
 
 
 def _example(rollout: Rollout, place: int) -> dict[str, Any]:
@@ -173,7 +176,7 @@ def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
     """The k of pass@k that there are samples for, and a note on the others."""
     most = config.samples
     left_out = [f"pass@{k}" for k in config.k if k > most]
-    told = f"{', '.join(left_out)} left out: more than the {most} samples of each task (--samples)"
+    told = f"{', '.join(left_out)} left out: more than the {most} sample{'s'[: most - 1]} of each task (--samples)"
     return [k for k in config.k if k <= most], (told,) if left_out else ()
 
 

@@ -722,7 +722,7 @@ def test_row_of_one_s_own_is_described_and_trained_with_like_any_other(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("mine.py:number", "7 (int), not a row: make it an Algorithm"),
+        ("mine.py:number", "7 (int), not an algorithm: make it an Algorithm"),
         ("mine.py:absent", "absent"),
         ("nowhere.py:mine", "nowhere.py"),
         ("grop", "did you mean 'grpo'"),

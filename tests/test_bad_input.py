@@ -177,7 +177,9 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "share above one": (words("sft", held_out=2), ("--held-out must be at least 0 and below 1, not 2",)),
     "unknown device": (words("sft", device="gpu"), ("--device gpu cannot be used",)),
     "unknown algorithm": (words("rl", algorithm="grop"), ("did you mean 'grpo'", "reinforce, reinforce-baseline")),
-    "algorithm of another verb": (words("rl", algorithm="dpo"), ("dpo is a row of posttrain prefer", "there are reinforce")),
+    "algorithm of another verb": (
+        words("rl", algorithm="dpo"), ("dpo is an algorithm of posttrain prefer", "there are reinforce")
+    ),
     "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'", "there are reinforce, ")),
     "group of one": (words("rl", algorithm="grpo", group=1), ("--group must be at least 2, not 1",)),
     "more prompts than tasks": (words("rl", prompts=50), ("--prompts 50", "20")),

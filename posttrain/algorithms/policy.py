@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.aggregate import AGGREGATES, Aggregate
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
 from posttrain.algorithms.critic_loss import CriticLoss
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, RatioStep
-from posttrain.algorithms.row import Row
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.algorithms.teacher import Distillation
@@ -69,7 +69,7 @@ class Pretraining(Component):
 
 
 @dataclass(frozen=True)
-class Algorithm(Row):
+class Algorithm(AlgorithmBase):
     """A row of the table of policies."""
 
     advantage: Advantage = setting(flag="advantage", help="Advantage estimator; gae adds a critic.", choices=ADVANTAGES)
@@ -167,16 +167,16 @@ class Algorithm(Row):
 class PolicyObjective:
     """The loss of one micro-batch: minus the weighted sum of what is maximised, plus the penalties."""
 
-    row: Algorithm
+    algorithm: Algorithm
 
     @property
     def wants(self) -> frozenset[str]:
-        return self.row.wants
+        return self.algorithm.wants
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         """A scalar. Metrics are averaged over the tokens that are fed."""
-        row = self.row
-        if row.old == "sampler" and batch.advantage is not None:
+        algorithm = self.algorithm
+        if algorithm.old == "sampler" and batch.advantage is not None:
             assert batch.sampler_logp is not None, "rollouts were sampled"
             batch = replace(batch, old_logp=batch.sampler_logp)
         imitated = outputs.logp.new_zeros(())
@@ -186,45 +186,45 @@ class PolicyObjective:
             stats.add("ptx/nll", -outputs.logp.detach().sum().item(), outputs.logp.numel())
             return imitated
         loss = outputs.logp.new_zeros(())
-        if row.critic is not None:
-            loss = loss + row.critic.coefficient * (batch.weight * row.critic(outputs, batch, stats)).sum()
+        if algorithm.critic is not None:
+            loss = loss + algorithm.critic.coefficient * (batch.weight * algorithm.critic(outputs, batch, stats)).sum()
         if batch.coefficients.get("policy", 1.0) == 0:  # the critic's warm-up
             return loss
         gain = self._surrogate(outputs, batch, stats)
-        if not row.reinforces:
+        if not algorithm.reinforces:
             gain = torch.zeros_like(gain)
-        if row.teacher is not None and not row.teacher.sampled:
-            distance = row.teacher.distance(outputs)
+        if algorithm.teacher is not None and not algorithm.teacher.sampled:
+            distance = algorithm.teacher.distance(outputs)
             stats.add("divergence", distance.detach().sum().item(), distance.numel())
-            gain = gain - row.teacher.coefficient * distance
-        if row.kl is not None:
-            gain = gain - self._penalty(row.kl, outputs, batch, stats)
-        if row.entropy is not None:
+            gain = gain - algorithm.teacher.coefficient * distance
+        if algorithm.kl is not None:
+            gain = gain - self._penalty(algorithm.kl, outputs, batch, stats)
+        if algorithm.entropy is not None:
             assert outputs.entropy is not None
-            gain = gain + batch.coefficients.get("entropy", row.entropy.coefficient) * outputs.entropy
+            gain = gain + batch.coefficients.get("entropy", algorithm.entropy.coefficient) * outputs.entropy
             stats.add("entropy/policy", outputs.entropy.detach().sum().item(), outputs.entropy.numel())
         return loss + imitated - (batch.weight * gain).sum()
 
     def _surrogate(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         """[N]: what is maximised, with the correction for the engine's numbers."""
-        row, logp = self.row, outputs.logp if self.row.reinforces else outputs.logp.detach()
+        algorithm, logp = self.algorithm, outputs.logp if self.algorithm.reinforces else outputs.logp.detach()
         first = batch.old_logp is None  # of the step's updates: the old policy is the current one
         old = logp.detach() if batch.old_logp is None else batch.old_logp
-        start = logp.detach() if row.old == "sampler" else old
+        start = logp.detach() if algorithm.old == "sampler" else old
         batch = replace(batch, old_logp=old)
-        if row.teacher is not None and row.teacher.sampled:
+        if algorithm.teacher is not None and algorithm.teacher.sampled:
             assert batch.advantage is not None and batch.teacher_logp is not None
             stats.add("divergence", (start - batch.teacher_logp).sum().item(), start.numel())
             # by older weights' probabilities it would not be the gradient of the reverse KL
-            batch = replace(batch, advantage=batch.advantage + row.teacher.worth(batch.teacher_logp, start))
+            batch = replace(batch, advantage=batch.advantage + algorithm.teacher.worth(batch.teacher_logp, start))
         log_ratio = logp - old
-        for step in row.ratio:
+        for step in algorithm.ratio:
             log_ratio = step(log_ratio, batch)
         # Far beyond any clip; above it, a product over a sequence overflows, and its gradient is NaN.
         ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
-        gain = row.surrogate(ratio, replace(outputs, logp=logp), batch)
-        if batch.sampler_logp is not None and row.correction is not None:
-            gain = gain * row.correction(old - batch.sampler_logp, batch.rollout)
+        gain = algorithm.surrogate(ratio, replace(outputs, logp=logp), batch)
+        if batch.sampler_logp is not None and algorithm.correction is not None:
+            gain = gain * algorithm.correction(old - batch.sampler_logp, batch.rollout)
         self._measure(ratio.detach(), start, first, batch, stats)
         return gain
 
@@ -258,7 +258,7 @@ class PolicyObjective:
         if count:
             stats.add("ratio/max", ratio.max().item())
             stats.add("ratio/min", ratio.min().item())
-        self.row.surrogate.measure(ratio, batch, stats)
+        self.algorithm.surrogate.measure(ratio, batch, stats)
         if batch.sampler_logp is not None:
             # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
             gap = (start - batch.sampler_logp).double()
@@ -270,6 +270,6 @@ class PolicyObjective:
                 stats.add("sampler/gap/max", gap.abs().max().item())
 
 
-def policy_objective(row: Algorithm) -> Objective:
+def policy_objective(algorithm: Algorithm) -> Objective:
     """The loss that `row` stands for."""
-    return PolicyObjective(row)
+    return PolicyObjective(algorithm)

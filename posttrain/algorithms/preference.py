@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison
 from posttrain.algorithms.links import LINKS, Pairs, PreferenceLink
 from posttrain.algorithms.responses import SCORES, LogRatio, PolicyWeight, Responses, Score
-from posttrain.algorithms.row import Row
 from posttrain.core.batch import Batch, Outputs, Preferences, Stats
 from posttrain.core.component import Component, setting
 from posttrain.core.lazy_torch import torch
@@ -96,7 +96,7 @@ class Imitated(Component):
 
 
 @dataclass(frozen=True)
-class Preference(Row):
+class PreferenceAlgorithm(AlgorithmBase):
     """A row of the table of comparisons."""
 
     link: PreferenceLink = setting(flag="link", help="Loss on the scores of responses.", choices=LINKS)
@@ -127,23 +127,23 @@ class Preference(Row):
 class PreferenceObjective:
     """The loss of one micro-batch of items."""
 
-    row: Preference
+    algorithm: PreferenceAlgorithm
 
     @property
     def wants(self) -> frozenset[str]:
-        return self.row.wants
+        return self.algorithm.wants
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         """A scalar: the weighted sum of the losses of comparisons, or of labels, plus the likelihood term."""
         said = batch.preferences
         assert said is not None
         responses = Responses.of(batch)
-        labelled = self.row.link.reads_labels
+        labelled = self.algorithm.link.reads_labels
         loss = (
             self._labels(outputs, batch, said, responses) if labelled else self._pairs(outputs, batch, said, responses)
         )
         self.measure(outputs, batch, stats)
-        loss = self.row.coefficient * loss
+        loss = self.algorithm.coefficient * loss
         if batch.imitate is not None:
             loss = loss - (batch.imitate.double() * outputs.logp.double()).sum()
         return loss
@@ -156,12 +156,12 @@ class PreferenceObjective:
         said = batch.preferences
         assert said is not None
         with torch.no_grad():
-            responses, beta = Responses.of(batch), getattr(self.row.link, "beta", 1.0)
+            responses, beta = Responses.of(batch), getattr(self.algorithm.link, "beta", 1.0)
             everyone = torch.arange(len(responses.length), device=batch.transcript.device)
             logp = responses.total(outputs.logp, everyone)
 
             def score(side: Tensor) -> Tensor:
-                return self.row.score(outputs, batch, responses, side, None)
+                return self.algorithm.score(outputs, batch, responses, side, None)
 
             if len(said.better):
                 which = said.better, said.worse
@@ -189,24 +189,24 @@ class PreferenceObjective:
     ) -> tuple[Tensor, Tensor]:
         """Scores [C] and [C] of the two sides, each behind the length of the shorter one as the row weighs it."""
         shorter = torch.minimum(responses.length[said.better], responses.length[said.worse])
-        better, worse = (self.row.score(outputs, batch, responses, w, shorter) for w in (said.better, said.worse))
+        better, worse = (self.algorithm.score(outputs, batch, responses, w, shorter) for w in (said.better, said.worse))
         return better, worse
 
     def _pairs(self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses) -> Tensor:
-        row = self.row
+        algorithm = self.algorithm
         better, worse = self._compared(outputs, batch, said, responses)
-        margin = torch.zeros_like(better) if row.margin is None else row.margin(said.margin.double())
-        losses = row.link.compare(Pairs(better, worse, margin, said.better, batch.coefficients))
-        if row.weight is not None:
-            weights = row.weight(outputs, batch, responses, said.better)
-            losses = losses * weights * row.weight(outputs, batch, responses, said.worse)
+        margin = torch.zeros_like(better) if algorithm.margin is None else algorithm.margin(said.margin.double())
+        losses = algorithm.link.compare(Pairs(better, worse, margin, said.better, batch.coefficients))
+        if algorithm.weight is not None:
+            weights = algorithm.weight(outputs, batch, responses, said.better)
+            losses = losses * weights * algorithm.weight(outputs, batch, responses, said.worse)
         return (said.weight.double() * losses).sum()
 
     def _labels(self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses) -> Tensor:
-        score = self.row.score(outputs, batch, responses, said.labelled, None)
-        losses = self.row.link.judge(score, said.label.double(), batch.coefficients)
-        if self.row.weight is not None:
-            losses = losses * self.row.weight(outputs, batch, responses, said.labelled)
+        score = self.algorithm.score(outputs, batch, responses, said.labelled, None)
+        losses = self.algorithm.link.judge(score, said.label.double(), batch.coefficients)
+        if self.algorithm.weight is not None:
+            losses = losses * self.algorithm.weight(outputs, batch, responses, said.labelled)
         return (said.label_weight.double() * losses).sum()
 
 

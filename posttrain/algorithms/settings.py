@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from posttrain.algorithms.row import Row
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.core.coerce import convert, fits, said
 from posttrain.core.component import NEVER, Component, Setting, SettingRange, knob_of
 from posttrain.core.messages import near, short
@@ -22,7 +22,7 @@ from posttrain.core.types import UserError
 from posttrain.system.user_code import load_named
 
 Place = tuple[str, ...]
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyAlgorithm = TypeVar("AnyAlgorithm", bound=AlgorithmBase)
 
 LABELS = ("name", "paper", "stated", "idea")
 """Fields of a row that are not settings."""
@@ -39,12 +39,12 @@ class Flag:
     first_hour: bool = False  # whether --help shows it, and not only --help-all
 
 
-def choose(row: AnyRow, settings: Mapping[str, Any]) -> AnyRow:
+def choose(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm:
     """The row with the whole parts that are chosen among these settings; the others are ignored. Raises as `change`."""
-    return change(row, {name: value for name, value in settings.items() if _rank(type(row), name) == 0})
+    return change(algorithm, {name: value for name, value in settings.items() if _rank(type(algorithm), name) == 0})
 
 
-def change(row: AnyRow, settings: Mapping[str, Any]) -> AnyRow:
+def change(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm:
     """The row with these settings: names of flags or places -> values, as text or of their type.
 
     Whole parts are chosen first, then made or removed, then changed, so the order of settings does not matter.
@@ -52,24 +52,24 @@ def change(row: AnyRow, settings: Mapping[str, Any]) -> AnyRow:
     Raises UserError, in one line, for a name that does not exist, a value that does not fit, a flag whose setting no
     part of the row has, and one setting with two values.
     """
-    kind = type(row)
+    kind = type(algorithm)
     _refuse_two_values(kind, settings)
     for name in sorted(settings, key=lambda name: _rank(kind, name)):
         flag = flags(kind).get(name.replace("-", "_"))
         if flag is None:
-            row = _assigned(row, name.split("."), settings[name], name, name)
+            algorithm = _assigned(algorithm, name.split("."), settings[name], name, name)
             continue
         told = f"--{flag.name.replace('_', '-')}"
-        there = [place for place, owner in flag.places if _stands(row, place, owner)]
+        there = [place for place, owner in flag.places if _stands(algorithm, place, owner)]
         there = there or [place for place, owner in flag.places if _knob_at(place, owner).creates][:1]
         if not there:
-            raise UserError(f"{told} cannot go with {row.name}: {_hint(kind, flag)}")
+            raise UserError(f"{told} cannot go with {algorithm.name}: {_hint(kind, flag)}")
         for place in there:
-            row = _assigned(row, place, settings[name], told, ".".join(place))
-    return row
+            algorithm = _assigned(algorithm, place, settings[name], told, ".".join(place))
+    return algorithm
 
 
-def _refuse_two_values(kind: type[Row], settings: Mapping[str, Any]) -> None:
+def _refuse_two_values(kind: type[AlgorithmBase], settings: Mapping[str, Any]) -> None:
     """Raise UserError where a setting is given by its flag and by its place, with different values."""
     by_name = {name.replace("-", "_"): name for name in settings}
     for plain, name in by_name.items():
@@ -81,7 +81,7 @@ def _refuse_two_values(kind: type[Row], settings: Mapping[str, Any]) -> None:
                 raise UserError(f"{told} are the same setting: leave one of them out")
 
 
-def flags(kind: type[Row]) -> dict[str, Flag]:
+def flags(kind: type[AlgorithmBase]) -> dict[str, Flag]:
     """All flags of a kind of rows, by name."""
     if kind not in _flags:
         found: dict[str, list[tuple[Place, type[Component], Any, Setting]]] = {}
@@ -101,34 +101,34 @@ def flags(kind: type[Row]) -> dict[str, Flag]:
     return _flags[kind]
 
 
-_flags: dict[type[Row], dict[str, Flag]] = {}
+_flags: dict[type[AlgorithmBase], dict[str, Flag]] = {}
 
 
-def settings_of(row: Row) -> dict[str, Any]:
+def settings_of(algorithm: AlgorithmBase) -> dict[str, Any]:
     """Every setting that a row has: place -> value; of a whole part that can be chosen, its name."""
-    return dict(_values(row, ()))
+    return dict(_values(algorithm, ()))
 
 
-def check_parts(row: Row) -> None:
+def check_parts(algorithm: AlgorithmBase) -> None:
     """Raise UserError where a row of a user's own holds something else than the parts that it is made of."""
-    for f in dataclasses.fields(row):
-        value, hint = getattr(row, f.name), _hints(type(row))[f.name]
+    for f in dataclasses.fields(algorithm):
+        value, hint = getattr(algorithm, f.name), _hints(type(algorithm))[f.name]
         kind, several = _part_in(hint)
         if kind is not None and not fits(value, hint):
             wanted = f"a tuple of parts of kind {kind.__name__}" if several else f"a part of kind {kind.__name__}"
-            raise UserError(f"{row.name}: {f.name} must be {wanted}, not {short(value)}")
-    for place, part, name in _settings_at(row, ()):
+            raise UserError(f"{algorithm.name}: {f.name} must be {wanted}, not {short(value)}")
+    for place, part, name in _settings_at(algorithm, ()):
         value, hint = getattr(part, name), _hints(type(part))[name]
         if not fits(value, hint):
-            raise UserError(f"{row.name}: {place} must be {said(hint)}, not {short(value)}")
+            raise UserError(f"{algorithm.name}: {place} must be {said(hint)}, not {short(value)}")
 
 
-def check_ranges(row: Row) -> None:
+def check_ranges(algorithm: AlgorithmBase) -> None:
     """Raise UserError for a setting outside its range: a row of a user's own may be made with any value."""
-    for place, part, name in _settings_at(row, ()):
+    for place, part, name in _settings_at(algorithm, ()):
         known = knob_of(_fields(type(part))[name])
         if known.bounds != SettingRange():
-            known.bounds.check(f"{row.name}: {place}", getattr(part, name))
+            known.bounds.check(f"{algorithm.name}: {place}", getattr(part, name))
 
 
 def _settings_at(part: Any, above: Place) -> Iterator[tuple[str, Any, str]]:
@@ -145,7 +145,7 @@ def _settings_at(part: Any, above: Place) -> Iterator[tuple[str, Any, str]]:
 
 def _values(part: Any, above: Place) -> Iterator[tuple[str, Any]]:
     for f in dataclasses.fields(part):
-        if isinstance(part, Row) and f.name in LABELS:
+        if isinstance(part, AlgorithmBase) and f.name in LABELS:
             continue
         value, choices = getattr(part, f.name), knob_of(f).choices
         place = (*above, f.name)
@@ -234,7 +234,7 @@ def _words(hint: Any) -> tuple[Any, ...]:
 # -- where a name leads ------------------------------------------------------------------------------------------------
 
 
-def _rank(kind: type[Row], name: str) -> int:
+def _rank(kind: type[AlgorithmBase], name: str) -> int:
     """0: chooses a whole part; 1: may make or remove one; 2: changes one."""
     flag = flags(kind).get(name.replace("-", "_"))
     place = flag.places[0][0] if flag else tuple(name.split("."))
@@ -248,9 +248,9 @@ def _knob_at(place: Place, owner: type[Component]) -> Setting:
     return knob_of(_fields(owner)[place[-1]])
 
 
-def _stands(row: Row, place: Place, owner: type[Component]) -> bool:
+def _stands(algorithm: AlgorithmBase, place: Place, owner: type[Component]) -> bool:
     """Whether the row has a part of this class at the place of this setting."""
-    found: Any = row
+    found: Any = algorithm
     for name in place[:-1]:
         if isinstance(found, tuple):
             found = next((part for part in found if _named(type(part)) == name), None)
@@ -259,7 +259,7 @@ def _stands(row: Row, place: Place, owner: type[Component]) -> bool:
     return isinstance(found, owner)
 
 
-def _hint(kind: type[Row], flag: Flag) -> str:
+def _hint(kind: type[AlgorithmBase], flag: Flag) -> str:
     """Which choice brings a part that has the setting."""
     brings = []
     for other in flags(kind).values():

@@ -20,69 +20,75 @@ REPLAYED = Correction(cap=10.0)
 """By default of rollouts of any age: ratios far from 1 are no noise there (ACER, arXiv 1611.01224, section 3.1, c = 10)."""
 
 
-def beyond(row: Algorithm, run: RL) -> list[str]:
+def beyond(algorithm: Algorithm, run: RL) -> list[str]:
     """The options by which other weights than those of the step's start have sampled what a step learns from."""
     options = {
         "--async-steps": run.async_steps > 0,
         "--tokens-per-step": run.tokens_per_step > 0,
-        "--replay": row.replay is not None,
+        "--replay": algorithm.replay is not None,
     }
     return [option for option, there in options.items() if there]
 
 
-def weighing(row: Algorithm, run: RL) -> Algorithm:
+def weighing(algorithm: Algorithm, run: RL) -> Algorithm:
     """With the weight that makes up for other weights, where there are some and nothing was chosen for that.
 
     A ratio to the sampler where it is exact, or where nothing else is known of the rollouts; a correction elsewhere.
     """
-    lags, chosen = beyond(row, run), run.chooses("correction")
-    weighed = row.weighs_older if lags else row.weighs_updates or _updates(row) == 1
+    lags, chosen = beyond(algorithm, run), run.chooses("correction")
+    weighed = algorithm.weighs_older if lags else algorithm.weighs_updates or _updates(algorithm) == 1
     if weighed or run.chooses("old_policy"):
-        return row
-    if row.surrogate.uses_ratio and (chosen or row.multiplies or row.replay is not None):
-        return replace(row, old="sampler")
-    return row if chosen else replace(row, correction=REPLAYED if row.replay is not None else Correction())
+        return algorithm
+    if algorithm.surrogate.uses_ratio and (chosen or algorithm.multiplies or algorithm.replay is not None):
+        return replace(algorithm, old="sampler")
+    return (
+        algorithm
+        if chosen
+        else replace(algorithm, correction=REPLAYED if algorithm.replay is not None else Correction())
+    )
 
 
-def contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     """What there must be where other weights have sampled, and what there cannot be."""
-    lags, updates, ratio = beyond(row, run), _updates(row), row.surrogate.uses_ratio
+    lags, updates, ratio = beyond(algorithm, run), _updates(algorithm), algorithm.surrogate.uses_ratio
     ways = ["--old-policy sampler"] if ratio else ["a ratio with --surrogate clip and --old-policy sampler"]
-    if not (ratio and row.replay is not None):
+    if not (ratio and algorithm.replay is not None):
         ways.insert(0, "--correction truncate")
     yield (
-        bool(lags) and not row.weighs_older,
+        bool(lags) and not algorithm.weighs_older,
         f"rollouts of {' and '.join(lags)} were sampled by older weights, for which nothing accounts: give "
         f"{' or '.join(ways)}",
     )
     yield (
-        updates > 1 and not row.weighs_updates,
+        updates > 1 and not algorithm.weighs_updates,
         f"{updates} updates per step learn from what the weights before them sampled, for which nothing accounts: give "
         "--correction truncate or a ratio with --surrogate clip, or set --epochs 1 --minibatches 1",
     )
-    sampler = row.old == "sampler"
-    yield sampler and not ratio, f"it has no ratio, it maximises {row.surrogate.formula}: leave out --old-policy"
+    sampler = algorithm.old == "sampler"
+    yield sampler and not ratio, f"it has no ratio, it maximises {algorithm.surrogate.formula}: leave out --old-policy"
     yield (
-        sampler and row.correction is not None,
+        sampler and algorithm.correction is not None,
         "a ratio to the sampler's own probabilities leaves nothing to correct: leave out --correction, or --old-policy",
     )
     yield (
-        ratio and row.replay is not None and not sampler,
+        ratio and algorithm.replay is not None and not sampler,
         "of rollouts of earlier steps only the sampler's probabilities are known: leave out --correction, and give "
         "--old-policy sampler",
     )
-    yield from _of_rewards(row)
+    yield from _of_rewards(algorithm)
 
 
-def _of_rewards(row: Algorithm) -> Iterator[tuple[bool, str]]:
+def _of_rewards(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
     """Weights of single rewards are for advantages that are sums of them."""
-    at_rewards = isinstance(row.surrogate, WeightedLogProbability) and row.surrogate.at == "reward"
-    discounted = isinstance(row.advantage, GAE) or (isinstance(row.advantage, ToGo) and row.advantage.gamma != 1)
+    at_rewards = isinstance(algorithm.surrogate, WeightedLogProbability) and algorithm.surrogate.at == "reward"
+    discounted = isinstance(algorithm.advantage, GAE) or (
+        isinstance(algorithm.advantage, ToGo) and algorithm.advantage.gamma != 1
+    )
     told = {
         "a discounted advantage": discounted,
-        "--top-entropy": row.select is not None,
-        "what a teacher says of single tokens": row.teacher is not None and row.teacher.sampled,
-        "rollouts that branch": row.branching is not None,
+        "--top-entropy": algorithm.select is not None,
+        "what a teacher says of single tokens": algorithm.teacher is not None and algorithm.teacher.sampled,
+        "rollouts that branch": algorithm.branching is not None,
     }
     yield (
         at_rewards and any(told.values()),
@@ -91,5 +97,5 @@ def _of_rewards(row: Algorithm) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _updates(row: Algorithm) -> int:
-    return row.epochs * row.minibatches
+def _updates(algorithm: Algorithm) -> int:
+    return algorithm.epochs * algorithm.minibatches

@@ -38,7 +38,7 @@ class OpenTeachers:
 
 def load_teachers(
     config: Distill,
-    row: Algorithm,
+    algorithm: Algorithm,
     tokenizer: Tokenizer,
     device: torch.device,
     tasks: Sequence[Task],
@@ -50,7 +50,7 @@ def load_teachers(
     Raises UserError, in one line, for one of another tokenizer, an endpoint that is asked for whole distributions, and a
     task whose teacher there is not.
     """
-    assert row.teacher is not None
+    assert algorithm.teacher is not None
     models: dict[str, Model] = {}
     remote: dict[str, RemoteTeacher] = {}
     lines = []
@@ -58,7 +58,7 @@ def load_teachers(
         if where.startswith(("http://", "https://")):
             from posttrain.training.sources.remote_teacher import RemoteTeacher  # and with it a library for HTTP
 
-            _refuse_exact(row, option, where)
+            _refuse_exact(algorithm, option, where)
             remote[name] = opened.enter_context(closing(RemoteTeacher(where)))
             lines.append(f"{option} {where} ({remote[name].model}), asked for log-probabilities")
         else:
@@ -68,7 +68,7 @@ def load_teachers(
             model = held_model(config, folder, device, world) if alone else load_model(folder, device=device)
             models[name] = model.requires_grad_(False)
             size = f"{parameters(models[name]):,} parameters, context {models[name].config.context}"
-            lines.append(f"{option} {where}: {size}; its logits are divided by {row.teacher.temperature:g}")
+            lines.append(f"{option} {where}: {size}; its logits are divided by {algorithm.teacher.temperature:g}")
     contexts = {name: model.config.context for name, model in models.items()}
     teachers = Teachers(tokenizer, contexts, remote, choose=bool(config.teachers))
     for task in tasks:
@@ -88,16 +88,17 @@ def named_teachers(config: Distill) -> Iterator[tuple[str, str, str]]:
     return chain(default, others)
 
 
-def _refuse_exact(row: Algorithm, option: str, where: str) -> None:
-    assert row.teacher is not None
-    if not row.teacher.sampled:
+def _refuse_exact(algorithm: Algorithm, option: str, where: str) -> None:
+    assert algorithm.teacher is not None
+    if not algorithm.teacher.sampled:
         raise UserError(
-            f"{row.name}: {option} {where} says log-probabilities of single tokens, and {row.teacher.divergence} needs "
-            "whole distributions: take --algorithm distill-k1, or a teacher in a folder"
+            f"{algorithm.name}: {option} {where} gives log-probabilities of single tokens, and "
+            f"{algorithm.teacher.divergence} needs whole distributions: take --algorithm distill-k1, or a teacher in "
+            "a folder"
         )
-    if row.teacher.temperature != 1:
+    if algorithm.teacher.temperature != 1:
         raise UserError(
-            f"{row.name}: {option} {where} says log-probabilities at temperature 1: give --teacher-temperature 1"
+            f"{algorithm.name}: {option} {where} gives log-probabilities at temperature 1: give --teacher-temperature 1"
         )
 
 

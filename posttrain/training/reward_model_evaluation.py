@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.algorithms.links import SquaredError
-from posttrain.algorithms.reward_model_table import ScoringObjective
+from posttrain.algorithms.reward_model_table import RewardModelObjective
 from posttrain.core.batch import Stats
 from posttrain.core.intervals import ratio_interval, share_interval, stated
 from posttrain.core.types import Item
@@ -36,7 +36,7 @@ class Scored:
         source: RewardExamples,
         unseen: PreferenceExamples | None,
         learner: LocalLearner,
-        objective: ScoringObjective,
+        objective: RewardModelObjective,
         model: RewardModel,
     ) -> None:
         self.source, self.unseen, self.learner, self.objective, self.model = source, unseen, learner, objective, model
@@ -63,7 +63,7 @@ class Scored:
 
     def offset(self) -> float:
         """What services add. Comparisons leave it free what a score of 0 is; labels do not."""
-        return 0.0 if self.objective.row.link.reads_labels else -self.mean()
+        return 0.0 if self.objective.algorithm.link.reads_labels else -self.mean()
 
     def mean(self) -> float:
         """Mean score of `CENTRED_ON` training items from all over, under the weights as they are."""
@@ -124,7 +124,7 @@ class Scored:
 
     def _labelled(self, items: Sequence[Item], scores: Sequence[list[float]]) -> dict[str, Any]:
         labels = [[value for own in item.labels for value in own] for item in items]
-        if isinstance(self.objective.row.link, SquaredError):
+        if isinstance(self.objective.algorithm.link, SquaredError):
             errors = [[(s - y) ** 2 for s, y in zip(a, b, strict=True)] for a, b in zip(scores, labels, strict=True)]
             mean = float(np.mean([y for own in labels for y in own]))
             constant = [[(y - mean) ** 2 for y in own] for own in labels]

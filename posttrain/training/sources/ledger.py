@@ -101,10 +101,10 @@ class Ledger:
     """Of one step."""
 
     def __init__(
-        self, row: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: TokenRecording
+        self, algorithm: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: TokenRecording
     ) -> None:
         """`left`: what became of rollouts before anything was credited."""
-        self.row, self.number, self.recording = row, number, recording
+        self.algorithm, self.number, self.recording = algorithm, number, recording
         self._accounts = {id(rollout): _Account(rollout) for rollout in played}  # in their order
         for key, (fate, why) in left.items():
             self._accounts[key].fate, self._accounts[key].why = fate, why
@@ -153,7 +153,7 @@ class Ledger:
         drawn = [self._accounts[id(rollout)] for part in parts for rollout in part.rollouts]
         # of those that are moved, where only some are taken: of the others there is little to see
         full = self.recording.level == "full"
-        groups = {a.rollout.group for a in drawn if full or a.moved or self.row.moves_every_token}
+        groups = {a.rollout.group for a in drawn if full or a.moved or self.algorithm.moves_every_token}
         if full and self._credited is not None:
             groups |= {rollout.group for rollout in self._credited.rollouts}
         self._chosen = self.recording.chosen(self.number, groups)
@@ -212,18 +212,20 @@ class Ledger:
 
     def _flags(self, part: Credited, i: int, coefficients: Mapping[str, float]) -> list[str]:
         """What moves a rollout, where it is not its advantage."""
-        row, success = self.row, part.scores.success
-        critic = ["moved by critic"] if row.critic is not None else []
-        penalised = row.kl is not None and row.kl.where == "loss" and coefficients.get("kl", row.kl.beta)
-        bonus = row.entropy is not None and coefficients.get("entropy", row.entropy.coefficient)
-        imitated = row.imitation is not None and success is not None and bool(success[i])
+        algorithm, success = self.algorithm, part.scores.success
+        critic = ["moved by critic"] if algorithm.critic is not None else []
+        penalised = (
+            algorithm.kl is not None and algorithm.kl.where == "loss" and coefficients.get("kl", algorithm.kl.beta)
+        )
+        bonus = algorithm.entropy is not None and coefficients.get("entropy", algorithm.entropy.coefficient)
+        imitated = algorithm.imitation is not None and success is not None and bool(success[i])
         said = {
             "moved by KL": penalised,
             "moved by entropy": bonus,
-            "moved by teacher": row.teacher,
+            "moved by teacher": algorithm.teacher,
             "moved by imitation": imitated,
-            "moved by action values": row.surrogate.wants,
-            "bounds the step": row.trust_region,
+            "moved by action values": algorithm.surrogate.wants,
+            "bounds the step": algorithm.trust_region,
         }
         return [*(name for name, there in said.items() if there), *critic]
 

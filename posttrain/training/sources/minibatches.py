@@ -33,7 +33,7 @@ from posttrain.training.sources.teacher_targets import Teachers
 class Minibatches:
     """Makes the updates of steps. Remembers nothing but what a row replays."""
 
-    row: Algorithm
+    algorithm: Algorithm
     learner: Learner
     size: Size
     seed: int
@@ -65,7 +65,7 @@ class Minibatches:
         """Whatever option brought tokens of other weights than those that learn: the row has a weight for them."""
         spans = (span for r in part.rollouts for t in r.transcripts for span in t.spans)
         others = {span.version for span in spans if span.version is not None} - {self.learner.version}
-        weighed = self.row.weighs_older or (others <= {start} and self.row.weighs_updates)
+        weighed = self.algorithm.weighs_older or (others <= {start} and self.algorithm.weighs_updates)
         assert not others or weighed, "nothing accounts for the weights that sampled: see posttrain/training/older.py"
 
     def _shuffled(self, number: int, credited: Credited) -> list[Credited]:
@@ -74,9 +74,9 @@ class Minibatches:
         for index, group in enumerate(credited.scores.group.tolist()):
             by_group[group].append(index)
         members, chosen = list(by_group.values()), []
-        for epoch in range(self.row.epochs if members else 0):
+        for epoch in range(self.algorithm.epochs if members else 0):
             groups = order(len(members), epoch, seed_of(self.seed, "minibatch", number))
-            parts = min(self.row.minibatches, len(groups))
+            parts = min(self.algorithm.minibatches, len(groups))
             for part in range(parts):
                 rows = [i for g in sorted(groups[part::parts]) for i in members[g]]
                 chosen.append(credited.of(torch.tensor(rows)))
@@ -86,14 +86,14 @@ class Minibatches:
         """What each update learns from: drawn from the buffer, as many rollouts as a minibatch of the step has."""
         assert self.buffer is not None
         self.buffer.extend(credited.rollouts, credited.per_token["advantage"])
-        row, remembered = self.row, len(self.buffer.rollouts)
-        size = min(remembered, -(-self.size.prompts * self.size.group // row.minibatches))
+        algorithm, remembered = self.algorithm, len(self.buffer.rollouts)
+        size = min(remembered, -(-self.size.prompts * self.size.group // algorithm.minibatches))
         chosen = []
-        for update in range(row.epochs * row.minibatches if remembered else 0):
+        for update in range(algorithm.epochs * algorithm.minibatches if remembered else 0):
             rows = order(remembered, update, seed_of(self.seed, "replay", number))[:size]
             rollouts = [self.buffer.rollouts[i] for i in sorted(rows)]
             fields = {"advantage": [self.buffer.advantages[i] for i in sorted(rows)]}
-            if Need.REFERENCE in row.needs:
+            if Need.REFERENCE in algorithm.needs:
                 budget = self.size.tokens_per_microbatch
                 fields["ref_logp"] = view(self.learner, rollouts, budget, of="reference")["logp"]
             chosen.append(Credited(rollouts, scoreboard(rollouts, success=self.success), fields, {}))
@@ -105,21 +105,21 @@ class Minibatches:
         Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token: then they are not
         even fed. They still count in every denominator. Losses of routers are means over the batch: then all are fed.
         """
-        row = self.row
+        algorithm = self.algorithm
         fields = {name: values for name, values in part.per_token.items() if not (fresh and name == "old_logp")}
         imitate = None
-        if row.imitation is not None:
+        if algorithm.imitation is not None:
             good = part.scores.success
             assert good is not None
-            imitate = row.imitation.coefficient * good / (part.scores.length * good).sum().clamp_min(1.0)
+            imitate = algorithm.imitation.coefficient * good / (part.scores.length * good).sum().clamp_min(1.0)
         everyone = range(len(part.rollouts))
-        every = row.moves_every_token or self.learner.moves_every_token
+        every = algorithm.moves_every_token or self.learner.moves_every_token
         fed = [i for i in everyone if every or bool(part.per_token["advantage"][i].any())]
         transcripts = [part.rollouts[i].transcripts for i in fed]
         sink = ledger.feed(part, fed, coefficients, self.learner.moves_every_token)
-        weight = row.aggregate(part.scores)
+        weight = algorithm.aggregate(part.scores)
         taught = {}
-        if self.teachers is not None and row.teacher is not None and not row.teacher.sampled:
+        if self.teachers is not None and algorithm.teacher is not None and not algorithm.teacher.sampled:
             taught = dict(zip(fed, self.teachers.taught([part.rollouts[i] for i in fed]), strict=True))
         return [
             collate(
@@ -138,10 +138,10 @@ class Minibatches:
 
     def _texts(self, number: int, place: int) -> list[Batch]:
         """Micro-batches of the pretraining texts of one update, each token weighing coefficient / tokens."""
-        pretraining = self.row.pretraining
+        pretraining = self.algorithm.pretraining
         if pretraining is None:
             return []
-        updates = self.row.epochs * self.row.minibatches
+        updates = self.algorithm.epochs * self.algorithm.minibatches
         first = ((number - 1) * updates + place) * pretraining.rows
         places = [divmod(p, len(self.texts)) for p in range(first, first + pretraining.rows)]
         permutation = {epoch: order(len(self.texts), epoch, self.seed) for epoch in {e for e, _ in places}}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posttrain.algorithms.comparison_weights import Denominator
 from posttrain.algorithms.links import PreferenceLink
-from posttrain.algorithms.preference import Preference
+from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.responses import Responses
 from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
@@ -180,7 +180,7 @@ class Comparisons:
     """
 
     items: PreferenceExamples
-    row: Preference
+    algorithm: PreferenceAlgorithm
     learner: Learner
     rows: int
     tokens_per_microbatch: int
@@ -219,11 +219,11 @@ class Comparisons:
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         items, places = [items[i] for i in by_size], [places[i] for i in by_size]
         told, responses = (
-            ComparisonTargets.by(self.row.link, self.row.denominator, items),
+            ComparisonTargets.by(self.algorithm.link, self.algorithm.denominator, items),
             [item.responses for item in items],
         )
         fields = {} if self.reference is None else {"ref_logp": [self.reference.of(place) for place in places]}
-        if self.row.imitation is not None:
+        if self.algorithm.imitation is not None:
             fields["imitate"] = self._imitated(told)
         sink = showing.sink(by_size) if showing is not None else None
         return [
@@ -242,9 +242,9 @@ class Comparisons:
 
     def _update(self, places: Sequence[int], items: Sequence[Item]) -> list[Batch]:
         coefficients = {}
-        if Need.DRIFT in self.row.needs:
+        if Need.DRIFT in self.algorithm.needs:
             coefficients["drift"] = self._drift(places)
-        if Need.SHIFT in self.row.needs:
+        if Need.SHIFT in self.algorithm.needs:
             total, count = self.rewards
             coefficients["shift"] = total / count if count else 0.0
         return self.batches(places, items, coefficients, self.showing)
@@ -263,12 +263,12 @@ class Comparisons:
             (outputs,) = self.learner.evaluate([batch])
             responses = Responses.of(batch)
             everyone = torch.arange(len(responses.length), device=self.device)
-            total += self.row.score(outputs, batch, responses, everyone, None).tolist()
+            total += self.algorithm.score(outputs, batch, responses, everyone, None).tolist()
         return max(0.0, math.fsum(total) / count) if count else 0.0
 
     def _imitated(self, told: ComparisonTargets) -> list[Tensor]:
         """Of each item, [n]: the share of each of its tokens in the likelihood term."""
-        assert self.row.imitation is not None
+        assert self.algorithm.imitation is not None
         good = [
             [
                 _won(item, place) if item.comparisons else dict(told.labels[i]).get(place, 0.0) > 0.5
@@ -279,7 +279,7 @@ class Comparisons:
         lengths = [
             t.n_scored for i, item in enumerate(told.items) for t, g in zip(item.responses, good[i], strict=True) if g
         ]
-        shares = iter(self.row.imitation.shares(lengths)) if lengths else iter(())
+        shares = iter(self.algorithm.imitation.shares(lengths)) if lengths else iter(())
         return [
             torch.cat(
                 [
@@ -293,7 +293,7 @@ class Comparisons:
     def learned(self, step: TrainingStep, stats: Stats) -> None:
         if self.showing is not None:
             self.showing.settle(step)
-        if Need.SHIFT in self.row.needs:
+        if Need.SHIFT in self.algorithm.needs:
             for side in ("chosen", "rejected"):
                 total, count = stats.get(f"implicit_reward/{side}", (0.0, 0.0))
                 self.rewards = (self.rewards[0] + total, self.rewards[1] + count)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from posttrain.algorithms.reward_model_table import Scoring
+from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.core.batch import Batch, Stats, TrainingStep
 from posttrain.core.protocols import Source
 from posttrain.core.types import Item
@@ -23,7 +23,7 @@ class RewardExamples(Memoryless):
     """See `posttrain.core.protocols.Source`: `rows` items a step, one optimizer update each."""
 
     items: PreferenceExamples
-    row: Scoring
+    algorithm: RewardModelAlgorithm
     rows: int
     tokens_per_microbatch: int
     seed: int
@@ -53,7 +53,7 @@ class RewardExamples(Memoryless):
         """
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         ordered = [items[i] for i in by_size]
-        told = ComparisonTargets.by(self.row.link, self.row.denominator, ordered, self.read)
+        told = ComparisonTargets.by(self.algorithm.link, self.algorithm.denominator, ordered, self.read)
         responses = [item.responses for item in ordered]
         nothing = torch.zeros(len(items))
         sink = showing.sink(by_size) if showing is not None else None

@@ -93,26 +93,26 @@ class RLSource:
         return bool(self.stock.async_steps or self.stock.collector.tokens)
 
     def produce(self, number: int) -> TrainingStep:
-        row = self.algorithm
+        algorithm = self.algorithm
         played, began = self.stock.take(number, self.learner), time.perf_counter()
         collected, stats = played.collected, Stats(played.stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
         if self.lags:
             self._measure_staleness(collected.played, stats)
-        ledger = self._ledger = Ledger(row, number, collected.played, collected.left, self.recording)
+        ledger = self._ledger = Ledger(algorithm, number, collected.played, collected.left, self.recording)
         if self.teachers is not None:
             whole, kept = kept, self.teachers.readable(kept, stats)
             read = set(map(id, kept))
             ledger.leave((r for r in whole if id(r) not in read), Fate.FILTERED, UNREADABLE)
-        credited = credit(row, kept, self.learner, tokens, self.coefficients, self.success, stats, self.teachers)
+        credited = credit(algorithm, kept, self.learner, tokens, self.coefficients, self.success, stats, self.teachers)
         self._watched = credited if kept else None
         ledger.credit(credited)
-        for chosen in row.filters if kept else ():
+        for chosen in algorithm.filters if kept else ():
             stay = chosen(credited.scores)
             ledger.leave_filtered(credited.of((~stay).nonzero().flatten()).rollouts, chosen)
             credited = credited.of(stay.nonzero().flatten())
-        if row.critic is not None and row.critic.warmup:
-            self.coefficients["policy"] = float(number > row.critic.warmup)
+        if algorithm.critic is not None and algorithm.critic.warmup:
+            self.coefficients["policy"] = float(number > algorithm.critic.warmup)
         for name, value in self.coefficients.items():
             stats.add(f"coefficient/{name}", value)
         updates = self.minibatches.updates(number, credited, self.coefficients, ledger)

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.algorithms.describe import describe
-from posttrain.algorithms.preference import Preference, PreferenceObjective
+from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed, Stats
@@ -41,30 +41,33 @@ from posttrain.training.training_run import RunContext, RunParts
 EVALUATED = 256  # held-out items that are laid into micro-batches at once
 
 
-def chosen(config: Prefer) -> Preference:
+def chosen(config: Prefer) -> PreferenceAlgorithm:
     """The row of a run. Raises UserError, in one line, where its settings do not exist, do not fit or have no effect."""
-    row = change(find_preference(config.algorithm), config.settings)
-    check_ranges(row)
-    if row.margin is not None and (row.margin.constant or row.margin.scale) and not row.link.takes_margin:
+    algorithm = change(find_preference(config.algorithm), config.settings)
+    check_ranges(algorithm)
+    margin = algorithm.margin
+    if margin is not None and (margin.constant or margin.scale) and not algorithm.link.takes_margin:
         raise UserError(
-            f"{row.name}: its loss does not ask for a margin, --margin and --row-margins would change nothing: leave them "
-            "out, or choose --link sigmoid or hinge"
+            f"{algorithm.name}: its loss does not ask for a margin, --margin and --row-margins would change nothing: "
+            "leave them out, or choose --link sigmoid or hinge"
         )
-    if row.link.reads_labels and getattr(row.score, "tail", 1.0) != 1:
-        raise UserError(f"{row.name}: labels are of single responses, none is the shorter one: leave out --tail")
-    return row
+    if algorithm.link.reads_labels and getattr(algorithm.score, "tail", 1.0) != 1:
+        raise UserError(f"{algorithm.name}: labels are of single responses, none is the shorter one: leave out --tail")
+    return algorithm
 
 
 def prefer(context: RunContext[Prefer]) -> RunParts:
     """Learn from preferences: DPO and its family."""
     config, run, device = context.config, context.run, context.device
-    row = chosen(config)
-    train_tasks, held_out = compared_rows(config, context.rows, to_judged if row.link.reads_labels else to_compared)
+    algorithm = chosen(config)
+    train_tasks, held_out = compared_rows(
+        config, context.rows, to_judged if algorithm.link.reads_labels else to_compared
+    )
     must_end(config, train_tasks)
-    if isinstance(train_tasks, Stream) and Need.REFERENCE in row.needs:
+    if isinstance(train_tasks, Stream) and Need.REFERENCE in algorithm.needs:
         raise UserError(
-            f"{row.name} needs reference log-probabilities for every row; an endless stream has none. Pass --limit, or "
-            "choose an algorithm without a reference (simpo, cpo, orpo)"
+            f"{algorithm.name} needs reference log-probabilities for every row; an endless stream has none. Pass --limit, "
+            "or choose an algorithm without a reference (simpo, cpo, orpo)"
         )
     folder = run.checkpoint or run.start
     assert folder
@@ -85,15 +88,15 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
     source = Comparisons(
-        items, row, learner, config.rows, tokens, config.seed, showing=showing(config, learner, tokens)
+        items, algorithm, learner, config.rows, tokens, config.seed, showing=showing(config, learner, tokens)
     )
-    seen = _Reference(run, row, learner, device)
-    source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in row.needs)
-    objective = PreferenceObjective(row)
+    seen = _Reference(run, algorithm, learner, device)
+    source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in algorithm.needs)
+    objective = PreferenceObjective(algorithm)
     evaluated = _Evaluated(source, unseen, seen, objective) if unseen is not None else None
     lines = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     return RunParts(
-        source, objective, learner, tokenizer, steps, lines, describe(row), evaluated, notifiers=(too_long,)
+        source, objective, learner, tokenizer, steps, lines, describe(algorithm), evaluated, notifiers=(too_long,)
     )
 
 
@@ -108,12 +111,14 @@ def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
 class _Reference:
     """What the run's reference, the model that it starts from, says of items."""
 
-    def __init__(self, run: RunFolder[Prefer], row: Preference, learner: LocalLearner, device: torch.device) -> None:
-        self.run, self.row, self.learner, self.device = run, row, learner, device
+    def __init__(
+        self, run: RunFolder[Prefer], algorithm: PreferenceAlgorithm, learner: LocalLearner, device: torch.device
+    ) -> None:
+        self.run, self.algorithm, self.learner, self.device = run, algorithm, learner, device
         self._own: LocalLearner | None = None
 
     def of(self, items: PreferenceExamples, places: Sequence[int], drift: bool = False) -> Reference | None:
-        if Need.REFERENCE not in self.row.needs:
+        if Need.REFERENCE not in self.algorithm.needs:
             return None
         config = self.run.config
         tokens = microbatch_tokens(config, self.device)
@@ -151,7 +156,7 @@ class _Evaluated:
         self.places = [place for place in range(len(items)) if items[place] is not None]
         known = reference.of(items, self.places)
         self.source = Comparisons(
-            items, source.row, source.learner, source.rows, source.tokens_per_microbatch, source.seed, known
+            items, source.algorithm, source.learner, source.rows, source.tokens_per_microbatch, source.seed, known
         )
         self.objective = objective
 

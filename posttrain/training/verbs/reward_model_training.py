@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.algorithms.all_algorithms import find_scoring
+from posttrain.algorithms.all_algorithms import find_reward_model
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.links import CrossEntropy, SquaredError
-from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective
+from posttrain.algorithms.reward_model_table import RewardModelAlgorithm, RewardModelObjective
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.training import RewardModelling
 from posttrain.core import user_files
@@ -46,12 +46,12 @@ from posttrain.training.training_run import RunContext, RunParts
 def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     """Train a reward model: scores of responses, or of their steps."""
     config, run, device = context.config, context.run, context.device
-    row = change(find_scoring(config.algorithm), config.settings)
-    check_ranges(row)
+    algorithm = change(find_reward_model(config.algorithm), config.settings)
+    check_ranges(algorithm)
     train_tasks, held_out = compared_rows(config, context.rows, to_item)
 
     def mind(task: Task) -> None:
-        _check_said(row, task, config)
+        _check_said(algorithm, task, config)
 
     must_end(config, train_tasks)
     mind(train_tasks[0])
@@ -72,8 +72,8 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
     shown = showing(config, learner, tokens, read)
-    source = RewardExamples(items, row, config.rows, tokens, config.seed, device, read, shown)
-    objective = ScoringObjective(row, mean=shape.pooling == "mean")
+    source = RewardExamples(items, algorithm, config.rows, tokens, config.seed, device, read, shown)
+    objective = RewardModelObjective(algorithm, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
     said = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     if model.classifier is None:
@@ -86,7 +86,9 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
             replace(run.path / REPORT, json_document(scored.report))
         return [*lines(read_report(run.path)), f"report      {run.path / REPORT}"]
 
-    return RunParts(source, objective, learner, tokenizer, steps, said, describe(row), scored, (too_long,), finish)
+    return RunParts(
+        source, objective, learner, tokenizer, steps, said, describe(algorithm), scored, (too_long,), finish
+    )
 
 
 def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) -> tuple[RewardModel, Tokenizer]:
@@ -108,22 +110,23 @@ def _read(shape: ScoreShape) -> Read:
     return "each" if shape.pooling == "mean" else "last"
 
 
-def _check_said(row: Scoring, example: Task, config: RewardModelling) -> None:
+def _check_said(algorithm: RewardModelAlgorithm, example: Task, config: RewardModelling) -> None:
     """Raise UserError where the rows do not say what the link reads."""
     labels = [label for own in example["labels"] for label in own]
     steps = any(isinstance(said, list) for said in example["responses"])
-    if labels and not row.link.reads_labels:
+    if labels and not algorithm.link.reads_labels:
         raise UserError(
-            f"{row.name} compares responses to one prompt, and a single one is labelled here: choose --algorithm outcome "
-            "(good or bad) or regression (scores)"
+            f"{algorithm.name} compares responses to one prompt, and a single one is labelled here: choose "
+            "--algorithm outcome (good or bad) or regression (scores)"
         )
-    if not labels and isinstance(row.link, SquaredError):
+    if not labels and isinstance(algorithm.link, SquaredError):
         raise UserError(
-            f"{row.name} learns scores, and responses are compared here: choose --algorithm bradley-terry or k-wise"
+            f"{algorithm.name} learns scores, and responses are compared here: choose --algorithm bradley-terry or k-wise"
         )
-    if isinstance(row.link, CrossEntropy) and not all(0 <= label <= 1 for label in labels):
+    if isinstance(algorithm.link, CrossEntropy) and not all(0 <= label <= 1 for label in labels):
         raise UserError(
-            f"{row.name} learns probabilities, and a score here is {max(labels, key=abs):g}: choose --algorithm regression"
+            f"{algorithm.name} learns probabilities, and a score here is {max(labels, key=abs):g}: choose "
+            "--algorithm regression"
         )
     if steps and config.pooling == "mean":
         raise UserError("each step has a score of its own, at its last token: leave out --pooling mean")

@@ -12,7 +12,7 @@ from posttrain.core.component import Component, Need, RunLimits
 
 
 @dataclass(frozen=True)
-class Row:
+class AlgorithmBase:
     """A row of a table. Its fields are parts, settings, and labels (see `settings.LABELS`)."""
 
     name: str

@@ -51,7 +51,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """(where, prose) of all that is checked."""
     yield from documents()
     yield from helps()
-    yield from docstrings("recipes", "examples", "tools")
+    yield from docstrings("recipes", "examples", "tools", "posttrain/algorithms", "posttrain/training")
 
 
 def documents() -> Iterator[tuple[str, str]]:

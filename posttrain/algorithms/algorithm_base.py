@@ -1,6 +1,6 @@
-"""What the rows of every table are: a name, where it comes from, and parts with settings.
+"""Base class of the algorithms of every table: a name, a paper, and components with settings.
 
-What reaches settings by their place, or reads what a row needs, knows this class alone.
+Code that reaches settings by their place, or reads the needs of an algorithm, knows this class alone.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from posttrain.core.component import Component, Need, RunLimits
 
 @dataclass(frozen=True)
 class AlgorithmBase:
-    """A row of a table. Its fields are parts, settings, and labels (see `settings.LABELS`)."""
+    """Entry of a table of algorithms. Its fields are components, settings, and labels (see `settings.LABELS`)."""
 
     name: str
     paper: str
 
     @property
     def parts(self) -> list[tuple[str, Component]]:
-        """All parts that the row has, each with the field that it stands in."""
+        """Return all components of the algorithm, each with the name of its field."""
         found = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -29,12 +29,12 @@ class AlgorithmBase:
         return found
 
     def needing(self, need: Need) -> list[str]:
-        """The fields whose parts need this."""
+        """Return the fields whose components need this."""
         return [name for name, part in self.parts if need in part.needs]
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the row needs of a run before the first update of a step."""
+        """Requirements of the algorithm before the first update of a step."""
         return frozenset[Need]().union(*(part.needs for _, part in self.parts))
 
     @property
@@ -43,7 +43,7 @@ class AlgorithmBase:
         return frozenset[str]().union(*(part.wants for _, part in self.parts))
 
     def configured(self, limits: RunLimits) -> Self:
-        """The row as a run has it: what its parts leave open is filled in."""
+        """Return the algorithm with the values filled in that its components leave to the run."""
 
         def filled(value: Any) -> Any:
             if isinstance(value, tuple):

@@ -1,4 +1,7 @@
-"""A row for a reader: in plain mathematics, as data, and as a page of the documentation. All from the row itself."""
+"""Descriptions of algorithms: in plain mathematics, as data, and as pages of the documentation.
+
+All of it is derived from the algorithm itself.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ SYMBOLS_OF_PREFERENCES = (
 
 @singledispatch
 def parts(algorithm: AlgorithmBase) -> list[tuple[str, str, str]]:
-    """(what, formula, source) of every part the row has, the same names for all rows of a table."""
+    """Return (name, formula, source) of every component. Names are the same for all algorithms of a table."""
     raise NotImplementedError
 
 
@@ -97,7 +100,7 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
 
 
 def _of_ratio(algorithm: Algorithm) -> str:
-    """What one update per step makes of the ratio."""
+    """Return the note for one update per step, in which the ratio is exactly 1; else ""."""
     if not (algorithm.on_policy and algorithm.surrogate.uses_ratio and algorithm.old == "start"):
         return ""
     return " (so r is exactly 1" + (" and nothing is clipped)" if algorithm.surrogate.clips else ")")
@@ -130,7 +133,7 @@ def _(algorithm: RewardModelAlgorithm) -> list[tuple[str, str, str]]:
 
 @singledispatch
 def objective(algorithm: AlgorithmBase) -> str:
-    """What is optimised, in one line."""
+    """Return the objective in one line."""
     raise NotImplementedError
 
 
@@ -168,7 +171,7 @@ def _(algorithm: Algorithm) -> str:
 
 
 def describe(algorithm: AlgorithmBase) -> list[str]:
-    """The row in plain mathematics, a line each."""
+    """Return the description in plain mathematics, one line per component."""
     lines = [f"{algorithm.name}: {algorithm.paper}", f"  {objective(algorithm)}"]
     if isinstance(algorithm, Algorithm) and algorithm.kl is not None and algorithm.kl.where == "reward":
         lines.append(
@@ -180,7 +183,7 @@ def describe(algorithm: AlgorithmBase) -> list[str]:
 
 
 def differences(algorithm: AlgorithmBase, other: AlgorithmBase) -> list[str]:
-    """How the row differs from the other, a line each; [] if it does not."""
+    """Return the differences from the other algorithm, one line each; [] if there are none."""
     own, theirs = ({what: formula for what, formula, _ in parts(r)} for r in (algorithm, other))
     found = []
     for what in [*own, *(w for w in theirs if w not in own)]:
@@ -190,20 +193,20 @@ def differences(algorithm: AlgorithmBase, other: AlgorithmBase) -> list[str]:
 
 
 def cited(algorithm: AlgorithmBase) -> str:
-    """The paper of a row without what it is about."""
+    """Return the citation in the paper field, without the description around it."""
     found = re.search(r"\((.*)\)", algorithm.paper)
     return found[1] if found else algorithm.paper
 
 
 def line(algorithm: AlgorithmBase) -> str:
-    """The row as one line of the table of all: name and page, idea, paper."""
+    """Return one line of the index table: name with a link to its page, idea, paper."""
     assert isinstance(algorithm, Algorithm | PreferenceAlgorithm | RewardModelAlgorithm)
     linked = re.sub(r"(?:arXiv )?\b(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", cited(algorithm))
     return f"| [`{algorithm.name}`]({algorithm.name}.md) | {algorithm.idea} | {linked} |"
 
 
 def index(algorithms: Sequence[AlgorithmBase]) -> str:
-    """The page that leads to those of all rows, Markdown: a table of each kind, and what each needs."""
+    """Return the index page of all algorithms, Markdown: a table of each kind, and the requirements."""
     kinds = (
         (Algorithm, "Policy gradients and distillation", "`posttrain rl` and `posttrain distill`: the policy samples."),
         (
@@ -230,7 +233,7 @@ gradients have been run on [one common task](../results/algorithms.md).
 
 
 def requirements(algorithms: Iterable[AlgorithmBase]) -> list[str]:
-    """The table of what methods need, lines of Markdown: those that need the same stand together."""
+    """Return the table of requirements, lines of Markdown; algorithms with the same requirements share a line."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for algorithm in algorithms:
         alike.setdefault(_required(algorithm), []).append(f"`{algorithm.name}`")
@@ -241,7 +244,7 @@ def requirements(algorithms: Iterable[AlgorithmBase]) -> list[str]:
 
 @singledispatch
 def _required(algorithm: AlgorithmBase) -> tuple[str, ...]:
-    """Whether it needs rollouts, a reward, a critic, a reference; and which data."""
+    """Return the cells of the requirements table: rollouts, reward, critic, reference (yes or no), and the data."""
     raise NotImplementedError
 
 
@@ -278,7 +281,7 @@ def _yes(needed: bool) -> str:
 
 
 def settings(algorithm: AlgorithmBase) -> list[str]:
-    """Every setting as `--set` takes it, a line each, with its flag where it has a short one."""
+    """Return every setting as `--set` takes it, one line each, with its flag where it has a short one."""
     short = {".".join(place): name for name, flag in flags(type(algorithm)).items() for place, _ in flag.places}
     lines = []
     for place, value in settings_of(algorithm).items():
@@ -288,7 +291,7 @@ def settings(algorithm: AlgorithmBase) -> list[str]:
 
 
 def as_data(algorithm: AlgorithmBase) -> dict[str, Any]:
-    """The same as JSON: name, paper, parts, and every setting by its place."""
+    """Return the description as JSON data: name, paper, components, and every setting by its place."""
     plain: dict[str, Any] = json.loads(
         json.dumps(
             {
@@ -304,14 +307,14 @@ def as_data(algorithm: AlgorithmBase) -> dict[str, Any]:
 
 
 def symbols(algorithm: AlgorithmBase) -> str:
-    """What the letters in its formulas stand for."""
+    """Return the explanation of the letters in its formulas."""
     if isinstance(algorithm, PreferenceAlgorithm | RewardModelAlgorithm):
         return SYMBOLS_OF_PREFERENCES
     return f"{SYMBOLS} {OF_TEACHERS}" if isinstance(algorithm, Algorithm) and algorithm.teacher is not None else SYMBOLS
 
 
 def axes(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
-    """(option, what it makes of a part, source) of the options that change what the row computes beside its numbers."""
+    """Return (option, resulting component, source) of the options that change the computation, not only its numbers."""
     found: list[tuple[str, str, Component]] = []
     if isinstance(algorithm.score, LogRatio):
         for name in ("forward-kl", "jensen-shannon", "alpha"):
@@ -329,7 +332,7 @@ def axes(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
 
 
 def page(algorithm: AlgorithmBase, beside: AlgorithmBase) -> str:
-    """The row's page of the documentation, Markdown. `beside`: the row it is compared with."""
+    """Return the algorithm's page of the documentation, Markdown. `beside`: the algorithm it is compared with."""
     lines = [
         f"# {algorithm.name}",
         "",
@@ -352,7 +355,7 @@ def page(algorithm: AlgorithmBase, beside: AlgorithmBase) -> str:
 
 @singledispatch
 def _use(algorithm: AlgorithmBase) -> list[str]:
-    """The end of its page: figures, options, and how it is used."""
+    """Return the end of its page: figures, options, and the command."""
     raise NotImplementedError
 
 

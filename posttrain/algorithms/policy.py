@@ -1,6 +1,6 @@
-"""What an algorithm is, a row of parts, and the one objective that all rows share.
+"""Policy-gradient algorithms as sets of components, and the one objective that all of them share.
 
-A new paper is one row and, if it has a new idea, one part. Nothing anywhere asks for a row's name.
+A new paper is one entry of the table and, if it has a new idea, one component. No code checks an algorithm's name.
 
     N    scored tokens of a micro-batch    S = B    rollouts of the optimizer batch
 """
@@ -70,7 +70,7 @@ class Pretraining(Component):
 
 @dataclass(frozen=True)
 class Algorithm(AlgorithmBase):
-    """A row of the table of policies."""
+    """Policy-gradient algorithm: an entry of `policy_table`."""
 
     advantage: Advantage = setting(flag="advantage", help="Advantage estimator; gae adds a critic.", choices=ADVANTAGES)
     surrogate: Surrogate = setting(
@@ -135,23 +135,23 @@ class Algorithm(AlgorithmBase):
 
     @property
     def reinforces(self) -> bool:
-        """Whether anything is reinforced: rewards, or what a teacher says of each sampled token."""
+        """Whether anything is reinforced: rewards, or a teacher's log-probability of each sampled token."""
         return not isinstance(self.advantage, Unrewarded) or (self.teacher is not None and self.teacher.sampled)
 
     @property
     def weighs_older(self) -> bool:
-        """Whether it makes no difference which weights sampled, as far as the row can see to that."""
+        """Whether rollouts of any weights give the same expected gradient, as far as the algorithm can correct for them."""
         exact = not self.reinforces or not self.surrogate.samples  # over the vocabulary, wherever the sampler went
         return exact or self.correction is not None or (self.old == "sampler" and self.surrogate.uses_ratio)
 
     @property
     def weighs_updates(self) -> bool:
-        """The same of the weights that the step's own updates leave behind."""
+        """Whether the same holds for the earlier weights of the step's own updates."""
         return self.weighs_older or (self.surrogate.uses_ratio and self.replay is None)
 
     @property
     def multiplies(self) -> bool:
-        """Whether its ratio is a product over tokens that nothing bounds, which is exact to whatever sampled."""
+        """Whether its ratio is an unbounded product over tokens, which is exact for any sampling policy."""
         return self.surrogate.uses_ratio and not self.surrogate.clips and any(step.multiplies for step in self.ratio)
 
     @property
@@ -165,7 +165,7 @@ class Algorithm(AlgorithmBase):
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of one micro-batch: minus the weighted sum of what is maximised, plus the penalties."""
+    """Loss of one micro-batch: minus the weighted sum of the surrogate, plus the penalties."""
 
     algorithm: Algorithm
 
@@ -174,7 +174,7 @@ class PolicyObjective:
         return self.algorithm.wants
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """A scalar. Metrics are averaged over the tokens that are fed."""
+        """Return the loss, a scalar. Metrics are averaged over the tokens that are fed."""
         algorithm = self.algorithm
         if algorithm.old == "sampler" and batch.advantage is not None:
             assert batch.sampler_logp is not None, "rollouts were sampled"
@@ -206,7 +206,7 @@ class PolicyObjective:
         return loss + imitated - (batch.weight * gain).sum()
 
     def _surrogate(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """[N]: what is maximised, with the correction for the engine's numbers."""
+        """Return the surrogate per token, [N], with the correction for the engine's log-probabilities."""
         algorithm, logp = self.algorithm, outputs.logp if self.algorithm.reinforces else outputs.logp.detach()
         first = batch.old_logp is None  # of the step's updates: the old policy is the current one
         old = logp.detach() if batch.old_logp is None else batch.old_logp
@@ -229,7 +229,7 @@ class PolicyObjective:
         return gain
 
     def _penalty(self, kl: KL, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """[N], 0 where the KL is in the reward."""
+        """Return the KL penalty per token, [N]; 0 where the KL is in the reward."""
         logp, current = outputs.logp, outputs.logp.detach()
         count = logp.numel()
         if kl.against == "old":
@@ -248,7 +248,10 @@ class PolicyObjective:
         return batch.coefficients.get("kl", kl.beta) * outputs.kl
 
     def _measure(self, ratio: Tensor, start: Tensor, first: bool, batch: Batch, stats: Stats) -> None:
-        """`start`: log-probabilities of the step's start, or the current ones where nobody knows these any more."""
+        """Add the metrics of the ratio.
+
+        `start`: log-probabilities of the step's start, or the current ones where these are no longer known.
+        """
         count = ratio.numel()
         if first:
             exact = (ratio == 1) | ~start.isfinite()
@@ -271,5 +274,5 @@ class PolicyObjective:
 
 
 def policy_objective(algorithm: Algorithm) -> Objective:
-    """The loss that `row` stands for."""
+    """Return the loss of `algorithm`."""
     return PolicyObjective(algorithm)

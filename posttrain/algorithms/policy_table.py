@@ -1,4 +1,4 @@
-"""The table of policy-gradient algorithms: a row each, made of parts."""
+"""Table of policy-gradient algorithms, each a set of components."""
 
 from __future__ import annotations
 

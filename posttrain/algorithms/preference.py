@@ -1,6 +1,6 @@
-"""What a row of comparisons is: link x score x margin x likelihood term, and the one objective that all of them share.
+"""Preference algorithms: link x score x margin x likelihood term, and the one objective that all of them share.
 
-It serves pairs, rankings and labels alike, and reward models too: there the score is the output of a head, not of words.
+It serves pairs, rankings and labels alike. In reward models, which share the links, the score is the output of a head.
 
     N    scored tokens of a micro-batch    R    responses in it    C    comparisons    V    labels
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Margin(Component):
-    """Asks the better response to be better by something: the same for all, or what the rows say.
+    """Asks the better response to be better by a margin: the same for all, or that of the data row.
 
     constant + scale x the comparison's own margin (SimPO, arXiv 2405.14734, eq. 6; Llama 2, arXiv 2307.09288, eq. 2).
     """
@@ -88,7 +88,7 @@ class Imitated(Component):
         return f"{self.coefficient:g} x {by}"
 
     def shares(self, lengths: list[int]) -> list[float]:
-        """What each token of responses of these lengths weighs: those of an optimizer batch that are imitated."""
+        """Return the weight of each token of the imitated responses of an optimizer batch, from their lengths."""
         if self.per == "tokens":
             return [self.coefficient / sum(lengths)] * len(lengths)
         of_each = [1 if self.per == "sums" else n for n in lengths]
@@ -97,7 +97,7 @@ class Imitated(Component):
 
 @dataclass(frozen=True)
 class PreferenceAlgorithm(AlgorithmBase):
-    """A row of the table of comparisons."""
+    """Preference algorithm: an entry of `preference_table`."""
 
     link: PreferenceLink = setting(flag="link", help="Loss on the scores of responses.", choices=LINKS)
     score: Score = setting(
@@ -125,7 +125,7 @@ class PreferenceAlgorithm(AlgorithmBase):
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """The loss of one micro-batch of items."""
+    """Loss of one micro-batch of preference examples."""
 
     algorithm: PreferenceAlgorithm
 
@@ -134,7 +134,7 @@ class PreferenceObjective:
         return self.algorithm.wants
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """A scalar: the weighted sum of the losses of comparisons, or of labels, plus the likelihood term."""
+        """Return a scalar: the weighted sum of the losses of comparisons, or of labels, plus the likelihood term."""
         said = batch.preferences
         assert said is not None
         responses = Responses.of(batch)
@@ -149,9 +149,9 @@ class PreferenceObjective:
         return loss
 
     def measure(self, outputs: Outputs, batch: Batch, stats: Stats, before: str = "") -> None:
-        """Add what is known of these responses to the metrics, their names beginning with `before`.
+        """Add the metrics of these responses; their names begin with `before`.
 
-        Rewards and margins are of the scores that are compared: where there is a tail, those that it weighs.
+        Rewards and margins are of the scores that are compared: where there is a tail, the scores with its weight.
         """
         said = batch.preferences
         assert said is not None
@@ -187,7 +187,7 @@ class PreferenceObjective:
     def _compared(
         self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses
     ) -> tuple[Tensor, Tensor]:
-        """Scores [C] and [C] of the two sides, each behind the length of the shorter one as the row weighs it."""
+        """Return scores [C] and [C] of the two sides; tokens behind the length of the shorter one have weight `tail`."""
         shorter = torch.minimum(responses.length[said.better], responses.length[said.worse])
         better, worse = (self.algorithm.score(outputs, batch, responses, w, shorter) for w in (said.better, said.worse))
         return better, worse

@@ -1,4 +1,4 @@
-"""The table of comparisons: a row each for what learns from preferences without sampling.
+"""Table of preference algorithms, which learn from preferences without sampling.
 
 Left out: AOT (arXiv 2406.05882), which sorts the scores of a micro-batch, so that the loss depends on how the batch is cut;
 and DiscoPOP (arXiv 2406.08414), a link that a search over code found: it has no derivation, and is not convex.

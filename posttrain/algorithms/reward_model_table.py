@@ -1,4 +1,4 @@
-"""What a row of reward models is: link x margin x penalty, over scores that a head gives instead of words.
+"""Reward-model algorithms: link x margin x penalty over the scores of a head, their objective and their table.
 
 N    readings of a micro-batch: hidden states that are scored    U    scores    C    comparisons    V    labels
 """
@@ -45,7 +45,7 @@ class ScorePenalty(Component):
         return f"{self.sign:g} (relu(-r_w) + relu(r_l)) + {self.size:g} (r_w^2 + r_l^2)"
 
     def __call__(self, better: Tensor, worse: Tensor) -> Tensor:
-        """Scores [C] -> penalties [C]."""
+        """Return penalties [C] of scores [C]."""
         sign = torch.relu(-better) + torch.relu(worse)
         return self.sign * sign + self.size * (better.square() + worse.square())
 
@@ -60,7 +60,7 @@ LINKS: dict[str, PreferenceLink] = {
 
 @dataclass(frozen=True)
 class RewardModelAlgorithm(AlgorithmBase):
-    """A row of the table of reward models."""
+    """Reward-model algorithm: an entry of `REWARD_MODELS`."""
 
     link: PreferenceLink = setting(flag="link", help="Loss on the scores of responses.", choices=LINKS)
     denominator: Denominator = setting(
@@ -73,7 +73,7 @@ class RewardModelAlgorithm(AlgorithmBase):
 
 @dataclass(frozen=True)
 class RewardModelObjective:
-    """The loss of one micro-batch of items, and what is known of their scores."""
+    """Loss of one micro-batch of preference examples, and metrics of their scores."""
 
     algorithm: RewardModelAlgorithm
     mean: bool = False  # whether a score is the mean over the readings of a response; else each reading is one
@@ -98,7 +98,7 @@ class RewardModelObjective:
         return loss
 
     def scores(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """float64 [U]."""
+        """Return the scores, float64 [U]."""
         assert outputs.score is not None
         given = outputs.score.double()
         if not self.mean:

@@ -1,8 +1,8 @@
-"""Reaches every setting of every part of a row by its place: "surrogate.high", "kl.control.target".
+"""Access to every setting of every component of an algorithm by its place: "surrogate.high", "kl.control.target".
 
-Places follow the fields of the row and of its parts; within several parts of one field, a part is named by its class
-("shaping.soft-overlong.cache"). Flags such as "clip_high" are declared beside their setting and stand for all places that
-have it, whichever a row has.
+Places follow the fields of the algorithm and of its components; within several components of one field, a component is named
+by its class ("shaping.soft-overlong.cache"). Flags such as "clip_high" are declared beside their setting and name all places
+that have it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LABELS = ("name", "paper", "stated", "idea")
 
 @dataclass(frozen=True)
 class Flag:
-    """The short name of a setting, and where it may stand."""
+    """Short name of a setting, and its possible places."""
 
     name: str  # with underscores
     help: str
@@ -40,17 +40,17 @@ class Flag:
 
 
 def choose(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm:
-    """The row with the whole parts that are chosen among these settings; the others are ignored. Raises as `change`."""
+    """Return the algorithm with the whole components that these settings choose; others are ignored. Raises as `change`."""
     return change(algorithm, {name: value for name, value in settings.items() if _rank(type(algorithm), name) == 0})
 
 
 def change(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm:
-    """The row with these settings: names of flags or places -> values, as text or of their type.
+    """Return the algorithm with these settings: names of flags or places -> values, as text or of their type.
 
-    Whole parts are chosen first, then made or removed, then changed, so the order of settings does not matter.
+    Whole components are chosen first, then made or removed, then changed, so the order of settings does not matter.
 
     Raises UserError, in one line, for a name that does not exist, a value that does not fit, a flag whose setting no
-    part of the row has, and one setting with two values.
+    component of the algorithm has, and one setting with two values.
     """
     kind = type(algorithm)
     _refuse_two_values(kind, settings)
@@ -59,13 +59,13 @@ def change(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm
         if flag is None:
             algorithm = _assigned(algorithm, name.split("."), settings[name], name, name)
             continue
-        told = f"--{flag.name.replace('_', '-')}"
+        written = f"--{flag.name.replace('_', '-')}"
         there = [place for place, owner in flag.places if _stands(algorithm, place, owner)]
         there = there or [place for place, owner in flag.places if _knob_at(place, owner).creates][:1]
         if not there:
-            raise UserError(f"{told} cannot go with {algorithm.name}: {_hint(kind, flag)}")
+            raise UserError(f"{written} cannot go with {algorithm.name}: {_hint(kind, flag)}")
         for place in there:
-            algorithm = _assigned(algorithm, place, settings[name], told, ".".join(place))
+            algorithm = _assigned(algorithm, place, settings[name], written, ".".join(place))
     return algorithm
 
 
@@ -77,12 +77,12 @@ def _refuse_two_values(kind: type[AlgorithmBase], settings: Mapping[str, Any]) -
         for place, _ in flag.places if flag else ():
             other = by_name.get(".".join(place).replace("-", "_"))
             if other not in (None, name) and str(settings[other]) != str(settings[name]):
-                told = f"--{plain.replace('_', '-')} {settings[name]} and --set {other}={settings[other]}"
-                raise UserError(f"{told} are the same setting: leave one of them out")
+                written = f"--{plain.replace('_', '-')} {settings[name]} and --set {other}={settings[other]}"
+                raise UserError(f"{written} are the same setting: leave one of them out")
 
 
 def flags(kind: type[AlgorithmBase]) -> dict[str, Flag]:
-    """All flags of a kind of rows, by name."""
+    """Return all flags of a kind of algorithm, by name."""
     if kind not in _flags:
         found: dict[str, list[tuple[Place, type[Component], Any, Setting]]] = {}
         for place, owner, hint, knob in _knobs(kind, ()):
@@ -105,12 +105,12 @@ _flags: dict[type[AlgorithmBase], dict[str, Flag]] = {}
 
 
 def settings_of(algorithm: AlgorithmBase) -> dict[str, Any]:
-    """Every setting that a row has: place -> value; of a whole part that can be chosen, its name."""
+    """Return every setting of an algorithm: place -> value; for a whole component that can be chosen, its name."""
     return dict(_values(algorithm, ()))
 
 
 def check_parts(algorithm: AlgorithmBase) -> None:
-    """Raise UserError where a row of a user's own holds something else than the parts that it is made of."""
+    """Raise UserError where a user's own algorithm holds something else than components of the declared classes."""
     for f in dataclasses.fields(algorithm):
         value, hint = getattr(algorithm, f.name), _hints(type(algorithm))[f.name]
         kind, several = _part_in(hint)
@@ -124,7 +124,7 @@ def check_parts(algorithm: AlgorithmBase) -> None:
 
 
 def check_ranges(algorithm: AlgorithmBase) -> None:
-    """Raise UserError for a setting outside its range: a row of a user's own may be made with any value."""
+    """Raise UserError for a setting outside its range: a user's own algorithm may be made with any value."""
     for place, part, name in _settings_at(algorithm, ()):
         known = knob_of(_fields(type(part))[name])
         if known.bounds != SettingRange():
@@ -132,7 +132,7 @@ def check_ranges(algorithm: AlgorithmBase) -> None:
 
 
 def _settings_at(part: Any, above: Place) -> Iterator[tuple[str, Any, str]]:
-    """(place, the part that has it, its name) of every plain setting."""
+    """Yield (place, its component, its name) of every plain setting."""
     for f in dataclasses.fields(part):
         value = getattr(part, f.name)
         several = isinstance(value, tuple)
@@ -170,7 +170,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _knobs(kind: type[Any], above: Place) -> Iterator[tuple[Place, type[Any], Any, Setting]]:
-    """(place, the class that has it, its type, what is told of it) of each setting of a class and of the parts in it."""
+    """Yield (place, its class, its type, its declaration) of each setting of a class and of the components in it."""
     hints = _hints(kind)
     for f in dataclasses.fields(kind):
         knob, hint = knob_of(f), hints[f.name]
@@ -196,7 +196,7 @@ _evaluated: dict[type[Any], dict[str, Any]] = {}  # hints are text until they ar
 
 
 def _part_in(hint: Any) -> tuple[type[Component] | None, bool]:
-    """The class of parts that a field holds, if it holds any, and whether it holds several."""
+    """Return the component class that a field holds, if it holds any, and whether it holds several."""
     if get_origin(hint) is tuple:
         return _part_in(get_args(hint)[0])[0], True
     if get_origin(hint) in (Union, types.UnionType):
@@ -205,18 +205,18 @@ def _part_in(hint: Any) -> tuple[type[Component] | None, bool]:
 
 
 def _family(kind: type[Component]) -> list[type[Component]]:
-    """The class and all that is made of it, as far as these are parts to be used."""
+    """Return the class and its subclasses, as far as these are concrete components."""
     below = [x for child in kind.__subclasses__() for x in _family(child)]
     return ([kind] if dataclasses.is_dataclass(kind) else []) + below
 
 
 def _named(kind: type) -> str:
-    """SoftOverlong -> soft-overlong."""
+    """Return the name of a class in places: SoftOverlong -> soft-overlong."""
     return re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower()
 
 
 def _together(every: Sequence[tuple[Place, type[Component], Any, Setting]]) -> Any:
-    """One type for a flag that several parts have: they agree, or each takes some of the same words."""
+    """Return one type for a flag that several components have: they agree, or each takes some of the same words."""
     if choices := every[0][3].choices:
         words = tuple(choices)
         return bool if set(words) == {"true", "false"} else Literal[words]
@@ -235,7 +235,7 @@ def _words(hint: Any) -> tuple[Any, ...]:
 
 
 def _rank(kind: type[AlgorithmBase], name: str) -> int:
-    """0: chooses a whole part; 1: may make or remove one; 2: changes one."""
+    """Return the rank of a setting: 0 chooses a whole component, 1 may make or remove one, 2 changes one."""
     flag = flags(kind).get(name.replace("-", "_"))
     place = flag.places[0][0] if flag else tuple(name.split("."))
     known = next((knob for where, _, _, knob in _knobs(kind, ()) if where == place), Setting())
@@ -249,7 +249,7 @@ def _knob_at(place: Place, owner: type[Component]) -> Setting:
 
 
 def _stands(algorithm: AlgorithmBase, place: Place, owner: type[Component]) -> bool:
-    """Whether the row has a part of this class at the place of this setting."""
+    """Whether the algorithm has a component of this class at the place of this setting."""
     found: Any = algorithm
     for name in place[:-1]:
         if isinstance(found, tuple):
@@ -260,7 +260,7 @@ def _stands(algorithm: AlgorithmBase, place: Place, owner: type[Component]) -> b
 
 
 def _hint(kind: type[AlgorithmBase], flag: Flag) -> str:
-    """Which choice brings a part that has the setting."""
+    """Return the choice that brings a component with the setting."""
     brings = []
     for other in flags(kind).values():
         known = _knob_at(*other.places[0])
@@ -281,39 +281,39 @@ def _hint(kind: type[AlgorithmBase], flag: Flag) -> str:
     return f"there is no such part to change; {how} brings one" if how else "none of its parts has that setting"
 
 
-def _assigned(part: Any, place: Sequence[str], value: Any, told: str, whole: str) -> Any:
-    """The part (or row) with one setting changed. told: the name that the user wrote; whole: the place from the row on."""
+def _assigned(part: Any, place: Sequence[str], value: Any, written: str, whole: str) -> Any:
+    """Return the component (or algorithm) with one setting changed. written: the user's name; whole: the full place."""
     hints = _hints(type(part))
     name = place[0].replace("-", "_")
     if name not in hints or name in LABELS:
-        raise UserError(_unknown(type(part), told, place, whole, [h for h in hints if h not in LABELS]))
+        raise UserError(_unknown(type(part), written, place, whole, [h for h in hints if h not in LABELS]))
     current, hint, known = getattr(part, name), hints[name], knob_of(_fields(type(part))[name])
     kind, several = _part_in(hint)
     if len(place) > 1:
         assert kind is None or isinstance(kind, type)
         if kind is None:
             raise UserError(
-                f"{told}: {'.'.join(whole.split('.')[: -len(place) + 1])} is a single value and has no settings"
+                f"{written}: {'.'.join(whole.split('.')[: -len(place) + 1])} is a single value and has no settings"
             )
-        new = (_in_several if several else _in_one)(current, kind, place[1:], value, told, whole)
+        new = (_in_several if several else _in_one)(current, kind, place[1:], value, written, whole)
     elif kind is not None:
-        new = _chosen(value, kind, several, hint, known, told)
+        new = _chosen(value, kind, several, hint, known, written)
     else:
-        new = _read(value, hint, known, told)
+        new = _read(value, hint, known, written)
     return replace(part, **{name: new})
 
 
-def _read(value: Any, hint: Any, known: Setting, told: str) -> Any:
-    """A plain setting."""
-    new = convert(value, hint, told)
+def _read(value: Any, hint: Any, known: Setting, written: str) -> Any:
+    """Return the value of a plain setting."""
+    new = convert(value, hint, written)
     if known.off is not NEVER and new == known.off:
         return None
-    known.bounds.check(told, new)
+    known.bounds.check(written, new)
     return new
 
 
 def _is_absent(value: Any, known: Setting, hint: Any) -> bool:
-    """Whether this value says that the part is not there at all."""
+    """Whether this value means that there is no such component."""
     if known.absent is NEVER:
         return False
     if value is None or (isinstance(value, str) and value.lower() == "none"):
@@ -326,8 +326,8 @@ def _is_absent(value: Any, known: Setting, hint: Any) -> bool:
         return False
 
 
-def _in_one(current: Any, kind: type[Component], place: Sequence[str], value: Any, told: str, whole: str) -> Any:
-    """A setting of the one part that a field holds, or may hold."""
+def _in_one(current: Any, kind: type[Component], place: Sequence[str], value: Any, written: str, whole: str) -> Any:
+    """Change a setting of the one component that a field holds, or may hold."""
     owner = kind if current is None else type(current)
     name = place[0].replace("-", "_")
     fields = _fields(owner)
@@ -341,29 +341,29 @@ def _in_one(current: Any, kind: type[Component], place: Sequence[str], value: An
         makers = [f for f in fields if knob_of(fields[f]).creates]
         above = ".".join(whole.split(".")[: -len(place)])
         how = f"; --set {above}.{makers[0]}=... makes one" if makers else f"; choose one first: --set {above}=..."
-        raise UserError(f"{told}: there is no {above} to change{how}")
-    return _assigned(current, place, value, told, whole)
+        raise UserError(f"{written}: there is no {above} to change{how}")
+    return _assigned(current, place, value, written, whole)
 
 
 def _in_several(
-    current: tuple[Any, ...], kind: type[Component], place: Sequence[str], value: Any, told: str, whole: str
+    current: tuple[Any, ...], kind: type[Component], place: Sequence[str], value: Any, written: str, whole: str
 ) -> Any:
-    """A setting of one of the parts that a field holds."""
+    """Change a setting of one of the components that a field holds."""
     classes = {_named(own): own for own in _family(kind)}
     named = place[0].replace("_", "-")
     if named not in classes:
         above = ".".join(whole.split(".")[: -len(place)])
-        raise UserError(f"{told}: {above} holds no {named!r}{near(named, classes)}; there are {', '.join(classes)}")
+        raise UserError(f"{written}: {above} holds no {named!r}{near(named, classes)}; there are {', '.join(classes)}")
     if len(place) == 1:
-        raise UserError(f"{told}: say which setting of {named}: {', '.join(_hints(classes[named]))}")
+        raise UserError(f"{written}: say which setting of {named}: {', '.join(_hints(classes[named]))}")
     at = next((i for i, part in enumerate(current) if type(part) is classes[named]), None)
-    new = _in_one(current[at] if at is not None else None, classes[named], place[1:], value, told, whole)
+    new = _in_one(current[at] if at is not None else None, classes[named], place[1:], value, written, whole)
     rest = [new if i == at else part for i, part in enumerate(current)] + ([new] if at is None else [])
     return tuple(part for part in rest if part is not None)
 
 
-def _chosen(value: Any, kind: type[Component], several: bool, hint: Any, known: Setting, told: str) -> Any:
-    """A whole part, by its name, by "my.py:name", or as it is."""
+def _chosen(value: Any, kind: type[Component], several: bool, hint: Any, known: Setting, written: str) -> Any:
+    """Return a whole component, given by its name, by "my.py:name", or as an object."""
     choices = known.choices or {}
     word = str(value).lower() if isinstance(value, bool) else value
     if isinstance(word, str) and word in choices:
@@ -377,17 +377,15 @@ def _chosen(value: Any, kind: type[Component], several: bool, hint: Any, known: 
     if isinstance(value, kind):
         return (value,) if several else value
     names = ", ".join([*choices, *(["none"] if optional else []), "my.py:NAME"])
-    raise UserError(f"{told} is one of {names}, not {value!r}{near(str(value), choices)}")
+    raise UserError(f"{written} is one of {names}, not {value!r}{near(str(value), choices)}")
 
 
-def _unknown(kind: type[Any], told: str, place: Sequence[str], whole: str, names: Sequence[str]) -> str:
+def _unknown(kind: type[Any], written: str, place: Sequence[str], whole: str, names: Sequence[str]) -> str:
     above = ".".join(whole.split(".")[: -len(place)])
     if above:
-        return (
-            f"{told}: {above} has no setting {place[0]!r}{near(place[0], names)}; it has {', '.join(names) or 'none'}"
-        )
+        return f"{written}: {above} has no setting {place[0]!r}{near(place[0], names)}; it has {', '.join(names) or 'none'}"
     known = [
         *(".".join(place) for place, _, _, _ in _knobs(kind, ())),
         *(f"--{name.replace('_', '-')}" for name in flags(kind)),
     ]
-    return f"{told}: no part is called {place[0]!r}{near(told, known)}; there are {', '.join(names)}"
+    return f"{written}: no part is called {place[0]!r}{near(written, known)}; there are {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""A row as a run has it: with the run's settings and what they imply. Contradictions are refused here."""
+"""Algorithm of a run: the chosen algorithm with the run's settings and what they imply. Contradictions are refused here."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from posttrain.training import older
 
 
 def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
-    """The row of a run. Raises UserError, in one line, where settings do not exist, do not fit or contradict each other.
+    """Return the algorithm with the settings of a run.
 
-    `single_turn`: whether an episode is one reply.
+    Raises UserError, in one line, where settings do not exist, do not fit or contradict each other. `single_turn`: whether
+    an episode is one reply.
     """
     if run.ptx and algorithm.pretraining is None:
         algorithm = replace(algorithm, pretraining=Pretraining())
@@ -54,14 +55,14 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True) -> Algorithm
 
 
 def _episode_tokens(run: RL, single_turn: bool) -> int | None:
-    """Most tokens that the policy may sample in an episode; None: there is no bound."""
+    """Return the most tokens that the policy may sample in an episode; None: there is no bound."""
     if single_turn or run.max_turns == 1:
         return min(run.max_tokens, run.max_episode_tokens or run.max_tokens)
     return run.max_episode_tokens
 
 
 def _completed(algorithm: Algorithm, run: RL) -> Algorithm:
-    """With what the chosen parts bring, and without what nothing uses any more."""
+    """Add the components that the chosen ones require, and remove those that nothing uses any more."""
     if not algorithm.surrogate.uses_ratio and not run.chooses("ratio"):
         algorithm = replace(algorithm, ratio=())
     if (
@@ -78,7 +79,7 @@ def _completed(algorithm: Algorithm, run: RL) -> Algorithm:
 
 
 def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
-    """(whether it holds, why it cannot be) of all that no single setting can see."""
+    """Yield (whether it holds, reason) of each contradiction between settings."""
     soft = isinstance(algorithm.critic, SoftQ)
     baselined = algorithm.advantage if isinstance(algorithm.advantage, Baselined) else None
     comparing = algorithm.needing(Need.GROUP)
@@ -129,7 +130,7 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
 
 
 def _of_unfinished(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
-    """What cannot be left in the middle of a reply."""
+    """Yield the contradictions of replies that are continued in a later step."""
     told, tokens = "--tokens-per-step", run.tokens_per_step
     yield (
         tokens > 0 and not single_turn,
@@ -284,7 +285,7 @@ def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple
 
 
 def _without_effect(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
-    """Settings that were chosen and would change nothing."""
+    """Yield the chosen settings that would have no effect."""
     own = ("branches", "branch_first", "branch_tokens", "branch_threshold", "branch_credit")
     branching = [f"--{name.replace('_', '-')}" for name in own if run.chooses(name)]
     yield (

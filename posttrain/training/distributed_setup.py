@@ -1,8 +1,8 @@
-"""The processes that share a run: how this one joins them, and what becomes of it when another one fails.
+"""The process group of a run: joining it, and ending when another process fails.
 
-Each process does all that a run of one process does, with two exceptions: it plays its share of the groups, and computes its
-share of the micro-batches. What decides (filters, credit, order, health) is computed by each of them from the same numbers.
-The first one alone writes and speaks.
+Each process does all that a run of one process does, with two exceptions: it samples its share of the groups, and computes
+its share of the micro-batches. All decisions (filters, credit, order, health) are computed by each of them from the same
+numbers. Only the first one writes files and prints.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from posttrain.runs.terminal.notices import held
 
 @contextmanager
 def together(config: Training) -> Iterator[World]:
-    """The world of this process: alone, or one of those that torchrun or `--processes` has started.
+    """Yield the world of this process: alone, or one of those that torchrun or `--processes` has started.
 
-    What is told before the run is described is held back until then. Raises UserError where another process has failed,
-    with what it said.
+    Messages before the description of the run are held back until then. Raises UserError where another process has failed,
+    with its message.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if config.processes > 1:

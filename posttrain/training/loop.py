@@ -20,7 +20,7 @@ Hook = Callable[["FinishedStep"], bool | None]
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """What a hook sees of a finished step."""
+    """Finished step, the input of hooks."""
 
     step: TrainingStep
     stats: Stats  # of source and updates
@@ -70,7 +70,7 @@ def train(
 
 @contextmanager
 def interruptible(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Within it, Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) asks for an end after the running step.
+    """Within it, Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) requests an end after the running step.
 
     A second Ctrl-C or SIGTERM ends at once. SIGHUP comes twice by itself, from the terminal and from its shell, and is
     left alone where it was ignored (nohup). Handlers only take notes, since they interrupt anything, printing included:

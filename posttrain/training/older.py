@@ -1,8 +1,8 @@
-"""Rollouts of other weights than those that learn from them: a weight makes up for that, or the run is refused. Here alone.
+"""Rollouts of other weights than those that learn from them: an importance weight corrects for it, or the run is refused.
 
-A gradient that is a mean over sampled tokens is the policy's own only for tokens that the policy sampled. Whatever else is
-learned from needs a weight, whichever option brought it (`beyond` names these options). `Minibatches` holds every update
-to that, by the versions of the weights that sampled its tokens.
+A gradient that is a mean over sampled tokens is the policy's own only for tokens that the policy sampled. All other tokens
+need a weight, whichever option brought them (`beyond` names these options). `Minibatches` holds every update to that, by the
+versions of the weights that sampled its tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REPLAYED = Correction(cap=10.0)
 
 
 def beyond(algorithm: Algorithm, run: RL) -> list[str]:
-    """The options by which other weights than those of the step's start have sampled what a step learns from."""
+    """Return the options by which a step learns from rollouts of other weights than those of its start."""
     options = {
         "--async-steps": run.async_steps > 0,
         "--tokens-per-step": run.tokens_per_step > 0,
@@ -31,9 +31,9 @@ def beyond(algorithm: Algorithm, run: RL) -> list[str]:
 
 
 def weighing(algorithm: Algorithm, run: RL) -> Algorithm:
-    """With the weight that makes up for other weights, where there are some and nothing was chosen for that.
+    """Add the importance weight for rollouts of other weights, where there are some and the user chose none.
 
-    A ratio to the sampler where it is exact, or where nothing else is known of the rollouts; a correction elsewhere.
+    It is a ratio to the sampler where that is exact, or where nothing else is known of the rollouts; else a correction.
     """
     lags, chosen = beyond(algorithm, run), run.chooses("correction")
     weighed = algorithm.weighs_older if lags else algorithm.weighs_updates or _updates(algorithm) == 1
@@ -49,7 +49,7 @@ def weighing(algorithm: Algorithm, run: RL) -> Algorithm:
 
 
 def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
-    """What there must be where other weights have sampled, and what there cannot be."""
+    """Yield the contradictions between rollouts of other weights and the chosen corrections."""
     lags, updates, ratio = beyond(algorithm, run), _updates(algorithm), algorithm.surrogate.uses_ratio
     ways = ["--old-policy sampler"] if ratio else ["a ratio with --surrogate clip and --old-policy sampler"]
     if not (ratio and algorithm.replay is not None):
@@ -79,7 +79,7 @@ def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
 
 
 def _of_rewards(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
-    """Weights of single rewards are for advantages that are sums of them."""
+    """Yield the contradiction of weights of single rewards with advantages that are no sums of them."""
     at_rewards = isinstance(algorithm.surrogate, WeightedLogProbability) and algorithm.surrogate.at == "reward"
     discounted = isinstance(algorithm.advantage, GAE) or (
         isinstance(algorithm.advantage, ToGo) and algorithm.advantage.gamma != 1

@@ -1,4 +1,4 @@
-"""Which learner a run has, and how the models that it holds come into its processes."""
+"""The learner of a run: its class, and loading of its models into the run's processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from posttrain.models.checkpoint_location import checkpoint_folder
 
 
 def held_model(config: Training, folder: Path, device: torch.device, world: World) -> Model:
-    """The model of a folder, for the learner: with `--shard`, this process's rows of it, and no more is ever read."""
+    """Load the model of a folder for the learner; with `--shard` this process's rows of it, and no more is ever read."""
     if not config.shard:
         model = load_model(folder, device=device)
         if model.decoder is not None and not config.train_vision:
@@ -47,9 +47,9 @@ def held_model(config: Training, folder: Path, device: torch.device, world: Worl
 
 
 def policy(config: Training, folder: Path, device: torch.device, world: World) -> Model:
-    """The model of a folder as it is to be trained: whole, or its adapters, which are new with `--lora`.
+    """Load the model of a folder for training: all weights, or its adapters, which are new with `--lora`.
 
-    Raises UserError where the options say something else than the adapter that is there.
+    Raises UserError where the options contradict the adapter in the folder.
     """
     if config.lora is None and not is_adapter(folder):
         _refuse_without_lora(config)
@@ -89,9 +89,9 @@ def adapt(config: Training, decoder: Backbone, folder: Path) -> None:
 
 
 def reference(config: Training, model: Model, start: Path, world: World, moves: bool = False) -> Model:
-    """What the policy was when the run began, frozen. Beside adapters it is the same weights without them.
+    """Return the policy as it was when the run began, frozen. With adapters it is the same weights without them.
 
-    `moves`: the policy is to become it now and then.
+    `moves`: it is replaced by the policy from time to time.
     """
     if model.decoder is None or model.decoder.lora is None:
         return held_model(config, start, model.head.device, world).requires_grad_(False)
@@ -119,7 +119,7 @@ def _refuse_without_lora(config: Training) -> None:
 
 
 def _asked(config: Training) -> list[tuple[str, Any, Any]]:
-    """(option, its value, its default) of what says how a model is adapted."""
+    """Return (option, its value, its default) of the options of adapters."""
     return [
         ("--lora", config.lora, None),
         ("--lora-alpha", config.lora_alpha, None),
@@ -139,7 +139,7 @@ def _refuse_shards(config: Training) -> None:
 
 
 def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
-    """Raise UserError where the options say something else than the adapter that is there, and goes on."""
+    """Raise UserError where the options contradict the adapter in the folder, whose training continues."""
     lora = decoder.lora
     assert lora is not None
     names = {name.rpartition(".")[2] for adapter in adapters(decoder) for name in adapter.names}
@@ -166,7 +166,7 @@ def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
 def new_learner(
     config: Training, model: Model, optimization: Optimization, world: World, **options: Any
 ) -> DataParallelLearner:
-    """`options`: what else a learner takes."""
+    """Open the learner of a run. `options`: further arguments of the learner."""
     losses = RouterLosses(config.router_balance, config.router_z)
     if losses and (model.decoder is None or model.decoder.routers is None):
         raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
@@ -189,7 +189,7 @@ def new_learner(
 
 
 def replay_experts(config: RL, model: Model) -> None:
-    """Prepare a policy for `--routing-replay`. Raises UserError where nobody records, or nothing could follow."""
+    """Prepare a policy for `--routing-replay`. Raises UserError where the options or the model do not allow it."""
     if not config.routing_replay:
         return
     if model.decoder is None or model.decoder.routers is None:

@@ -1,4 +1,4 @@
-"""Makes the teachers of a run: which there are, whether they can teach this student, and what is said of them."""
+"""Opens the teachers of a run, checks that they can teach the student, and describes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBED = 3  # tasks whose prompts an endpoint is asked about before the run
 
 @dataclass(frozen=True)
 class OpenTeachers:
-    """The teachers of a run, and those of them whose models the learner is to hold."""
+    """Teachers of a run, and those of them whose models the learner holds."""
 
     teachers: Teachers
     models: dict[str, Model] = field(default_factory=dict)
@@ -45,10 +45,10 @@ def load_teachers(
     opened: ExitStack,
     world: World,
 ) -> OpenTeachers:
-    """The teachers, once it is known that they can teach this student and some of the tasks.
+    """Open the teachers and check that they can teach this student and some of the tasks.
 
-    Raises UserError, in one line, for one of another tokenizer, an endpoint that is asked for whole distributions, and a
-    task whose teacher there is not.
+    Raises UserError, in one line, for a teacher with another tokenizer, an endpoint that is asked for whole distributions,
+    and a task whose teacher does not exist.
     """
     assert algorithm.teacher is not None
     models: dict[str, Model] = {}
@@ -82,7 +82,7 @@ def load_teachers(
 
 
 def named_teachers(config: Distill) -> Iterator[tuple[str, str, str]]:
-    """(name for the learner, the option, folder or endpoint) of each."""
+    """Return (name for the learner, option, folder or endpoint) of each teacher."""
     default = [(TEACHER, "--teacher", config.teacher)] if config.teacher else []
     others = ((NAMED.format(name), f"--teachers.{name}", where) for name, where in config.teachers.items())
     return chain(default, others)

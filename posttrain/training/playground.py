@@ -1,7 +1,7 @@
-"""Where episodes are played: the environment and the services of a verb, opened, rehearsed and closed in one place.
+"""Environment and services of a verb, opened, rehearsed and closed in one place.
 
-Training, evaluation, sampling and chat ask a `Playground` for the player of a checkpoint. Whatever is wrong with an
-environment, a reward model or an endpoint is told here, before anything is sampled.
+Training, evaluation, sampling and chat ask a `Playground` for the player of a checkpoint. Errors of an environment, a reward
+model or an endpoint are reported here, before anything is sampled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from posttrain.training.setup import rehearse
 
 @dataclass(frozen=True)
 class Known:
-    """A model that is to play, without its weights."""
+    """Model that will sample, without its weights."""
 
     tokenizer: Tokenizer
     chat: Chatting  # how plain prompts reach it
@@ -60,13 +60,13 @@ class Playground:
     world: World = field(default_factory=Alone)  # the processes that play together
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
-        """Who plays with what this engine samples; `context`: tokens that its model reads."""
+        """Return a player with this engine; `context`: tokens that its model reads."""
         bounds = context, self.too_long, self.bounds, self.services
         return Player(self.pool, engine, tokenizer, self.sampling, *bounds, self.world)
 
     @property
     def lines(self) -> list[str]:
-        """What answers, in words."""
+        """Lines that describe the environment and the services."""
         return [*self.about, *(f"{name}: {service.description}" for name, service in self.services.named.items())]
 
 
@@ -81,8 +81,10 @@ def open_playground(
     models: Sequence[Path] = (),
     world: World | None = None,
 ) -> Iterator[Playground]:
-    """The playground of a verb. `env`: the environment, if it is given as an object; `folder`: of the run; `models`:
-    folders of those that are to play, of which what is known without their weights comes with it.
+    """Open the playground of a verb.
+
+    `env`: the environment, if it is given as an object; `folder`: of the run; `models`: folders of the models that will
+    sample, which come with it without their weights.
 
     Raises UserError for a service that cannot be opened, or an environment that cannot start.
     """
@@ -120,7 +122,7 @@ def _tried(
     services: Services,
     tell: Callable[[str], None] | None,
 ) -> Known:
-    """What is known of a model without its weights, once a few tasks were shown to it. `tell`: what warns."""
+    """Rehearse a few tasks and return the model without its weights. `tell`: prints warnings."""
     known = outline(folder, config.chat_template)
     chat = chatting(config, folder, known.tokenizer, known.ends)
     shown = rehearse(pool, chat.of(tasks), tell or (lambda text: None), services, viewer_of(known))
@@ -129,14 +131,14 @@ def _tried(
 
 
 def viewer_of(model: Outline) -> Viewer:
-    """Who looks at what is shown to this model."""
+    """Return the viewer of the prompts that this model gets."""
     end = model.tokenizer.eos_id
     return Viewer(model.tokenizer, model.context, () if end is None else (end,))
 
 
 @contextmanager
 def open_dialogue(config: Chat, env: Env, device: torch.device) -> Iterator[Playground]:
-    """The playground of a chat. `env` asks a person, so it runs in this process and is not rehearsed.
+    """Open the playground of a chat. `env` asks a person, so it runs in this process and is not rehearsed.
 
     Raises UserError for a service that cannot be opened.
     """
@@ -147,9 +149,9 @@ def open_dialogue(config: Chat, env: Env, device: torch.device) -> Iterator[Play
 def open_services(
     config: RL | SFT | Evaluation | Check | Sample | Label | Chat, device: torch.device, resumed: bool = False
 ) -> Services:
-    """The services that the options name, each tried once. What costs least is looked at first.
+    """Open the services that the options name, each tried once. The cheapest are tried first.
 
-    A resumed run may go on with an endpoint that is down: its journal has the answers until it stopped.
+    A resumed run may continue with an endpoint that is down: its journal has the answers until it stopped.
     """
     services = Services()
     try:
@@ -188,7 +190,7 @@ def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Service
 
 
 def _tell_problem(problem: str, resumed: bool) -> None:
-    """A service that is down."""
+    """Warn of a service that is down when a run is resumed; else raise UserError."""
     if not resumed:
         raise UserError(problem)
     warn(f"{problem}; the run goes on with the answers that it has, and what it asks beyond them is invalid")
@@ -207,7 +209,7 @@ def _open_retrievers(
 
 
 def counted(services: Services) -> Sequence[str]:
-    """What the services counted, a line each, for the end of an evaluation."""
+    """Return the counts of the services, one line each, for the end of an evaluation."""
     counts = services.counts()
     lines = []
     for name in services.named:

@@ -1,8 +1,8 @@
 """The course of a run, from its first or resumed step to its end: record, evaluate, save, show.
 
 Decides what a run leaves in its directory and when, how it goes on after a kill, and that nothing is lost when it ends
-before its time. A run stands on the disk as its last checkpoint and what was recorded until then; a resumed one begins
-there and repeats, byte for byte, what had come after.
+before its time. On disk a run is its last checkpoint and the record until then; a resumed one begins there and repeats, byte
+for byte, what had come after.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NOTICED = 1.0  # seconds that they take at least, so that toy runs are not bothe
 
 @dataclass
 class Run:
-    """A finished (or interrupted) run."""
+    """Finished (or interrupted) run."""
 
     path: Path
     checkpoint: Path | None  # the newest one: a Hugging Face folder
@@ -50,18 +50,18 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step, as in metrics.jsonl."""
+        """Metrics, one dict per step, as in metrics.jsonl."""
         return read_metrics(self.path)
 
     @property
     def final(self) -> dict[str, Any]:
-        """The final figures, as in run.json."""
+        """Final figures, as in run.json."""
         final: dict[str, Any] = read_run(self.path).get("final", {})
         return final
 
 
 class Trainer:
-    """A run from its first or resumed step to its end: record, evaluate, save, show."""
+    """Trainer of a run from its first or resumed step to its end: record, evaluate, save, show."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Trainer:
         measure: Callable[[Stats], Sequence[Outcome] | None] | None,
         steps: int,
     ) -> None:
-        """`measure` evaluates on held-out tasks, and gives what it played; `steps` is the number of the last step."""
+        """`measure` evaluates on held-out tasks and returns its rollouts; `steps` is the number of the last step."""
         self.world = run.world
         self.opened, self.learner, self.source, self.tokenizer = run, learner, source, tokenizer
         self.config: Training = run.config
@@ -92,7 +92,7 @@ class Trainer:
         self.stopping = False  # whether any process was asked to stop
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
-        """Train to the end or to an interruption. `sizes` and `formula` say of what and how; shown and recorded."""
+        """Train to the end or to an interruption. `sizes` and `formula` describe it; they are shown and recorded."""
         if self.saved:
             self._restore(self.saved)
         self.record = self.opened.open({"sizes": sizes, "objective": formula})
@@ -126,7 +126,7 @@ class Trainer:
         return Run(self.folder, self.world.gather(self.saved)[0], stopped, self.ill)
 
     def _close(self) -> None:
-        """The end of the record, and its curves."""
+        """Close the record and draw its curves."""
         with writing(self.folder):
             self.record.close((read_metrics(self.folder) or [{}])[-1])
         try:
@@ -181,12 +181,12 @@ class Trainer:
             )
 
     def _stop(self, asked: bool) -> bool:
-        """Whether to end behind this step: if any process was asked to, all do."""
+        """Whether to end after this step: if any process was interrupted, all end."""
         self.stopping = self.stopping or any(self.world.gather(asked))
         return self.stopping
 
     def _after(self, trained: FinishedStep) -> bool:
-        """Record a step. Returns whether the run is to end here."""
+        """Record a step. Return whether the run ends here."""
         number, config = trained.step.number, self.config
         stats = trained.stats
         if self.saving is not None and self.saving.done():
@@ -213,7 +213,7 @@ class Trainer:
         return self.ill is not None
 
     def _look(self, number: int, metrics: dict[str, float]) -> None:
-        """Say, write down or stop for what the health check finds."""
+        """Check the run's health; show and record the findings, or end the run."""
         if self.health is None:
             return
         found = self.health.look(number, metrics)
@@ -225,7 +225,7 @@ class Trainer:
                 self.ill = finding.message
 
     def _mind_invalid(self, trained: FinishedStep) -> None:
-        """Say once why a reward was invalid: a few of them do not end a run, and are shown as a share alone."""
+        """Show once why a reward was invalid: a few invalid rewards do not end a run, and appear as a share alone."""
         reasons = [r.reward.reason for r in trained.step.played if isinstance(r.reward, Invalid)]
         if reasons and not self.told_invalid:
             self.told_invalid = True
@@ -235,7 +235,7 @@ class Trainer:
             )
 
     def _mind_waiting(self, waiting: float, whole: float) -> None:
-        """Say once that steps spend their time on environments, with the option that helps."""
+        """Show once that steps spend their time on environments, with the option that helps."""
         self.lately.append((waiting, whole))
         waited, took = (sum(column) for column in zip(*self.lately, strict=True))
         if not self.told and len(self.lately) == LATELY and took > NOTICED and waited > WAITING * took:
@@ -258,7 +258,7 @@ class Trainer:
         self.saving = self._beside.call(lambda: draft.finish(self.config.keep, lambda folder: state(folder / TRAINING)))
 
     def _settle(self) -> None:
-        """Return once the last checkpoint would outlive a power cut."""
+        """Wait until the last checkpoint is safely on disk."""
         saving, self.saving = self.saving, None
         if saving is not None:
             self.saved = saving.result()
@@ -268,7 +268,7 @@ class Trainer:
         self.tokenizer.save(folder)
 
     def _rescue(self) -> str:
-        """After a user's mistake: save the last whole step, if no update came since. Returns how to go on."""
+        """Save the last whole step after a user's mistake, if no update came since. Return how to continue."""
         with suppress(UserError):
             self._settle()
         saved = checkpoints.step_of(self.saved) if self.saved else 0
@@ -285,7 +285,7 @@ class Trainer:
 
 
 def _timing(trained: FinishedStep) -> dict[str, float]:
-    """A line of timing.jsonl: all of a step that depends on the clock."""
+    """Return a line of timing.jsonl: all of a step that depends on the clock."""
     seconds = {**trained.step.seconds, **trained.seconds}
     timing = {f"seconds/{name}": value for name, value in seconds.items()}
     taken = max(1e-9, sum(trained.seconds.values()))
@@ -305,7 +305,7 @@ def _timing(trained: FinishedStep) -> dict[str, float]:
 
 
 def _options(config: Training) -> list[str]:
-    """The options that were chosen, in a line. What the others are stands in run.json."""
+    """Return the options that were chosen, in one line. run.json has all of them."""
     default, chosen = as_dict(type(config)()), as_dict(config)
     named: list[str] = []
     for name, value in chosen.items():

@@ -1,4 +1,4 @@
-"""A run of any verb that trains: the verb builds the parts, and this puts them together, from the lock to the last file.
+"""Run of any verb that trains: the verb builds the parts, and this module assembles them, from the lock to the last file.
 
 A verb is an entry of `config/verbs.py` and a function (`RunContext`) -> `RunParts`.
 """
@@ -41,7 +41,7 @@ class RunContext(Generic[AnyTraining]):
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run, as its verb builds them."""
+    """Parts of a run, built by its verb."""
 
     source: Source
     objective: Objective

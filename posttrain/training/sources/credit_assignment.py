@@ -1,4 +1,4 @@
-"""From rollouts to what a loss needs of each of their tokens: scoreboard, advantages, the models' view of them.
+"""Credit assignment: from rollouts to the inputs of the loss, the scoreboard, advantages and outputs of the models.
 
 S    rollouts of an optimizer batch    n_i    scored tokens of rollout i
 """
@@ -28,7 +28,7 @@ EVALUATED = {Need.VALUE: "value", Need.ENTROPY: "entropy", Need.KL: "kl"}
 
 @dataclass(frozen=True)
 class Credited:
-    """Rollouts with what a loss needs of each."""
+    """Rollouts with the inputs of the loss for each."""
 
     rollouts: Sequence[Rollout]
     scores: Scores
@@ -38,7 +38,7 @@ class Credited:
     selected: Sequence[Tensor] = ()  # bool [n_i], which tokens have kept their advantage; (): all
 
     def of(self, rows: Tensor) -> Credited:
-        """Some of them: rows int64 [S']."""
+        """Return the rollouts at these places, int64 [S']."""
         chosen = rows.tolist()
 
         def some(columns: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
@@ -64,7 +64,7 @@ def credit(
     stats: Stats,
     teachers: Teachers | None = None,
 ) -> Credited:
-    """Scoreboard and advantages of these rollouts, by what the row's parts need."""
+    """Compute the scoreboard and the advantages of these rollouts, as far as the algorithm's components need them."""
     if not rollouts:
         return Credited([], scoreboard([]), {"advantage": []}, {})
     needs = algorithm.needs
@@ -111,7 +111,7 @@ def _penalty(
     views: Mapping[str, list[Tensor]],
     coefficients: Mapping[str, float],
 ) -> list[Tensor]:
-    """What a KL in the reward takes off each token's, [n_i] for each rollout; [] where there is none."""
+    """Return the KL penalty in the reward of each token, [n_i] for each rollout; [] where there is none."""
     kl = algorithm.kl
     if kl is None or kl.where != "reward":
         return []
@@ -121,7 +121,7 @@ def _penalty(
 
 
 def _returns(algorithm: Algorithm, scores: Scores, stats: Stats) -> dict[str, list[Tensor]]:
-    """The critic's values of rollout time and the returns it is to learn, where it learns returns."""
+    """Return the critic's values of rollout time and its target returns, where it learns returns."""
     assert algorithm.critic is not None
     aim = algorithm.critic.targets(algorithm.advantage, scores)
     if aim is None:

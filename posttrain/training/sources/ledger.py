@@ -1,10 +1,10 @@
-"""Keeps account of a step's rollouts: what became of each and why, and the numbers of its tokens that are recorded.
+"""Ledger of a step's rollouts: the fate of each with its reason, and the recorded values of its tokens.
 
-The fates of a step add up to what it played. Flags beside them:
+The fates of a step add up to the rollouts that it sampled. Flags beside them:
 
 moved by KL, entropy, critic, teacher, imitation, action values    no token of it has an advantage, and this moved it
 bounds the step                  likewise, and a trust region measures its KL there
-critic warm-up                   the policy stood still, and the critic alone learned from it
+critic warm-up                   the policy did not move, and the critic alone learned from it
 update skipped                   an update that was given it moved nothing: its gradient was not finite
 
 n_i    scored tokens of rollout i    S    rollouts of an optimizer batch
@@ -46,7 +46,7 @@ OF_CREDIT = {
 
 @dataclass
 class _Account:
-    """What is known of one rollout."""
+    """Account of one rollout."""
 
     rollout: Rollout
     fate: Fate = Fate.UNSELECTED
@@ -82,14 +82,14 @@ class _Account:
 
 @dataclass(frozen=True)
 class _Fed:
-    """An update, and the accounts of the rollouts that its batches know by these places."""
+    """Update with the accounts of its rollouts, by their places in its batches."""
 
     sink: TokenSink
     accounts: Mapping[int, _Account]
 
 
 def _advantages(credited: Credited) -> tuple[list[float], list[bool]]:
-    """Of each rollout the mean over its tokens, and whether any token has one. All at once: there may be thousands."""
+    """Return the mean advantage of each rollout, and whether any token has one. All at once: there may be thousands."""
     columns = credited.per_token["advantage"]
     sizes = credited.scores.length.long().numpy()
     first = np.concatenate([[0], sizes.cumsum()[:-1]])
@@ -98,12 +98,12 @@ def _advantages(credited: Credited) -> tuple[list[float], list[bool]]:
 
 
 class Ledger:
-    """Of one step."""
+    """Ledger of the rollouts of one step."""
 
     def __init__(
         self, algorithm: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: TokenRecording
     ) -> None:
-        """`left`: what became of rollouts before anything was credited."""
+        """`left`: the fate of rollouts that were dropped before credit assignment."""
         self.algorithm, self.number, self.recording = algorithm, number, recording
         self._accounts = {id(rollout): _Account(rollout) for rollout in played}  # in their order
         for key, (fate, why) in left.items():
@@ -124,7 +124,7 @@ class Ledger:
     # -- before the updates --------------------------------------------------------------------------------------------
 
     def credit(self, credited: Credited) -> None:
-        """Note what the rollouts that are left have earned."""
+        """Note the advantages of the remaining rollouts."""
         if not credited.rollouts:
             return
         self._credited = credited
@@ -148,7 +148,7 @@ class Ledger:
                 account.why = "its advantage is 0"
 
     def choose(self, parts: Sequence[Credited]) -> None:
-        """Draw the groups whose numbers are recorded, once it is known what each update learns from."""
+        """Draw the groups whose token values are recorded, once the rollouts of each update are known."""
         again = [self._enter(part) for part in parts]
         drawn = [self._accounts[id(rollout)] for part in parts for rollout in part.rollouts]
         # of those that are moved, where only some are taken: of the others there is little to see
@@ -163,9 +163,9 @@ class Ledger:
             self._note(part, rows)
 
     def _enter(self, part: Credited) -> list[int]:
-        """Open accounts for rollouts of earlier steps that this update drew; their places in it.
+        """Add rollouts of earlier steps that this update drew to the ledger; return their places in it.
 
-        Their tasks are not kept with them, and a run that was continued has to record the same.
+        Their tasks are not kept with them, and a continued run has to record the same.
         """
         again = [i for i, rollout in enumerate(part.rollouts) if id(rollout) not in self._accounts]
         means, moved = _advantages(part) if again else ([], [])
@@ -176,7 +176,7 @@ class Ledger:
         return again
 
     def _note(self, credited: Credited, rows: Iterable[int]) -> None:
-        """What is known of these rollouts' tokens before the updates."""
+        """Note the values of these rollouts' tokens that are known before the updates."""
         chosen = [i for i in rows if credited.rollouts[i].group in self._chosen]
         columns = {OF_CREDIT[name]: values for name, values in credited.per_token.items() if name in OF_CREDIT}
         views = {"before": credited.views.get("old"), "reference": credited.views.get("reference")}
@@ -195,7 +195,7 @@ class Ledger:
     # -- the updates ---------------------------------------------------------------------------------------------------
 
     def feed(self, part: Credited, fed: Sequence[int], coefficients: Mapping[str, float], routers: bool) -> TokenSink:
-        """Note which rollouts the next update is given, by their places in `part`; where it leaves what it computes.
+        """Note the rollouts of the next update, by their places in `part`; return the sink for the values that it computes.
 
         `routers`: whether the learner adds losses of routers.
         """
@@ -211,7 +211,7 @@ class Ledger:
         return sink
 
     def _flags(self, part: Credited, i: int, coefficients: Mapping[str, float]) -> list[str]:
-        """What moves a rollout, where it is not its advantage."""
+        """Return the flags of a rollout that something other than its advantage moves."""
         algorithm, success = self.algorithm, part.scores.success
         critic = ["moved by critic"] if algorithm.critic is not None else []
         penalised = (
@@ -232,7 +232,7 @@ class Ledger:
     # -- behind them ---------------------------------------------------------------------------------------------------
 
     def settle(self, learner: Learner, tokens_per_microbatch: int) -> None:
-        """Take over what the updates have left, once all are done."""
+        """Collect the values of the updates, once all are done."""
         for update in self._updates:
             found = update.sink.settle()
             for place, account in update.accounts.items():
@@ -249,7 +249,7 @@ class Ledger:
             self._look_again(learner, tokens_per_microbatch)
 
     def _look_again(self, learner: Learner, tokens_per_microbatch: int) -> None:
-        """One forward pass under the weights that the step ends with."""
+        """Run one forward pass under the weights that the step ends with."""
         chosen = [a for a in self._accounts.values() if a.rollout.group in self._chosen and a.advantage is not None]
         if chosen:
             seen = view(learner, [a.rollout for a in chosen], tokens_per_microbatch)["logp"]
@@ -257,6 +257,6 @@ class Ledger:
                 account.numbers["after"] = values
 
     def outcomes(self) -> list[Outcome]:
-        """Of all that were played, in their order, and of those that were replayed and fed, behind them."""
+        """Return the outcomes of all sampled rollouts in their order, followed by the replayed ones that were fed."""
         accounts = self._accounts.values()
         return [a.outcome(len(self._updates)) for a in accounts if not a.replayed or a.updates]

@@ -1,4 +1,4 @@
-"""Decides what each optimizer update of a step learns from, and what every token weighs in it.
+"""Minibatches: the rollouts of each optimizer update of a step, and the weight of every token.
 
 S    rollouts of an optimizer batch    n_i    scored tokens of rollout i
 """
@@ -31,7 +31,7 @@ from posttrain.training.sources.teacher_targets import Teachers
 
 @dataclass(frozen=True)
 class Minibatches:
-    """Makes the updates of steps. Remembers nothing but what a row replays."""
+    """Maker of the updates of steps. Its only memory is the replay buffer."""
 
     algorithm: Algorithm
     learner: Learner
@@ -45,7 +45,7 @@ class Minibatches:
     def updates(
         self, number: int, credited: Credited, coefficients: Mapping[str, float], ledger: Ledger
     ) -> list[Callable[[], list[Batch]]]:
-        """One thunk per optimizer update of step `number`. The ledger is told what each update is given."""
+        """Return one thunk per optimizer update of step `number`. The ledger notes the rollouts of each update."""
         chosen = self._shuffled(number, credited) if self.buffer is None else self._replayed(number, credited)
         ledger.choose(chosen)
         told = dict(coefficients), ledger, self.learner.version
@@ -62,14 +62,14 @@ class Minibatches:
         return [*batches, *self._texts(number, place)] if coefficients.get("policy", 1.0) else batches
 
     def _check_older(self, part: Credited, start: int) -> None:
-        """Whatever option brought tokens of other weights than those that learn: the row has a weight for them."""
+        """Assert that the algorithm has an importance weight for tokens of other weights than those that learn."""
         spans = (span for r in part.rollouts for t in r.transcripts for span in t.spans)
         others = {span.version for span in spans if span.version is not None} - {self.learner.version}
         weighed = self.algorithm.weighs_older or (others <= {start} and self.algorithm.weighs_updates)
         assert not others or weighed, "nothing accounts for the weights that sampled: see posttrain/training/older.py"
 
     def _shuffled(self, number: int, credited: Credited) -> list[Credited]:
-        """What each update learns from: every rollout once per epoch. Groups stay whole, so their prompts are shared."""
+        """Return the rollouts of each update, every one once per epoch. Groups stay whole, so their prompts are shared."""
         by_group: dict[int, list[int]] = defaultdict(list)
         for index, group in enumerate(credited.scores.group.tolist()):
             by_group[group].append(index)
@@ -83,7 +83,7 @@ class Minibatches:
         return chosen
 
     def _replayed(self, number: int, credited: Credited) -> list[Credited]:
-        """What each update learns from: drawn from the buffer, as many rollouts as a minibatch of the step has."""
+        """Return the rollouts of each update, drawn from the buffer: as many as a minibatch of the step has."""
         assert self.buffer is not None
         self.buffer.extend(credited.rollouts, credited.per_token["advantage"])
         algorithm, remembered = self.algorithm, len(self.buffer.rollouts)
@@ -100,7 +100,7 @@ class Minibatches:
         return chosen
 
     def _weighted(self, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, fresh: bool) -> list[Batch]:
-        """The micro-batches of one update, their weights from the scoreboard of exactly these rollouts.
+        """Return the micro-batches of one update, with weights from the scoreboard of exactly these rollouts.
 
         Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token: then they are not
         even fed. They still count in every denominator. Losses of routers are means over the batch: then all are fed.
@@ -137,7 +137,7 @@ class Minibatches:
         ]
 
     def _texts(self, number: int, place: int) -> list[Batch]:
-        """Micro-batches of the pretraining texts of one update, each token weighing coefficient / tokens."""
+        """Return micro-batches of the pretraining texts of one update; each token has weight coefficient / tokens."""
         pretraining = self.algorithm.pretraining
         if pretraining is None:
             return []

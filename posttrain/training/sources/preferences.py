@@ -1,6 +1,6 @@
-"""The source of comparisons: rows become items, items micro-batches, and what is compared is weighed over the whole batch.
+"""Source of comparisons: rows become preference examples, and these micro-batches, weighted over the whole batch.
 
-N    scored tokens of a micro-batch    R    responses in it    S    items of the optimizer batch
+N    scored tokens of a micro-batch    R    responses in it    S    preference examples of the optimizer batch
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from posttrain.training.sources.reference_cache import Reference, mismatched
 
 
 class PreferenceExamples(ExampleStream[Item]):
-    """Tasks of `data.items` as items."""
+    """Preference examples of the tasks of `data.preference_examples`."""
 
     noun = "longest of prompt and response"
 
@@ -44,7 +44,7 @@ class PreferenceExamples(ExampleStream[Item]):
         too_long: TooLong,
         mind: Callable[[Task], None] = lambda task: None,
     ) -> None:
-        """`mind` raises UserError for a task that does not say what is to be learned."""
+        """`mind` raises UserError for a task without the comparisons or labels that are to be learned."""
         self.mind = mind
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
@@ -59,7 +59,7 @@ class PreferenceExamples(ExampleStream[Item]):
         return made.responses
 
     def _response(self, task: Task, said: str | list[str], cut: bool, length: int | None) -> Transcript:
-        """Prompt and response, tokenised apart; where it is given in steps, each is a scored span of its own."""
+        """Return the transcript of prompt and response, tokenised apart; each given step is a scored span of its own."""
         if isinstance(said, list):
             return self._steps(task, said, length)
         asked: Task
@@ -71,9 +71,9 @@ class PreferenceExamples(ExampleStream[Item]):
         return last_alone(whole, self.eos_ids if cut else ())
 
     def _steps(self, task: Task, steps: Sequence[str], length: int | None) -> Transcript:
-        """Every step ends with a new line, the last one too.
+        """Return the steps, each ending with a new line, the last one too.
 
-        Solutions are cut behind their first mistake: an end of its own would tell which step that is.
+        Solutions are cut behind their first mistake: an end of its own would reveal that step.
         """
         if length is not None:
             raise UserError("a solution that is cut has lost its steps")
@@ -88,7 +88,7 @@ class PreferenceExamples(ExampleStream[Item]):
 
 @dataclass(frozen=True)
 class ComparisonTargets:
-    """What is said of the responses of some items, as a link reads it."""
+    """Comparisons and labels of the responses of some preference examples, the input of a link."""
 
     link: PreferenceLink
     read: Read
@@ -97,7 +97,7 @@ class ComparisonTargets:
     labels: list[list[tuple[int, float]]]  # of each item: (place of the score in it, label)
 
     def of(self, index: Sequence[int], device: torch.device) -> Preferences:
-        """Of a micro-batch of these items."""
+        """Return the targets of a micro-batch of these preference examples."""
         of_labels, read = self.link.reads_labels, self.read
         better: list[int] = []
         worse: list[int] = []
@@ -132,7 +132,7 @@ class ComparisonTargets:
     def by(
         link: PreferenceLink, denominator: Denominator, items: Sequence[Item], read: Read = "next"
     ) -> ComparisonTargets:
-        """Weighed over all these items, which are those of an optimizer batch."""
+        """Return the targets weighted over all these preference examples, which are those of an optimizer batch."""
         labels = [_labels(item, read) for item in items]
         if link.reads_labels:
             return ComparisonTargets(link, read, items, denominator([[1.0] * len(own) for own in labels]), labels)
@@ -152,12 +152,12 @@ class ComparisonTargets:
 
 
 def scores(transcript: Transcript, read: Read) -> int:
-    """How many scores a response has."""
+    """Return the number of scores of a response."""
     return readings(transcript, read) if read == "last" else 1
 
 
 def _labels(item: Item, read: Read) -> list[tuple[int, float]]:
-    """(place of a score, label): as the row says, or good for responses that won more than they lost, bad for the others."""
+    """Return (place of a score, label): the row's, or good for responses that won more than they lost, bad for others."""
     if item.labels:
         found, before = [], 0
         for transcript, own in zip(item.responses, item.labels, strict=True):
@@ -173,10 +173,10 @@ def _labels(item: Item, read: Read) -> list[tuple[int, float]]:
 
 @dataclass
 class Comparisons:
-    """See `posttrain.core.protocols.Source`: `rows` items a step, one optimizer update each.
+    """See `posttrain.core.protocols.Source`: `rows` preference examples a step, one optimizer update each.
 
-    `reference`: log-probabilities of all items under it, if the row compares with them. Remembered is the running mean of
-    implicit rewards, where a link subtracts it.
+    `reference`: its log-probabilities of all preference examples, if the algorithm needs them. The state is the running mean
+    of implicit rewards, where a link subtracts it.
     """
 
     items: PreferenceExamples
@@ -210,9 +210,9 @@ class Comparisons:
         coefficients: Mapping[str, float],
         showing: ExampleRecording | None = None,
     ) -> list[Batch]:
-        """Micro-batches of these items, their comparisons weighed over all of them; `places` among the rows.
+        """Return micro-batches of these preference examples, comparisons weighted over all of them; `places` among the rows.
 
-        `showing`: who records some of them.
+        `showing`: the recording of some of them.
         """
         if showing is not None and self.reference is not None:
             showing.note("reference", {i: self.reference.of(place) for i, place in enumerate(places)})
@@ -250,7 +250,7 @@ class Comparisons:
         return self.batches(places, items, coefficients, self.showing)
 
     def _drift(self, places: Sequence[int]) -> float:
-        """Mean score of mismatched prompts and responses over the optimizer batch; at least 0."""
+        """Return the mean score of mismatched prompts and responses over the optimizer batch; at least 0."""
         others = [mismatched(self.items, place) for place in places]
         count = sum(map(len, others))
         fields = {}
@@ -267,7 +267,7 @@ class Comparisons:
         return max(0.0, math.fsum(total) / count) if count else 0.0
 
     def _imitated(self, told: ComparisonTargets) -> list[Tensor]:
-        """Of each item, [n]: the share of each of its tokens in the likelihood term."""
+        """Return the share of each token in the likelihood term, [n] for each preference example."""
         assert self.algorithm.imitation is not None
         good = [
             [
@@ -307,7 +307,7 @@ class Comparisons:
 
 
 def _won(item: Item, place: int) -> bool:
-    """Whether a response is better than another one, and worse than none."""
+    """Whether a response is better than another one and worse than none."""
     return any(c.better == place for c in item.comparisons) and not any(c.worse == place for c in item.comparisons)
 
 

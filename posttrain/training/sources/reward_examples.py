@@ -1,4 +1,4 @@
-"""The source of reward models: items whose responses are read at their last token, at the end of steps, or throughout."""
+"""Source of reward models: preference examples, read at the last token of a response, at the end of steps, or throughout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.training.sources.preferences import ComparisonTargets, Preference
 
 @dataclass(frozen=True)
 class RewardExamples(Memoryless):
-    """See `posttrain.core.protocols.Source`: `rows` items a step, one optimizer update each."""
+    """See `posttrain.core.protocols.Source`: `rows` preference examples a step, one optimizer update each."""
 
     items: PreferenceExamples
     algorithm: RewardModelAlgorithm
@@ -47,9 +47,9 @@ class RewardExamples(Memoryless):
             self.showing.settle(step)
 
     def batches(self, items: Sequence[Item], showing: ExampleRecording | None = None) -> list[tuple[list[int], Batch]]:
-        """(places among these items, micro-batch): their comparisons weighed over all of them.
+        """Return (places among these preference examples, micro-batch), comparisons weighted over all of them.
 
-        `showing`: who records some of them.
+        `showing`: the recording of some of them.
         """
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         ordered = [items[i] for i in by_size]

@@ -1,4 +1,4 @@
-"""The source of supervised fine-tuning: demonstrations become transcripts, transcripts become micro-batches.
+"""Source of supervised fine-tuning: demonstrations become transcripts, transcripts become micro-batches.
 
 N    scored tokens of a micro-batch: the tokens to imitate
 """
@@ -56,7 +56,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
         enact: Enact | None = None,
         min_reward: float | None = None,
     ) -> None:
-        """`enact`: who plays rows that hold the replies of an episode; episodes of less than `min_reward` are left out."""
+        """`enact`: runs the episodes of rows that hold replies; episodes of less than `min_reward` are left out."""
         self.mask_prompt, self.enact, self.min_reward = mask_prompt, enact, min_reward
         self._judged: dict[bool, set[int]] = {True: set(), False: set()}  # by whether it is kept: rows
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
@@ -87,7 +87,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
 
     @property
     def kept(self) -> str:
-        """How many of the episodes that were looked at have the reward that is asked for, in words; "": none is."""
+        """Number of examined episodes that have the required reward, in words; "": no reward is required."""
         if self.min_reward is None:
             return ""
         kept, left = (len(self._judged[way]) for way in (True, False))
@@ -99,7 +99,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
 
 @dataclass(frozen=True)
 class Demonstrations(Memoryless):
-    """See `posttrain.core.protocols.Source`: `rows` demonstrations a step, see `made.visited`."""
+    """See `posttrain.core.protocols.Source`: `rows` demonstrations a step, see `example_stream.visited`."""
 
     transcripts: Transcripts
     rows: int
@@ -124,9 +124,9 @@ class Demonstrations(Memoryless):
     def batches(
         self, demonstrations: Sequence[Sequence[Transcript]], showing: ExampleRecording | None = None
     ) -> list[Batch]:
-        """Micro-batches of these rows, every scored token weighing 1 / (scored tokens of all of them).
+        """Return micro-batches of these rows; every scored token has weight 1 / (scored tokens of all of them).
 
-        `showing`: who records some of them.
+        `showing`: the recording of some of them.
         """
         order = sorted(range(len(demonstrations)), key=lambda i: sum(map(len, demonstrations[i])))
         rows = [demonstrations[i] for i in order]

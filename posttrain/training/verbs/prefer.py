@@ -1,4 +1,4 @@
-"""Puts a run of `prefer` together: rows -> items, what the reference says of them, learner, source, trainer."""
+"""Assembly of a run of `prefer`: rows -> preference examples, reference log-probabilities, learner, source, trainer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ EVALUATED = 256  # held-out items that are laid into micro-batches at once
 
 
 def chosen(config: Prefer) -> PreferenceAlgorithm:
-    """The row of a run. Raises UserError, in one line, where its settings do not exist, do not fit or have no effect."""
+    """Return the algorithm of a run.
+
+    Raises UserError, in one line, where its settings do not exist, do not fit or have no effect.
+    """
     algorithm = change(find_preference(config.algorithm), config.settings)
     check_ranges(algorithm)
     margin = algorithm.margin
@@ -101,7 +104,7 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
 
 
 def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
-    """Every row that the run will visit, in ascending order."""
+    """Return the place of every row that the run will visit, in ascending order."""
     epochs = min(steps, -(-len(items) // config.rows))
     return sorted(
         {place for step in range(1, epochs + 1) for place, _ in visited(items, config.rows, config.seed, step)}
@@ -109,7 +112,7 @@ def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
 
 
 class _Reference:
-    """What the run's reference, the model that it starts from, says of items."""
+    """Log-probabilities of preference examples under the run's reference, the model that it starts from."""
 
     def __init__(
         self, run: RunFolder[Prefer], algorithm: PreferenceAlgorithm, learner: LocalLearner, device: torch.device
@@ -128,7 +131,7 @@ class _Reference:
 
     @property
     def _weights(self) -> str:
-        """A fingerprint of the reference and of what else its numbers depend on."""
+        """Return a fingerprint of the reference and of everything else that its numbers depend on."""
         config, start = self.run.config, self.run.start
         assert start
         known = fingerprint.of_path(start)
@@ -136,7 +139,7 @@ class _Reference:
         return f"{known['digest'] if known else start} {config.precision} {backend} {torch.__version__}"
 
     def _evaluate(self, batches: Sequence[Packed]) -> list[Outputs]:
-        """By the learner itself as long as it has not learned; a resumed run loads what it began with once more."""
+        """Evaluate with the learner itself before its first update; a resumed run loads the starting model once more."""
         if self.run.checkpoint is None:
             return self.learner.evaluate(batches)
         if self._own is None:
@@ -148,7 +151,7 @@ class _Reference:
 
 
 class _Evaluated:
-    """Measures on held-out items: accuracy, margin, and how likely both sides are."""
+    """Evaluation on held-out preference examples: accuracy, margin, and log-probabilities of both sides."""
 
     def __init__(
         self, source: Comparisons, items: PreferenceExamples, reference: _Reference, objective: PreferenceObjective

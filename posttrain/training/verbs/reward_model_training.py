@@ -1,4 +1,4 @@
-"""Puts a run of `reward-model` together: rows -> items, a head on a backbone, learner, source, trainer; and its report."""
+"""Assembly of a run of `reward-model`: rows -> preference examples, head on a backbone, learner, source, trainer, report."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
 
 
 def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) -> tuple[RewardModel, Tokenizer]:
-    """The model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
+    """Return the model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
     folder = run.checkpoint or run.start
     assert folder
     tokenizer, _, ends = outline(folder, run.config.chat_template)
@@ -111,7 +111,7 @@ def _read(shape: ScoreShape) -> Read:
 
 
 def _check_said(algorithm: RewardModelAlgorithm, example: Task, config: RewardModelling) -> None:
-    """Raise UserError where the rows do not say what the link reads."""
+    """Raise UserError where the rows lack the labels or comparisons that the link reads."""
     labels = [label for own in example["labels"] for label in own]
     steps = any(isinstance(said, list) for said in example["responses"])
     if labels and not algorithm.link.reads_labels:
@@ -133,13 +133,13 @@ def _check_said(algorithm: RewardModelAlgorithm, example: Task, config: RewardMo
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """What the run's last evaluation said of the model."""
+    """Read the report of the run's last evaluation."""
     found: dict[str, Any] = json.loads(user_files.content(folder / REPORT))
     return found
 
 
 def lines(report: dict[str, Any]) -> Sequence[str]:
-    """The report for a reader, a line each."""
+    """Return the lines of the report."""
     said = []
     for name, figure in report.get("figures", {}).items():
         said.append(f"{name:<22} {told(figure) if 'low' in figure else format(figure['mean'], '.3f')}")

@@ -1,6 +1,6 @@
-"""Puts the pieces of a run together: configuration -> data, model, engine, learner, source, and off to the trainer.
+"""Assembly of a run of `rl` or `distill`: configuration -> data, model, engine, learner, source, trainer.
 
-`rl`, which is also `distill`, takes a configuration; the front door in `posttrain/__init__.py` and the command line are
+`rl` takes a configuration, also one of `distill`; the front door in `posttrain/__init__.py` and the command line are
 thin layers over it. `sft`, `prefer` and `reward_model` have modules of their own.
 """
 
@@ -64,7 +64,7 @@ EXAMPLES = 100  # tasks that are looked at before a teacher is to teach them
 
 
 def rl(context: RunContext[RL]) -> RunParts:
-    """Reinforcement learning from rewards, and on-policy distillation."""
+    """Train by reinforcement learning from rewards, or by on-policy distillation."""
     config, run, device, opened = context.config, context.run, context.device, context.resources
     env = context.env
     rewarded = bool(env or config.env)
@@ -154,7 +154,7 @@ def rl(context: RunContext[RL]) -> RunParts:
 
 
 def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -> float | None:
-    """The reward from which on a reply is right, if anything says so."""
+    """Return the reward from which on a reply is right, if options or the environment define it."""
     success = success_of(env or config.env, config.success)
     if success is None and Need.SUCCESS in algorithm.needs:
         raise UserError(
@@ -164,7 +164,7 @@ def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -
 
 
 def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks | Stream, Tasks | None]:
-    """Tasks to train on, and those to evaluate on."""
+    """Return tasks to train on, and those to evaluate on."""
     train_tasks, held_out = split_tasks(config, rows, env)
     if config.eval_tasks:
         other = replace(config, tasks=config.eval_tasks, limit=None, split=None)
@@ -175,7 +175,7 @@ def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks
 def _learner(
     config: RL, algorithm: Algorithm, model: Model, start: Path, staff: OpenTeachers | None, world: World
 ) -> LocalLearner:
-    """The learner with what the row needs beside the policy."""
+    """Open the learner with the models that the algorithm needs beside the policy."""
     others = dict(staff.models) if staff else {}
     if Need.REFERENCE in algorithm.needs:
         others[REFERENCE] = reference(config, model, start, world, moves=bool(algorithm.refresh))
@@ -196,7 +196,7 @@ def _learner(
 
 
 def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
-    """What runs, in words."""
+    """Describe the sizes of the run."""
     rollouts = config.prompts * config.group
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
@@ -209,7 +209,7 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
 
 
 def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
-    """What samples the rollouts."""
+    """Open the engine that samples the rollouts."""
     config = run.config
     named = config.replicas, config.engines, config.engine_token, config.engine_restarts
     many = Many(*named, run.path / WEIGHT_SYNC, config.launch, config.replica_cpus, config.weight_sync).of(run.world)
@@ -227,7 +227,7 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
 
 
 def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:
-    """The critic that the row needs, from its own checkpoint or from the start of the policy."""
+    """Load the critic that the algorithm needs, from its own checkpoint or from the start of the policy."""
     if algorithm.critic is None:
         return None
     kind = ActionValueModel if Need.ACTION_VALUE in algorithm.needs else ValueModel
@@ -236,7 +236,7 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
 
 
 def _texts_to_imitate(run: RunFolder[RL], tokenizer: Tokenizer, model: Model, too_long: TooLong) -> Transcripts:
-    """Pretraining text: rows with `text`, all of which is learned, or with prompt and response."""
+    """Return pretraining texts: rows with `text`, all of which is learned, or with prompt and response."""
     assert run.config.ptx is not None
     tasks = to_tasks(load_rows(run.config.ptx), convert=text_or_row, need=("response",))
     tasks = run.chat.of(tasks, answered=True)

@@ -1,6 +1,6 @@
-"""`posttrain sample`: several checkpoints reply to every prompt over a grid of settings; what they say becomes items.
+"""`posttrain sample`: several checkpoints reply to every prompt over a grid of settings; replies become rows to label.
 
-Decided here: a reply follows from its checkpoint's place, its settings, its prompt and its number, through counted seeds,
+A reply follows from its checkpoint's place, its settings, its prompt and its number, through counted seeds,
 never from what was sampled beside it. So any number of slots gives the same file, a file that was cut off is continued
 exactly, and adaptive sampling gives the replies that as many --samples would have given.
 """
@@ -60,21 +60,21 @@ TOLD = 20  # times that progress is told, at most
 
 @dataclass(frozen=True)
 class Written:
-    """A file of items."""
+    """File of rows with responses."""
 
     path: Path
     items: int
     notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What stands in it."""
+        """Yield its rows."""
         with user_files.opened(self.path) as file:
             yield from map(json.loads, file)
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """A point of the grid: who replies, how, and how often."""
+    """Cell of the grid: checkpoint, settings, and number of replies."""
 
     model: int  # place among the checkpoints
     sampling: Sampling
@@ -92,7 +92,7 @@ _Place = tuple[int, int, int]  # of a reply: which task of the block, which cell
 
 
 def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = None) -> Written:
-    """Write the items. `rows`, `env`: as in `posttrain.sample`, instead of the names in the options.
+    """Sample replies and write the rows. `rows`, `env`: as in `posttrain.sample`, instead of the names in the options.
 
     Raises UserError for a mistake of the caller's.
     """
@@ -140,7 +140,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
 
 
 class _Grids:
-    """The grid of each kind of prompt."""
+    """Grid of each kind of prompt."""
 
     def __init__(self, config: Sample) -> None:
         """Raises UserError for settings of kinds that do not exist or fit."""
@@ -155,7 +155,7 @@ class _Grids:
 
     @property
     def largest(self) -> int:
-        """Most first replies of a prompt."""
+        """Return the largest number of first replies of a prompt."""
         return max(sum(cell.samples for cell in cells) for cells in self._of.values())
 
     def check(self, tasks: Tasks) -> None:
@@ -195,7 +195,7 @@ class _Grids:
 
 
 def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a kind, as their types; bounds are those of the options."""
+    """Return the settings of a kind in their types; bounds are those of the options."""
     where = f"--kinds.{kind}."
     if not isinstance(given, Mapping):
         raise UserError(f"--kinds.{kind} holds settings: --kinds.{kind}.temperature 0.2")
@@ -214,14 +214,14 @@ def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Sampler:
-    """Plays blocks of tasks and writes them."""
+    """Sampler of blocks of tasks, which writes them."""
 
     def __init__(self, config: Sample, grids: _Grids, players: Sequence[tuple[Player, Chatting]], scored: bool) -> None:
-        """`players`: of each model, and how plain prompts reach it; items have them as they are."""
+        """`players`: of each model, and the chat format of plain prompts; written rows have the prompts unchanged."""
         self.config, self.grids, self.players, self.scored = config, grids, players, scored
 
     def write(self, tasks: Tasks, places: Sequence[int], lines: Lines, say: Callable[[str], None]) -> None:
-        """Those items that are not written yet. A block that was cut off is sampled again as a whole."""
+        """Write the rows that are not written yet. A block that was cut off is sampled again as a whole."""
         last = lines.last()
         if last is not None and (lines.count > len(places) or last.get("id") != tasks[places[lines.count - 1]]["id"]):
             raise UserError(f"{lines.path} holds other items than these tasks give: use --overwrite")
@@ -274,7 +274,7 @@ class _Sampler:
         return unlike([r.text for r in rollouts]) >= self.config.disagreement
 
     def _item(self, task: Task, replies: Sequence[tuple[_Cell, int, Rollout]]) -> dict[str, Any]:
-        """The row of a task."""
+        """Return the row of a task with its replies."""
         kept = {name: value for name, value in task.items() if name not in (*SAID, *DETAILS)}
         for cell, _, rollout in replies:
             kept |= self._shown(rollout, self.players[cell.model][0])
@@ -295,7 +295,7 @@ class _Sampler:
         return {"model": self.config.model[cell.model], **settings, "seed": cell.seed}
 
     def _shown(self, rollout: Rollout, player: Player) -> dict[str, Any]:
-        """The prompt that the policy saw, under the names that rows have. Raises UserError where no row can hold it."""
+        """Return the prompt that the policy saw, as columns of a row. Raises UserError where no row can hold it."""
         task = rollout.task
         if sum(turn.kind is SpanKind.SAMPLED for turn in rollout.turns) > 1 or len(rollout.transcripts) > 1:
             raise UserError(
@@ -321,7 +321,7 @@ class _Sampler:
 
 
 def scored_columns(found: Sequence[tuple[float | Invalid, Mapping[str, float]]]) -> dict[str, Any]:
-    """ "scores", a number or null for each response; their named parts; and why some are invalid."""
+    """Return "scores", a number or null for each response; their named parts; and the reasons of invalid ones."""
     invalid = [[place, reward.reason] for place, (reward, _) in enumerate(found) if isinstance(reward, Invalid)]
     columns: dict[str, Any] = {"scores": [None if isinstance(reward, Invalid) else reward for reward, _ in found]}
     if any(parts for _, parts in found):
@@ -330,7 +330,7 @@ def scored_columns(found: Sequence[tuple[float | Invalid, Mapping[str, float]]])
 
 
 def unlike(texts: Sequence[str]) -> float:
-    """1 - the mean edit similarity of two of these texts."""
+    """Return 1 - the mean edit similarity of two of these texts."""
     alike = []
     for a, b in combinations(texts, 2):
         similar = edit_similarity(a, b)
@@ -339,7 +339,7 @@ def unlike(texts: Sequence[str]) -> float:
 
 
 def _said(rollout: Rollout) -> dict[str, Any]:
-    """How a reply ended, and how likely it was under the settings that it was sampled with."""
+    """Return the stop reason of a reply, and its log-probability under the settings that it was sampled with."""
     logp = [x for transcript in rollout.transcripts for x in transcript.logp]
     mean = number(sum(logp) / len(logp)) if logp else None
     return {"stop": str(rollout.stop), "tokens": len(logp), "mean_logp": mean}
@@ -348,7 +348,7 @@ def _said(rollout: Rollout) -> dict[str, Any]:
 def _follows_from(
     config: Sample, tasks: Tasks, paths: Sequence[Path], env: Callable[..., Any] | None
 ) -> dict[str, Any]:
-    """What the file follows from: options, content of tasks and weights, the code that scores."""
+    """Return everything that the file depends on: options, content of tasks and weights, the code that scores."""
     options = {name: value for name, value in vars(config).items() if name not in FREE and not name.startswith("_")}
     found: dict[str, Any] = {"verb": "sample", "tasks": digest_of(tasks), **options}
     for place, path in enumerate(paths):
@@ -367,7 +367,7 @@ def _follows_from(
 
 
 def digest_of(tasks: Tasks) -> str:
-    """A fingerprint of what tasks say, in their order."""
+    """Return a fingerprint of the tasks' content, in their order."""
     found = hashlib.sha256()
     for task in tasks:
         found.update(json_text(dict(sorted(task.items()))).encode("utf-8", "backslashreplace"))

@@ -1,4 +1,4 @@
-"""Puts a run of `sft` together: rows -> demonstrations, a model or a new one, learner, source, trainer."""
+"""Assembly of a run of `sft`: rows -> demonstrations, a loaded or new model, learner, source, trainer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Play = Callable[[Tokenizer, Sequence[int]], Enact]
 
 
 def sft(context: RunContext[SFT]) -> RunParts:
-    """Supervised fine-tuning: the likelihood of demonstrations."""
+    """Train by supervised fine-tuning: maximise the likelihood of demonstrations."""
     config, run, device = context.config, context.run, context.device
     tasks, held_out = split_tasks(config, context.rows, need=("prompt", "response"))
     must_end(config, tasks)
@@ -117,7 +117,10 @@ def sft(context: RunContext[SFT]) -> RunParts:
 
 
 def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Play | None:
-    """Who plays demonstrations, if the environment is one that they can answer. It starts with the first row of replies."""
+    """Return the function that runs demonstrations in the environment, which starts with the first row of replies.
+
+    None where there is no environment that replies can answer.
+    """
     config = run.config
     if not config.env or not is_generator_env(load_env(config.env)):
         return None
@@ -139,7 +142,7 @@ def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Pla
 
 
 def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterator[str]:
-    """What the tasks' replies and the environment say to each other: `texts_of` knows the one without the other."""
+    """Yield the texts of whole episodes: `texts_of` knows the tasks' texts without those of the environment."""
     reader = Tokenizer.train((), BYTES)
     reader = reader.templated(template, "its own") if template is not None else reader
     assert reader.eos_id is not None
@@ -149,7 +152,7 @@ def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterat
 def _from_scratch(
     config: SFT, tasks: Tasks | Stream, play: Play | None, device: torch.device
 ) -> tuple[Model, Tokenizer]:
-    """A new model of the sizes given, and a tokenizer trained on the rows, as they are played, or taken from a folder."""
+    """Return a new model of the given sizes, and a tokenizer trained on rows and their episodes, or taken from a folder."""
     if config.tokenizer in ("bpe", "characters"):
         template = read_template(config.chat_template) if config.chat_template is not None else None
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks

@@ -582,9 +582,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "off-policy-pg",
         {"advantage": "gae"},
-        "a discounted advantage does not say: --weight-at token with --ratio sequence-sum",
+        "a discounted advantage does not define: --weight-at token with --ratio sequence-sum",
     ),
-    ("off-policy-pg", {"top_entropy": 0.5}, "--top-entropy does not say"),
+    ("off-policy-pg", {"top_entropy": 0.5}, "--top-entropy does not define"),
     ("reinforce", {"replay": 200, "kl": 0.1, "kl_where": "reward"}, "leave out --replay, or --kl-where reward"),
     (
         "ppo",
@@ -613,8 +613,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"settings": {"advantage.eps": 0}}, "advantage.eps must be above 0"),
     ("grpo", {"settings": {"critic.lam": 1.0}}, "there is no critic to change"),
     ("grpo", {"settings": {"shaping.soft-overlang.cache": 3}}, "did you mean 'soft-overlong'"),
-    ("grpo", {"settings": {"shaping.soft-overlong": 3}}, "say which setting of soft-overlong: limit, cache"),
-    ("grpo", {"settings": {"name": "mine"}}, "no part is called 'name'"),
+    ("grpo", {"settings": {"shaping.soft-overlong": 3}}, "name a setting of soft-overlong: limit, cache"),
+    ("grpo", {"settings": {"name": "mine"}}, "no component is called 'name'"),
     # numbers
     ("ppo", {"gamma": 1.5}, "--gamma must be at least 0 and at most 1, not 1.5"),
     ("ppo", {"gae_lambda": -0.1}, "--gae-lambda must be at least 0"),

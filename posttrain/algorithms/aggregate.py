@@ -120,4 +120,4 @@ AGGREGATES: dict[str, Aggregate] = {
     "constant": ConstantLength(),
     "prompt-mean": PromptMean(),
 }
-"""What --aggregate may name."""
+"""Choices of --aggregate."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from posttrain.core.component import Component
 
 Shares = Sequence[Sequence[float]]
-"""Of each item of an optimizer batch, the share of each of its units: what it counts beside the others."""
+"""Shares of the units of each preference example of an optimizer batch: their weights relative to each other."""
 
 
 class Denominator(Component):

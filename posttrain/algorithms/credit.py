@@ -429,7 +429,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "earned": Earned(),
     "none": Unrewarded(),
 }
-"""What --advantage may name."""
+"""Choices of --advantage."""
 
 
 # -- what they share --------------------------------------------------------------------------------------------------

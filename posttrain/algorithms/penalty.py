@@ -68,7 +68,7 @@ class HalvingDoubling(Control):
 
 
 CONTROLS: dict[str, Control | None] = {"fixed": None, "adaptive": Adaptive(), "halving-doubling": HalvingDoubling()}
-"""What --kl-control may name."""
+"""Choices of --kl-control."""
 
 
 @dataclass(frozen=True)

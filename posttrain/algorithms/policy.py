@@ -90,7 +90,9 @@ class Algorithm(AlgorithmBase):
         "old-policy",
         "Denominator of the ratio: log-probabilities of the weights at the start of the step, or those of sampling.",
     )
-    correction: Correction | None = None  # for an engine whose numbers differ from the learner's, or that lags behind
+    correction: Correction | None = (
+        None  # for an engine whose log-probabilities differ from the learner's, or whose weights are older
+    )
     kl: KL | None = None
     entropy: Entropy | None = None
     select: TopEntropy | None = None
@@ -114,7 +116,7 @@ class Algorithm(AlgorithmBase):
     )
     epochs: int = setting(1, "epochs", "Passes over the rollouts of a step.", above=0, first_hour=True)
     minibatches: int = setting(1, "minibatches", "Optimizer updates per pass.", above=0, first_hour=True)
-    stated: str = ""  # what the paper, or its authors' code, says of the number of updates
+    stated: str = ""  # the number of updates in the paper, or in its authors' code
     idea: str = ""  # what is new about it, in at most eight words
 
     @property
@@ -237,7 +239,7 @@ class PolicyObjective:
             stats.add("kl/old", KL("k3")(old, current).sum().item(), count)
             return batch.coefficients.get("kl", kl.beta) * kl(old, logp)
         assert batch.ref_logp is not None
-        # Reported with one estimator whatever the row uses: k3 has no bias and little variance.
+        # Reported with the same estimator for all algorithms: k3 has no bias and little variance.
         stats.add("kl", KL("k3")(current, batch.ref_logp).sum().item(), count)
         if kl.where == "reward":
             return torch.zeros_like(logp)

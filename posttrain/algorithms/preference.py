@@ -180,7 +180,7 @@ class PreferenceObjective:
                 stats.add(f"{before}accuracy", won.sum().item(), len(margin))
                 stats.add(f"{before}margin", margin.sum().item(), len(margin))
             if batch.ref_logp is not None:
-                # At the data's tokens, of which nobody knows who sampled them: k2, which is near the KL from either side.
+                # At the data's tokens, whose sampling policy is unknown: k2, which is near the KL from either side.
                 ratio = (outputs.logp - batch.ref_logp).double()
                 stats.add(f"{before}kl/data", (0.5 * ratio.square()).sum().item(), ratio.numel())
 

@@ -185,7 +185,7 @@ RATIOS: dict[str, tuple[RatioStep, ...]] = {
     "causal": (Causal(),),
     "geometric": (PessimisticClip(), OverSequence("mean")),
 }
-"""What --ratio may name."""
+"""Choices of --ratio."""
 
 
 def over_rollouts(x: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor, Tensor]:

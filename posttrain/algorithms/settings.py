@@ -25,7 +25,7 @@ Place = tuple[str, ...]
 AnyAlgorithm = TypeVar("AnyAlgorithm", bound=AlgorithmBase)
 
 LABELS = ("name", "paper", "stated", "idea")
-"""Fields of a row that are not settings."""
+"""Fields of an algorithm that are not settings."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Flag:
     name: str  # with underscores
     help: str
     type: Any  # what it takes: of all places together
-    places: tuple[tuple[Place, type[Component]], ...]  # of the setting, and the part that has it there
+    places: tuple[tuple[Place, type[Component]], ...]  # of the setting, and its component there
     first_hour: bool = False  # whether --help shows it, and not only --help-all
 
 
@@ -115,7 +115,9 @@ def check_parts(algorithm: AlgorithmBase) -> None:
         value, hint = getattr(algorithm, f.name), _hints(type(algorithm))[f.name]
         kind, several = _part_in(hint)
         if kind is not None and not fits(value, hint):
-            wanted = f"a tuple of parts of kind {kind.__name__}" if several else f"a part of kind {kind.__name__}"
+            wanted = (
+                f"a tuple of components of kind {kind.__name__}" if several else f"a component of kind {kind.__name__}"
+            )
             raise UserError(f"{algorithm.name}: {f.name} must be {wanted}, not {short(value)}")
     for place, part, name in _settings_at(algorithm, ()):
         value, hint = getattr(part, name), _hints(type(part))[name]
@@ -268,7 +270,7 @@ def _hint(kind: type[AlgorithmBase], flag: Flag) -> str:
             if any(isinstance(part, owner) for _, owner in flag.places):
                 brings.append(f"--{other.name.replace('_', '-')} {word}")
     if brings:
-        return f"none of its parts has that setting; a part that has it comes with {' or '.join(brings)}"
+        return f"none of its components has that setting; one that has it comes with {' or '.join(brings)}"
     makers = [
         f"--{other.name.replace('_', '-')}"
         for other in flags(kind).values()
@@ -278,7 +280,9 @@ def _hint(kind: type[AlgorithmBase], flag: Flag) -> str:
     fields = _fields(kind)
     brought = [knob_of(fields[place[0]]).brought for place, _ in flag.places if knob_of(fields[place[0]]).brought]
     how = " or ".join(dict.fromkeys(makers or brought))
-    return f"there is no such part to change; {how} brings one" if how else "none of its parts has that setting"
+    return (
+        f"there is no such component to change; {how} brings one" if how else "none of its components has that setting"
+    )
 
 
 def _assigned(part: Any, place: Sequence[str], value: Any, written: str, whole: str) -> Any:
@@ -355,7 +359,7 @@ def _in_several(
         above = ".".join(whole.split(".")[: -len(place)])
         raise UserError(f"{written}: {above} holds no {named!r}{near(named, classes)}; there are {', '.join(classes)}")
     if len(place) == 1:
-        raise UserError(f"{written}: say which setting of {named}: {', '.join(_hints(classes[named]))}")
+        raise UserError(f"{written}: name a setting of {named}: {', '.join(_hints(classes[named]))}")
     at = next((i for i, part in enumerate(current) if type(part) is classes[named]), None)
     new = _in_one(current[at] if at is not None else None, classes[named], place[1:], value, written, whole)
     rest = [new if i == at else part for i, part in enumerate(current)] + ([new] if at is None else [])
@@ -388,4 +392,4 @@ def _unknown(kind: type[Any], written: str, place: Sequence[str], whole: str, na
         *(".".join(place) for place, _, _, _ in _knobs(kind, ())),
         *(f"--{name.replace('_', '-')}" for name in flags(kind)),
     ]
-    return f"{written}: no part is called {place[0]!r}{near(written, known)}; there are {', '.join(names)}"
+    return f"{written}: no component is called {place[0]!r}{near(written, known)}; there are {', '.join(names)}"

@@ -210,7 +210,7 @@ SURROGATES: dict[str, Surrogate] = {
     "weighted": WeightedLogProbability(),
     "expected-q": ExpectedQ(),
 }
-"""What --surrogate may name."""
+"""Choices of --surrogate."""
 
 
 def _advantage(batch: Batch) -> Tensor:

@@ -40,7 +40,7 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True) -> Algorithm
         parts = f"{' and '.join(counting)} {'counts' if len(counting) == 1 else 'count'}"
         raise UserError(
             f"{algorithm.name}: its {parts} the tokens of an episode, which in this environment may have several replies: "
-            "say with --max-episode-tokens how many there are at most"
+            "set their maximum with --max-episode-tokens"
         )
     check_ranges(algorithm)
     problems = (
@@ -110,7 +110,7 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
     yield soft and algorithm.select is not None, "its critic learns from every token: leave out --top-entropy"
     yield (
         run.chooses("gae_lambda") and run.chooses("gae_alpha"),
-        "--gae-lambda already says lambda, the same for every length: leave out --gae-alpha",
+        "--gae-lambda already sets lambda, the same for every length: leave out --gae-alpha",
     )
     yield (
         baselined is not None and baselined.baseline == "none" and baselined.weight != "equal",
@@ -134,7 +134,7 @@ def _of_unfinished(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator
     told, tokens = "--tokens-per-step", run.tokens_per_step
     yield (
         tokens > 0 and not single_turn,
-        f"{told} is for environments whose episodes are one reply: one of several turns cannot be left and taken up again",
+        f"{told} is for environments whose episodes are one reply: one of several turns cannot be interrupted and continued",
     )
     yield (
         tokens > 0 and algorithm.sampling is not None,

@@ -54,7 +54,7 @@ def together(config: Training) -> Iterator[World]:
         world = joined(config.device, config.collective_timeout)
         try:
             yield world
-            world.gather(None)  # nobody leaves while another one may still fail
+            world.gather(None)  # no process leaves while another one may still fail
         except BaseException as error:
             world.fail(error)
             raise

@@ -15,7 +15,7 @@ from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.protocols import Learner, Objective, Source
 
 Hook = Callable[["FinishedStep"], bool | None]
-"""What is called after a step. True: training ends here."""
+"""Hook that is called after a step. It returns True to end training."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class FinishedStep:
 
     step: TrainingStep
     stats: Stats  # of source and updates
-    seconds: dict[str, float]  # "rollout" (the source's part), "update"
+    seconds: dict[str, float]  # "rollout" (the source), "update"
     last: bool  # whether training ends here, as planned or by interruption
     between: float = (
         0.0  # seconds after the update of the step before, until this one: its record, evaluation, checkpoint

@@ -17,7 +17,7 @@ from posttrain.algorithms.surrogate import WeightedLogProbability
 from posttrain.config.training import RL
 
 REPLAYED = Correction(cap=10.0)
-"""By default of rollouts of any age: ratios far from 1 are no noise there (ACER, arXiv 1611.01224, section 3.1, c = 10)."""
+"""Default correction under replay: ratios far from 1 are no noise there (ACER, arXiv 1611.01224, section 3.1, c = 10)."""
 
 
 def beyond(algorithm: Algorithm, run: RL) -> list[str]:
@@ -56,12 +56,12 @@ def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         ways.insert(0, "--correction truncate")
     yield (
         bool(lags) and not algorithm.weighs_older,
-        f"rollouts of {' and '.join(lags)} were sampled by older weights, for which nothing accounts: give "
+        f"rollouts of {' and '.join(lags)} were sampled by older weights, which nothing corrects: give "
         f"{' or '.join(ways)}",
     )
     yield (
         updates > 1 and not algorithm.weighs_updates,
-        f"{updates} updates per step learn from what the weights before them sampled, for which nothing accounts: give "
+        f"{updates} updates per step learn from what the weights before them sampled, which nothing corrects: give "
         "--correction truncate or a ratio with --surrogate clip, or set --epochs 1 --minibatches 1",
     )
     sampler = algorithm.old == "sampler"
@@ -87,13 +87,13 @@ def _of_rewards(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
     told = {
         "a discounted advantage": discounted,
         "--top-entropy": algorithm.select is not None,
-        "what a teacher says of single tokens": algorithm.teacher is not None and algorithm.teacher.sampled,
+        "a teacher's reward of single tokens": algorithm.teacher is not None and algorithm.teacher.sampled,
         "rollouts that branch": algorithm.branching is not None,
     }
     yield (
         at_rewards and any(told.values()),
         f"weighs each reward where it is earned, which {' and '.join(k for k, there in told.items() if there)} does not "
-        "say: --weight-at token with --ratio sequence-sum weighs the whole reply",
+        "define: --weight-at token with --ratio sequence-sum weighs the whole reply",
     )
 
 

@@ -41,7 +41,7 @@ def held_model(config: Training, folder: Path, device: torch.device, world: Worl
         if model.decoder is not None and not config.train_vision:
             model.decoder.freeze_vision()
         return model
-    from posttrain.learners.fsdp import shard  # it brings half of torch.distributed
+    from posttrain.learners.fsdp import shard  # it imports half of torch.distributed
 
     return load_model(folder, device=device, shard=partial(shard, size=world.size, device=device), shares=world.size)
 
@@ -158,7 +158,7 @@ def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
             told = " ".join(own) if isinstance(own, tuple) else own if isinstance(own, str) else f"{own:g}"
             has = f"with {option} {told}" if own else f"without {option}"
             raise UserError(
-                f"{folder} is an adapter {has}, which goes on: leave the option out, or posttrain merge it "
+                f"{folder} is an adapter {has}, which is continued: leave the option out, or posttrain merge it "
                 "and begin a new one"
             )
 

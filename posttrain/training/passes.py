@@ -29,7 +29,7 @@ from posttrain.training.sources.token_recording import TokenRecording
 
 READ_FOR_REPEATED = 1000  # rows
 LEAST_REPEATED = 8  # characters of a prompt: a response may begin with a shorter one by chance
-SAYS_NOTHING = "in which nothing is said of different responses that are not empty"
+SAYS_NOTHING = "without a label or comparison of different responses that are not empty"
 
 
 def compared_rows(config: Passes, rows: Any, convert: Convert) -> tuple[Tasks | Stream, Tasks | None]:

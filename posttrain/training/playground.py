@@ -43,7 +43,7 @@ class Known:
 
     tokenizer: Tokenizer
     chat: Chatting  # how plain prompts reach it
-    lines: Sequence[str]  # what is to be said of that
+    lines: Sequence[str]  # the description of it
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Playground:
     sampling: Sampling
     too_long: TooLong = "refuse"
     bounds: EpisodeLimits = EpisodeLimits()
-    about: tuple[str, ...] = ()  # what the environment stands on
-    models: tuple[Known, ...] = ()  # those that are to play
-    world: World = field(default_factory=Alone)  # the processes that play together
+    about: tuple[str, ...] = ()  # the description of the environment
+    models: tuple[Known, ...] = ()  # the models that will sample
+    world: World = field(default_factory=Alone)  # the processes that share the episodes
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
         """Return a player with this engine; `context`: tokens that its model reads."""
@@ -101,10 +101,10 @@ def open_playground(
         players = tuple(
             _tried(config, model, pool, tasks, services, warn if not place else None)
             for place, model in enumerate(models)
-        )  # what is wrong with the tasks is told once
+        )  # errors of tasks are reported once
         if not players:
             rehearse(pool, tasks, services=services)
-        if isinstance(config, Sample):  # its episodes say themselves how they are sampled
+        if isinstance(config, Sample):  # its requests set their own sampling
             yield Playground(pool, services, Sampling(), config.too_long, about=told, models=players)
             return
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
@@ -193,7 +193,7 @@ def _tell_problem(problem: str, resumed: bool) -> None:
     """Warn of a service that is down when a run is resumed; else raise UserError."""
     if not resumed:
         raise UserError(problem)
-    warn(f"{problem}; the run goes on with the answers that it has, and what it asks beyond them is invalid")
+    warn(f"{problem}; the run continues with the answers that it has, and further requests are invalid")
 
 
 def _open_retrievers(

@@ -23,8 +23,8 @@ from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longe
 from posttrain.training.sources.preferences import PreferenceExamples
 from posttrain.training.sources.reward_examples import RewardExamples
 
-AT_ONCE = 256  # items that are laid into micro-batches together
-CENTRED_ON = 128  # training items whose mean score is the offset
+AT_ONCE = 256  # preference examples that are packed into micro-batches together
+CENTRED_ON = 128  # training examples whose mean score is the offset
 PARTS = 4  # of the comparisons, by their margin
 BINS = 10  # of the probability that the better response wins
 

@@ -99,7 +99,7 @@ def load_tasks(
     spec = env or config.env or None
     doing("reading rows" if rows is not None else f"reading {config.tasks}")
     if convert is None and spec is not None:
-        function = load_env(spec)  # its mistakes are told before anything heavy starts
+        function = load_env(spec)  # its errors are reported before anything heavy starts
         need = () if need == ("prompt",) and is_generator_env(function) else need
         convert = load_converter(spec) if rows is None else None
     if rows is None:
@@ -229,7 +229,7 @@ def _mind_unknown(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn:
 def mind_messages(tokenizer: Tokenizer, tasks: Tasks | Stream) -> None:
     """Raise UserError, before a model is loaded, where rows are messages and the tokenizer has no template for them."""
     if tokenizer.chat_template is None and (task := next((t for t in tasks.examples() if t.get("messages")), None)):
-        tokenizer.render(task["messages"])  # which says how to get one
+        tokenizer.render(task["messages"])  # its message names the fix
 
 
 def texts_of(task: Task) -> list[str]:
@@ -267,7 +267,7 @@ def _said(turn: Turn, reply: str, seen: Seen | None) -> Reply:
     if seen is None:
         return Reply(reply)
     seen.show(turn)
-    if seen.problem is not None and not turn.whole:  # what a program says is its own affair: that episode is invalid
+    if seen.problem is not None and not turn.whole:  # the template cannot show this turn: the episode is invalid
         raise UserError(seen.problem)
     return seen.say(reply) or Reply(reply)
 

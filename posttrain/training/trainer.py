@@ -87,7 +87,7 @@ class Trainer:
         self.done = 0  # the last whole step: trained and recorded
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
         self.lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds: of waiting, of the whole step
-        self.told = False  # whether something was said of waiting
+        self.told = False  # whether a note on waiting was shown
         self.told_invalid = False  # and of invalid rewards
         self.stopping = False  # whether any process was asked to stop
 
@@ -295,7 +295,7 @@ def _timing(trained: FinishedStep) -> dict[str, float]:
     turns = Stats()
     for rollout in trained.step.played:
         for turn in rollout.turns:
-            if not turn.seconds:  # it was played before the run was resumed
+            if not turn.seconds:  # it was sampled before the run was resumed
                 continue
             who = "reply" if turn.kind is SpanKind.SAMPLED else "environment"
             turns.add(f"seconds/turn/{who}", turn.seconds)

@@ -27,7 +27,7 @@ from posttrain.training.sources.collector import Collected, Collector, Mark
 from posttrain.training.sources.rollout_state import restored, stored
 
 T = TypeVar("T")
-END_SECONDS = 10.0  # for the thread to notice that nobody waits for what it plays
+END_SECONDS = 10.0  # for the thread to notice that its rollouts are not awaited any more
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PlayedStep:
     collected: Collected
     stats: Stats
     seconds: Mapping[str, float]  # "load", "play", and of that those in which all waited for environments or services
-    counts: Mapping[str, float]  # of services and engines; as seconds, not known of what was played before a resumption
+    counts: Mapping[str, float]  # of services and engines; as seconds, unknown for steps sampled before a resumption
     work: Mapping[str, float]  # what the engine counted in it: see `engines.pace`
 
 
@@ -85,7 +85,7 @@ class StepQueue:
         """Restore a `state`. Raises ValueError, LookupError or TypeError if it is none of such a queue."""
         self._learned = self.collector.restore(state)
         for row in state.get("ahead", ()):
-            if row is None:  # it failed, and ended the run: it is played anew, with the weights that there are
+            if row is None:  # it failed and ended the run: it is sampled again, with the current weights
                 break
             played = self._restored(row)
             if self._steps and played.number != self._steps[-1].result().number + 1:

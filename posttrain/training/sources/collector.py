@@ -36,7 +36,7 @@ class Collected:
     played: list[Rollout]
     kept: list[Rollout]  # those to learn from
     left: Left  # what became of the others
-    places: dict[str, int]  # where the task of each group stands
+    places: dict[str, int]  # the place of each group's task
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,6 @@ def _informative(
             kept.append(rollout)
             continue
         why = f"all rewards of its group are {reward:g}" if equal else groups.outside
-        why += "; the budget was spent, so no other group was played" if spent else "; another group took its place"
+        why += "; the budget was spent, so no other group was sampled" if spent else "; another group took its place"
         left[id(rollout)] = Fate.REPLACED, why
     return kept, left

@@ -23,7 +23,7 @@ from posttrain.training.sources.scoreboard import scoreboard
 from posttrain.training.sources.teacher_targets import Teachers
 
 EVALUATED = {Need.VALUE: "value", Need.ENTROPY: "entropy", Need.KL: "kl"}
-"""What is asked of the learner at rollout time -> the field of `Outputs` that has it."""
+"""Output of the learner at rollout time -> its field of `Outputs`."""
 
 
 @dataclass(frozen=True)

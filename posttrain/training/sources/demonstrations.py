@@ -18,7 +18,7 @@ MOST_FAILED = 3  # episodes in a row: so many look like all of them
 ENDLESS = 1 << 30  # tokens: whether a demonstration fits is seen to where it is learned from
 
 Enact = Callable[[Task], list[tuple[list[Transcript], float]]]
-"""Plays a task with its own `replies`: what is to be imitated of each side, context by context, and what the side earned."""
+"""Runs a task with its own `replies`; returns the transcripts to imitate of each side, by context, and its reward."""
 
 
 def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], services: Services | None = None) -> Enact:
@@ -34,13 +34,13 @@ def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], servic
         player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS, services=services)
         try:
             rollouts = player.play([Episode(own, str(task.get("id")), 0)])
-        except UserError:  # in the middle of it; the next row may be played nevertheless
+        except UserError:  # in the middle of it; the next row may succeed nevertheless
             pool.clear()
             raise
         earned = [rollout.reward for rollout in rollouts if not isinstance(rollout.reward, Invalid)]
         for rollout in rollouts:
             if isinstance(rollout.reward, Invalid):
-                raise UserError(f"the environment cannot be played with its replies: {rollout.reward.reason}")
+                raise UserError(f"the environment does not run with its replies: {rollout.reward.reason}")
         if engine.left:
             total = len(task["replies"])
             raise UserError(f"the environment ends after {total - engine.left} of its {total} replies")

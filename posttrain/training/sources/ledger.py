@@ -65,7 +65,9 @@ class _Account:
         fate, why = (Fate.TRAINED, self._learned(updates)) if self.updates else (self.fate, self.why)
         told = fate, why, tuple(self.flags), self.shaping, self.penalty, self.replayed
         numbers = dict(self.numbers)
-        if self.updates == [1] and "learner" in numbers:  # with the weights that the step began with: it says the same
+        if (
+            self.updates == [1] and "learner" in numbers
+        ):  # with the weights that the step began with: the values are the same
             numbers.pop("before", None)
         return Outcome(self.rollout, self.advantage, *told, numbers=numbers)
 

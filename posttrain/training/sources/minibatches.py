@@ -38,7 +38,9 @@ class Minibatches:
     size: Size
     seed: int
     success: float | None
-    texts: Sequence[Sequence[Transcript] | None]  # what a row with a pretraining term imitates beside its rollouts
+    texts: Sequence[
+        Sequence[Transcript] | None
+    ]  # imitated beside the rollouts, by an algorithm with a pretraining term
     buffer: ReplayBuffer | None
     teachers: Teachers | None = None
 
@@ -58,7 +60,7 @@ class Minibatches:
         self._check_older(part, start)
         # The first update is on policy: the old log-probabilities are the current ones.
         batches = self._weighted(part, coefficients, ledger, fresh=place == 0)
-        # While a critic warms up the policy stands still, its text included.
+        # While a critic warms up the policy does not move, nor learn its texts.
         return [*batches, *self._texts(number, place)] if coefficients.get("policy", 1.0) else batches
 
     def _check_older(self, part: Credited, start: int) -> None:
@@ -66,7 +68,7 @@ class Minibatches:
         spans = (span for r in part.rollouts for t in r.transcripts for span in t.spans)
         others = {span.version for span in spans if span.version is not None} - {self.learner.version}
         weighed = self.algorithm.weighs_older or (others <= {start} and self.algorithm.weighs_updates)
-        assert not others or weighed, "nothing accounts for the weights that sampled: see posttrain/training/older.py"
+        assert not others or weighed, "nothing corrects for the weights that sampled: see posttrain/training/older.py"
 
     def _shuffled(self, number: int, credited: Credited) -> list[Credited]:
         """Return the rollouts of each update, every one once per epoch. Groups stay whole, so their prompts are shared."""

@@ -34,7 +34,7 @@ def prompt_length(transcript: Transcript) -> int:
 
 
 Read = Literal["next", "last", "each"]
-"""At which tokens hidden states are read. next: before each scored token, which they predict. last: at the last token of
+"""Tokens at which hidden states are read. next: before each scored token, which they predict. last: at the last token of
 each scored span, such as the end of a reply or of a step of it. each: at every scored token itself."""
 
 
@@ -234,7 +234,7 @@ def collate(
 class _Piece(NamedTuple):
     """Run of tokens of a transcript that others may have too."""
 
-    key: int  # equal where all that stands before it, its tokens and the media among them are
+    key: int  # equal where everything before it, its tokens and their media are equal
     first: int  # place in the transcript
     length: int
 

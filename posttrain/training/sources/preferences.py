@@ -93,8 +93,8 @@ class ComparisonTargets:
     link: PreferenceLink
     read: Read
     items: Sequence[Item]
-    weights: list[list[float]]  # of each item: of its comparisons, or of its labels, in their order
-    labels: list[list[tuple[int, float]]]  # of each item: (place of the score in it, label)
+    weights: list[list[float]]  # by preference example: of its comparisons, or of its labels, in their order
+    labels: list[list[tuple[int, float]]]  # by preference example: (place of the score in it, label)
 
     def of(self, index: Sequence[int], device: torch.device) -> Preferences:
         """Return the targets of a micro-batch of these preference examples."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Evaluate = Callable[[Sequence[Packed]], list[Outputs]]
 
-AT_ONCE = 256  # items whose transcripts are made and sorted together
+AT_ONCE = 256  # preference examples whose transcripts are made and sorted together
 
 
 class Reference:
@@ -120,7 +120,7 @@ def _all(
     """Compute the log-probabilities of the transcripts of each place, one after the other."""
     found: list[Any] = []
     for first in range(0, len(places), AT_ONCE):
-        doing("computing what the reference says of the rows", first, len(places))
+        doing("computing reference log-probabilities of the rows", first, len(places))
         some = [of(items, place) for place in places[first : first + AT_ONCE]]
         of_each: list[Any] = [np.zeros(0, dtype=np.float32)] * len(some)
         by_size = sorted((i for i in range(len(some)) if some[i]), key=lambda i: max(map(len, some[i])))

@@ -63,7 +63,7 @@ class RemoteTeacher:
         self._read(choice, tokens)
         said = (choice.get("logprobs") or {}).get("tokens")
         if isinstance(said, list) and len(said) >= len(tokens) and all(isinstance(t, str) for t in said):
-            shown_as_ids = "token_id:"  # what vLLM may be told to do
+            shown_as_ids = "token_id:"  # as an option of vLLM does
             theirs = [t for t in said[: len(tokens)] if not t.startswith(shown_as_ids)]
             ours = tokenizer.decode(list(tokens))
             if len(theirs) == len(tokens) and "".join(theirs).strip() != ours.strip() and "\ufffd" not in ours:

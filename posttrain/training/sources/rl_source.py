@@ -68,7 +68,7 @@ class RLSource:
         own; `last`: the number of the last step. `tokens_per_step`: most tokens of a reply that a step samples (0:
         all of them). `recording`: the rollouts whose token values are recorded.
         """
-        assert (teachers is not None) == (algorithm.teacher is not None), "a row with a teacher has one to ask"
+        assert (teachers is not None) == (algorithm.teacher is not None), "an algorithm with a teacher has one to ask"
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
         self.recording = recording
@@ -162,7 +162,7 @@ class RLSource:
             measured = self._mean(distance, old - sampler, [len(logp) for logp in views["old"]])
             stats.add("kl/measured", measured)
             self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(rollouts))
-        # The tokens of older weights say how random these were; the policy's own distributions at them are its own.
+        # Tokens of older weights measure the entropy of these; the distributions at them are the policy's own.
         total, count = stats.get("entropy/policy" if self.lags else "entropy", (0.0, 0.0))
         if entropy is not None and count:  # perhaps no group has become whole
             self.coefficients["entropy"] = entropy.next(self.coefficients["entropy"], total / count)

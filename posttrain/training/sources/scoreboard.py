@@ -26,7 +26,7 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
     `rewarded`: whether anything scores replies at all; if not, there are no metrics of rewards.
     """
     stats = Stats()
-    # Of sides that play each other one wins what the other loses: their common share says nothing.
+    # Of sides that play against each other one wins what the other loses: their common share means nothing.
     sides = len({r.side for r in rollouts}) > 1
     kinds = Counter(r.reward.kind for r in rollouts if isinstance(r.reward, Invalid))
     for kind in {InvalidKind.TIMEOUT, *kinds}:  # the first always: a policy may learn to be slow to check
@@ -85,7 +85,7 @@ def refuse_broken(rollouts: Sequence[Rollout]) -> None:
 
 
 Left = dict[int, tuple[Fate, str]]
-"""Rollouts that a step does not learn from, by their identity: what became of each, and why."""
+"""Rollouts that a step does not learn from, by their identity: the fate of each, and its reason."""
 
 
 def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], Left]:

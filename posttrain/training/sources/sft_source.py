@@ -64,7 +64,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
     def make(self, task: Task, length: int | None) -> Sequence[Transcript] | None:
         played: Sequence[tuple[list[Transcript], float | None]]
         if "transcripts" in task and task.get("replayed"):
-            return None  # it stands in the step that played it, too
+            return None  # the step that sampled it has it, too
         if "transcripts" in task:
             played = [stored(task, self.tokenizer)]
         elif not is_script(task) or (self.enact is None and ("response" in task or _answered(task))):

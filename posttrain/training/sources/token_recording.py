@@ -32,7 +32,7 @@ class TokenRecording:
     seed: int = 0
 
     def chosen(self, number: int, groups: Iterable[str]) -> frozenset[str]:
-        """Return the groups of step `number` whose token values are recorded: drawn by the seed, independently of their order."""
+        """Return the groups of step `number` whose token values are recorded: drawn by the seed, whatever their order."""
         if self.level == "tokens":
             return frozenset()
         named = set(groups)
@@ -47,7 +47,7 @@ class TokenRecording:
         found = []
         if self.level == "full":
             found += [] if "entropy" in wants else ["the entropy of every token, which the loss does not read"]
-            found += [] if reference else ["no reference (the row has none, so that column stays empty)"]
+            found += [] if reference else ["no reference (the algorithm has none, so that column stays empty)"]
         if self.after:
             found.append(
                 "a forward pass a step for --record-after" + (f" ({GROUPS} groups)" * (self.level == "sample"))

@@ -99,7 +99,7 @@ def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, 
         if table.any():
             tables.append(table)
     if not tables:
-        raise UserError("the two files share no comparison: they must be labels of the same items")
+        raise UserError("the two files share no comparison: they must be labels of the same preference examples")
     return measured(np.stack(tables))
 
 

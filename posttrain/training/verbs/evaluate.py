@@ -79,7 +79,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if config.held_out:
         data = _held_out(config, data, rows is None, said.append)
     if isinstance(data, Stream):
-        raise UserError("these rows have no end: say with --limit how many to evaluate on")
+        raise UserError("these rows have no end: set with --limit how many to evaluate on")
     paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
     day = next(filter(None, map(day_of, paths)), None)  # both are asked alike
     with run_date.fixed(day), open_playground(config, env, data, device, models=paths) as ground:

@@ -33,7 +33,7 @@ from posttrain.training.playground import counted, open_services
 from posttrain.training.setup import choose_device, load_tasks, use_threads
 from posttrain.training.verbs.sample import digest_of, scored_columns
 
-BLOCK = 64  # items that are labelled, and written, together
+BLOCK = 64  # preference examples that are labelled, and written, together
 Row = dict[str, Any]
 
 
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 class LabelSummary:
     """Summary of the written labels."""
 
-    path: Path | None  # the labels; None: the items had them
+    path: Path | None  # the labels; None: the rows had them
     items: int
     best: int | None = None  # rows of each file, if it was asked for
     pairs: int | None = None
@@ -83,7 +83,7 @@ def load_items(config: Label, rows: Any, with_labels: bool) -> Tasks:
     """Load the preference examples, with or without the labels that they already have."""
     tasks = load_tasks(config, rows, convert=to_labelled if with_labels else to_responses)
     if isinstance(tasks, Stream):
-        raise UserError("these rows have no end: say with --limit how many to label")
+        raise UserError("these rows have no end: set with --limit how many to label")
     return tasks
 
 
@@ -104,7 +104,7 @@ def check_continued(lines: Lines, tasks: Tasks) -> None:
     """Raise UserError where a file that is continued holds labels of other preference examples."""
     last = lines.last()
     if last is not None and (lines.count > len(tasks) or last.get("id") != tasks[lines.count - 1]["id"]):
-        raise UserError(f"{lines.path} holds labels of other items than {tasks.where(0)} and so on: use --overwrite")
+        raise UserError(f"{lines.path} holds labels of other rows than {tasks.where(0)} and so on: use --overwrite")
 
 
 def derive(config: Label, rows: Tasks | Lines) -> tuple[int | None, int | None]:
@@ -163,7 +163,7 @@ class _Labeller:
         rows, reasons, valid = self._compared(block) if self.pairwise else self._scored(block)
         if reasons and not valid:
             raise UserError(
-                f"nothing of items {first + 1} to {first + len(block)} could be labelled, and they are not written: "
+                f"nothing of rows {first + 1} to {first + len(block)} could be labelled, and they are not written: "
                 f"{reasons[0]}; go on from there with --resume"
             )
         return [{**row, "labeller": self.name} for row in rows]

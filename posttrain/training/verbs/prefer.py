@@ -38,7 +38,7 @@ from posttrain.training.sources.preferences import Comparisons, PreferenceExampl
 from posttrain.training.sources.reference_cache import Reference, refer
 from posttrain.training.training_run import RunContext, RunParts
 
-EVALUATED = 256  # held-out items that are laid into micro-batches at once
+EVALUATED = 256  # held-out preference examples that are packed into micro-batches at once
 
 
 def chosen(config: Prefer) -> PreferenceAlgorithm:

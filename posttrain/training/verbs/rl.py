@@ -118,7 +118,7 @@ def rl(context: RunContext[RL]) -> RunParts:
 
     @opened.push
     def leave(kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:  # what is played ahead may be waiting for other processes
+        if error is not None:  # asynchronous rollouts may be waiting for other processes
             run.world.fail(error)
         source.stock.close()
 

@@ -50,12 +50,12 @@ KIND = {
     "samples": int, "temperature": tuple[float, ...], "top_p": tuple[float, ...], "top_k": int, "max_tokens": int,
     "stop": str,
 }  # fmt: skip
-"""What a kind of prompt may have of its own."""
+"""Settings that a kind of prompt may have of its own."""
 FREE = {"out", "resume", "overwrite", "quiet", "slots", "replicas", "threads", "device", "env_workers", "tasks", "model",
         "reward_model", "judge", "retriever"}  # fmt: skip
 """Options that no reply depends on, and those whose content is looked at instead."""
 
-TOLD = 20  # times that progress is told, at most
+TOLD = 20  # progress reports, at most
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     converter: Convert | None = load_converter(spec) if spec is not None and rows is None else None
     tasks = load_tasks(config, rows, env, () if makes_prompts else ("prompt",), convert=converter or to_prompt)
     if isinstance(tasks, Stream):
-        raise UserError("these rows have no end: say with --limit how many to sample for")
+        raise UserError("these rows have no end: set with --limit how many to sample for")
     grids.check(tasks)
     paths = [resolve(model) for model in config.model]
     said: list[str] = []
@@ -188,7 +188,7 @@ class _Grids:
                 cells.pop()  # a greedy reply is the same for any top-p
         if (total := sum(cell.most for cell in cells)) > MOST:
             raise UserError(
-                f"a prompt would have {total} replies, and an item holds {MOST}: fewer --samples, or a smaller grid "
+                f"a prompt would have {total} replies, and a row holds {MOST}: fewer --samples, or a smaller grid "
                 "(--temperature, --top-p, --seed, --model, --adaptive)"
             )
         return cells
@@ -224,7 +224,7 @@ class _Sampler:
         """Write the rows that are not written yet. A block that was cut off is sampled again as a whole."""
         last = lines.last()
         if last is not None and (lines.count > len(places) or last.get("id") != tasks[places[lines.count - 1]]["id"]):
-            raise UserError(f"{lines.path} holds other items than these tasks give: use --overwrite")
+            raise UserError(f"{lines.path} holds other rows than these tasks give: use --overwrite")
         size = max(1, 2 * self.config.slots // self.grids.largest)
         for first in range(lines.count // size * size, len(places), size):
             block = [tasks[place] for place in places[first : first + size]]
@@ -259,7 +259,7 @@ class _Sampler:
                 rollouts = player.play([cells[t][c].episode(chat.task(block[t]), m) for t, c, m in own])
                 if len(rollouts) > len(own):
                     raise UserError(
-                        "the environment plays several sides, and an item holds replies to one prompt: posttrain eval "
+                        "the environment plays several sides, and a row holds replies to one prompt: posttrain eval "
                         "--out writes whole rollouts"
                     )
                 found |= zip(own, rollouts, strict=True)
@@ -299,7 +299,7 @@ class _Sampler:
         task = rollout.task
         if sum(turn.kind is SpanKind.SAMPLED for turn in rollout.turns) > 1 or len(rollout.transcripts) > 1:
             raise UserError(
-                f"the environment asked for several replies (task {task['id']!r:.60}), and an item is a prompt with single "
+                f"the environment asked for several replies (task {task['id']!r:.60}), and a row is a prompt with single "
                 "ones: posttrain eval --out writes whole rollouts"
             )
         if not rollout.turns:  # it failed before it showed anything
@@ -314,7 +314,7 @@ class _Sampler:
         seen = rollout.transcripts[0].tokens[: rollout.turns[0].length]
         if seen[-8:] != player.tokenizer.encode(prompt, start=True)[-8:]:
             raise UserError(
-                f"the environment shows messages of its own (task {task['id']!r:.60}), which its items could not hold: put "
+                f"the environment shows messages of its own (task {task['id']!r:.60}), which its rows could not hold: put "
                 'them into the rows as "messages", with row_to_task'
             )
         return {"prompt": prompt}

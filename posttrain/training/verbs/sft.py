@@ -47,13 +47,13 @@ from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObje
 from posttrain.training.training_run import RunContext, RunParts
 
 EVALUATED = 1000  # held-out rows whose transcripts are made at once
-TEMPLATE_COUNTS = 100  # times: what it puts around all that is said should not take a token a letter
+TEMPLATE_COUNTS = 100  # times: its markup around all texts should not take a token per letter
 READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
-READ_OF_EPISODES = 10_000  # and of those that are played for it
+READ_OF_EPISODES = 10_000  # and of episodes that are run for it
 BYTES = 258  # tokens of the least tokenizer that reads everything
 
 Play = Callable[[Tokenizer, Sequence[int]], Enact]
-"""How demonstrations are played, once it is known with which tokenizer and which tokens end a reply."""
+"""Function from a tokenizer and the tokens that end a reply to one that runs demonstrations."""
 
 
 def sft(context: RunContext[SFT]) -> RunParts:
@@ -160,7 +160,7 @@ def _from_scratch(
         texts = chain.from_iterable(map(texts_of, some))
         if play is not None:
             told = chain.from_iterable(texts_of(task) for task in some if not is_script(task))
-            # played here: what trains a tokenizer reads in a thread of its own, and signals wait until it has read all
+            # run here: a tokenizer's trainer reads in a thread of its own, and signals wait until it has read all
             played = list(_episodes(play, islice(some, READ_OF_EPISODES), template[0] if template else None))
             texts = chain(told, played)
         shown = around(template[0]) * TEMPLATE_COUNTS if template else []

@@ -82,9 +82,7 @@ def test_plain_policy_gradients_are_corrected_for_replayed_rollouts(name: str, h
     with pytest.raises(UserError, match="--replay .*which nothing corrects.*--correction"):
         row_of(name, replay=512, epochs=4, correction="none", **how)
     assert row_of(name, epochs=4, **how).correction == Correction()
-    with pytest.raises(
-        UserError, match="4 updates per step .*which nothing corrects.*--surrogate clip.*--epochs 1"
-    ):
+    with pytest.raises(UserError, match="4 updates per step .*which nothing corrects.*--surrogate clip.*--epochs 1"):
         row_of(name, epochs=4, correction="none", **how)
 
 
@@ -170,7 +168,7 @@ def steps(row: Algorithm, count: int, ahead: int = 0) -> list[Stats]:
     try:
         train(learner, source, PolicyObjective(row), [lambda t: found.append(t.stats)], first=1, steps=count)
     finally:
-        source.stock.close()
+        source.queue.close()
     return found
 
 

@@ -93,13 +93,13 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
         *found,
         (
             "updates per step",
-            f"{algorithm.epochs * algorithm.minibatches}{epochs}{_of_ratio(algorithm)}",
+            f"{algorithm.epochs * algorithm.minibatches}{epochs}{_ratio_note(algorithm)}",
             algorithm.stated,
         ),
     ]
 
 
-def _of_ratio(algorithm: Algorithm) -> str:
+def _ratio_note(algorithm: Algorithm) -> str:
     """Return the note for one update per step, in which the ratio is exactly 1; else ""."""
     if not (algorithm.on_policy and algorithm.surrogate.uses_ratio and algorithm.old == "start"):
         return ""

@@ -44,7 +44,7 @@ class DynamicSampling(Component):
         return f"only groups with unequal rewards{share}; at most {self.rounds} x the step's prompts are sampled"
 
     @property
-    def outside(self) -> str:
+    def exclusion_reason(self) -> str:
         """Return the reason why a group whose rewards differ is not kept."""
         return f"the share of successes of its group is not between {self.low:g} and {self.high:g}"
 

@@ -60,7 +60,7 @@ def change(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm
             algorithm = _assigned(algorithm, name.split("."), settings[name], name, name)
             continue
         written = f"--{flag.name.replace('_', '-')}"
-        there = [place for place, owner in flag.places if _stands(algorithm, place, owner)]
+        there = [place for place, owner in flag.places if _has_component(algorithm, place, owner)]
         there = there or [place for place, owner in flag.places if _knob_at(place, owner).creates][:1]
         if not there:
             raise UserError(f"{written} cannot go with {algorithm.name}: {_hint(kind, flag)}")
@@ -85,14 +85,14 @@ def flags(kind: type[AlgorithmBase]) -> dict[str, Flag]:
     """Return all flags of a kind of algorithm, by name."""
     if kind not in _flags:
         found: dict[str, list[tuple[Place, type[Component], Any, Setting]]] = {}
-        for place, owner, hint, knob in _knobs(kind, ()):
-            if knob.flag:
-                found.setdefault(knob.flag.replace("-", "_"), []).append((place, owner, hint, knob))
+        for place, owner, hint, declared in _declared_settings(kind, ()):
+            if declared.flag:
+                found.setdefault(declared.flag.replace("-", "_"), []).append((place, owner, hint, declared))
         _flags[kind] = {
             name: Flag(
                 name,
                 every[0][3].help,
-                _together(every),
+                _common_type(every),
                 tuple((place, owner) for place, owner, _, _ in every),
                 any(known.first_hour for *_, known in every),
             )
@@ -152,7 +152,7 @@ def _values(part: Any, above: Place) -> Iterator[tuple[str, Any]]:
         value, choices = getattr(part, f.name), knob_of(f).choices
         place = (*above, f.name)
         if choices is not None:
-            names = [name for name, choice in choices.items() if _alike(choice, value)]
+            names = [name for name, choice in choices.items() if _same_kind(choice, value)]
             yield ".".join(place), names[0] if names else repr(value)
         elif not isinstance(value, (Component, tuple)) and _part_in(_hints(type(part))[f.name])[0] is None:
             yield ".".join(place), value
@@ -161,7 +161,7 @@ def _values(part: Any, above: Place) -> Iterator[tuple[str, Any]]:
                 yield from _values(own, (*place, _named(type(own))) if isinstance(value, tuple) else place)
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _same_kind(one: Any, other: Any) -> bool:
     """Whether two choices are of the same kind, whatever their settings."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return [type(x) for x in one] == [type(x) for x in other] and (not one or one == other or len(one) > 1)
@@ -171,16 +171,16 @@ def _alike(one: Any, other: Any) -> bool:
 # -- what there is -----------------------------------------------------------------------------------------------------
 
 
-def _knobs(kind: type[Any], above: Place) -> Iterator[tuple[Place, type[Any], Any, Setting]]:
+def _declared_settings(kind: type[Any], above: Place) -> Iterator[tuple[Place, type[Any], Any, Setting]]:
     """Yield (place, its class, its type, its declaration) of each setting of a class and of the components in it."""
     hints = _hints(kind)
     for f in dataclasses.fields(kind):
-        knob, hint = knob_of(f), hints[f.name]
+        declared, hint = knob_of(f), hints[f.name]
         part, several = _part_in(hint)
-        if part is None or knob.choices is not None:
-            yield (*above, f.name), kind, hint, knob
-        for own in _family(part) if part is not None else ():
-            yield from _knobs(own, (*above, f.name, _named(own)) if several else (*above, f.name))
+        if part is None or declared.choices is not None:
+            yield (*above, f.name), kind, hint, declared
+        for own in _concrete_classes(part) if part is not None else ():
+            yield from _declared_settings(own, (*above, f.name, _named(own)) if several else (*above, f.name))
 
 
 def _fields(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
@@ -206,9 +206,9 @@ def _part_in(hint: Any) -> tuple[type[Component] | None, bool]:
     return (hint, False) if isinstance(hint, type) and issubclass(hint, Component) else (None, False)
 
 
-def _family(kind: type[Component]) -> list[type[Component]]:
+def _concrete_classes(kind: type[Component]) -> list[type[Component]]:
     """Return the class and its subclasses, as far as these are concrete components."""
-    below = [x for child in kind.__subclasses__() for x in _family(child)]
+    below = [x for child in kind.__subclasses__() for x in _concrete_classes(child)]
     return ([kind] if dataclasses.is_dataclass(kind) else []) + below
 
 
@@ -217,7 +217,7 @@ def _named(kind: type) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower()
 
 
-def _together(every: Sequence[tuple[Place, type[Component], Any, Setting]]) -> Any:
+def _common_type(every: Sequence[tuple[Place, type[Component], Any, Setting]]) -> Any:
     """Return one type for a flag that several components have: they agree, or each takes some of the same words."""
     if choices := every[0][3].choices:
         words = tuple(choices)
@@ -240,7 +240,7 @@ def _rank(kind: type[AlgorithmBase], name: str) -> int:
     """Return the rank of a setting: 0 chooses a whole component, 1 may make or remove one, 2 changes one."""
     flag = flags(kind).get(name.replace("-", "_"))
     place = flag.places[0][0] if flag else tuple(name.split("."))
-    known = next((knob for where, _, _, knob in _knobs(kind, ()) if where == place), Setting())
+    known = next((declared for where, _, _, declared in _declared_settings(kind, ()) if where == place), Setting())
     if known.choices is not None:
         return 0 if len(place) == 1 else 1
     return 1 if known.creates else 2
@@ -250,7 +250,7 @@ def _knob_at(place: Place, owner: type[Component]) -> Setting:
     return knob_of(_fields(owner)[place[-1]])
 
 
-def _stands(algorithm: AlgorithmBase, place: Place, owner: type[Component]) -> bool:
+def _has_component(algorithm: AlgorithmBase, place: Place, owner: type[Component]) -> bool:
     """Whether the algorithm has a component of this class at the place of this setting."""
     found: Any = algorithm
     for name in place[:-1]:
@@ -353,7 +353,7 @@ def _in_several(
     current: tuple[Any, ...], kind: type[Component], place: Sequence[str], value: Any, written: str, whole: str
 ) -> Any:
     """Change a setting of one of the components that a field holds."""
-    classes = {_named(own): own for own in _family(kind)}
+    classes = {_named(own): own for own in _concrete_classes(kind)}
     named = place[0].replace("_", "-")
     if named not in classes:
         above = ".".join(whole.split(".")[: -len(place)])
@@ -389,7 +389,7 @@ def _unknown(kind: type[Any], written: str, place: Sequence[str], whole: str, na
     if above:
         return f"{written}: {above} has no setting {place[0]!r}{near(place[0], names)}; it has {', '.join(names) or 'none'}"
     known = [
-        *(".".join(place) for place, _, _, _ in _knobs(kind, ())),
+        *(".".join(place) for place, _, _, _ in _declared_settings(kind, ())),
         *(f"--{name.replace('_', '-')}" for name in flags(kind)),
     ]
     return f"{written}: no component is called {place[0]!r}{near(written, known)}; there are {', '.join(names)}"

@@ -14,7 +14,7 @@ from posttrain.algorithms.teacher import Distillation
 from posttrain.config.training import RL, Distill
 from posttrain.core.component import Need, RunLimits
 from posttrain.core.types import UserError
-from posttrain.training import older
+from posttrain.training import older_weights
 
 
 def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
@@ -27,13 +27,13 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True) -> Algorithm
         algorithm = replace(algorithm, pretraining=Pretraining())
     if isinstance(run, Distill) and algorithm.teacher is None:
         algorithm = replace(algorithm, teacher=Distillation())
-    algorithm = change(_completed(choose(algorithm, run.settings), run), run.settings)
+    algorithm = change(_with_required_components(choose(algorithm, run.settings), run), run.settings)
     if algorithm.kl is None and not run.chooses("reference_every"):
         algorithm = replace(algorithm, refresh=0)
     if not run.chooses("minibatches") and algorithm.replay is None:
         # An update needs a group, and a paper's number of updates is one of larger steps.
         algorithm = replace(algorithm, minibatches=min(algorithm.minibatches, run.prompts))
-    algorithm = older.weighing(algorithm, run)
+    algorithm = older_weights.add_importance_weight(algorithm, run)
     algorithm = algorithm.configured(RunLimits(_episode_tokens(run, single_turn), run.temperature))
     if Need.EPISODE_TOKENS in algorithm.needs:
         counting = algorithm.needing(Need.EPISODE_TOKENS)
@@ -45,8 +45,8 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True) -> Algorithm
     check_ranges(algorithm)
     problems = (
         *_contradictions(algorithm, run),
-        *_of_unfinished(algorithm, run, single_turn),
-        *_without_effect(algorithm, run, single_turn),
+        *_contradictions_of_partial_replies(algorithm, run, single_turn),
+        *_ineffective_settings(algorithm, run, single_turn),
     )
     for broken, reason in problems:
         if broken:
@@ -61,7 +61,7 @@ def _episode_tokens(run: RL, single_turn: bool) -> int | None:
     return run.max_episode_tokens
 
 
-def _completed(algorithm: Algorithm, run: RL) -> Algorithm:
+def _with_required_components(algorithm: Algorithm, run: RL) -> Algorithm:
     """Add the components that the chosen ones require, and remove those that nothing uses any more."""
     if not algorithm.surrogate.uses_ratio and not run.chooses("ratio"):
         algorithm = replace(algorithm, ratio=())
@@ -124,12 +124,12 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
         algorithm.trust_region is not None and bool(run.router_balance or run.router_z),
         "its line search knows nothing of the routers' losses: leave out --router-balance and --router-z",
     )
-    yield from older.contradictions(algorithm, run)
-    yield from _of_penalty(algorithm, run)
-    yield from _of_teacher(algorithm, run)
+    yield from older_weights.contradictions(algorithm, run)
+    yield from _contradictions_of_penalty(algorithm, run)
+    yield from _contradictions_of_teacher(algorithm, run)
 
 
-def _of_unfinished(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_partial_replies(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
     """Yield the contradictions of replies that are continued in a later step."""
     told, tokens = "--tokens-per-step", run.tokens_per_step
     yield (
@@ -146,7 +146,7 @@ def _of_unfinished(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator
     )
 
 
-def _of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     kl = algorithm.kl
     yield (
         kl is not None and kl.estimator == "exact" and kl.against == "old",
@@ -168,7 +168,7 @@ def _of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         bool(algorithm.refresh) and Need.REFERENCE not in algorithm.needs,
         "it has no reference that --reference-every could replace: give it a KL penalty, such as --kl 0.01",
     )
-    yield from _of_named_parts(algorithm)
+    yield from _contradictions_of_reward_parts(algorithm)
     yield from _contradictions_of_replay(algorithm, run)
     yield from _contradictions_of_critic(algorithm, run)
     yield from _contradictions_of_sharding(algorithm, run)
@@ -178,7 +178,7 @@ def _of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     taught = isinstance(run, Distill)
     unrewarded = isinstance(algorithm.advantage, Unrewarded)
     divergence = algorithm.teacher.divergence if algorithm.teacher is not None else "jensen-shannon"
@@ -215,7 +215,7 @@ def _of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _of_named_parts(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_reward_parts(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
     advantage, kl = algorithm.advantage, algorithm.kl
     if not isinstance(advantage, Decoupled):
         return
@@ -284,7 +284,7 @@ def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple
     )
 
 
-def _without_effect(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
+def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
     """Yield the chosen settings that would have no effect."""
     own = ("branches", "branch_first", "branch_tokens", "branch_threshold", "branch_credit")
     branching = [f"--{name.replace('_', '-')}" for name in own if run.chooses(name)]

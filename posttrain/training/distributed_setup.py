@@ -19,7 +19,7 @@ from posttrain.runs.terminal.notices import held
 
 
 @contextmanager
-def together(config: Training) -> Iterator[World]:
+def open_world(config: Training) -> Iterator[World]:
     """Yield the world of this process: alone, or one of those that torchrun or `--processes` has started.
 
     Messages before the description of the run are held back until then. Raises UserError where another process has failed,

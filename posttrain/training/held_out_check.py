@@ -14,7 +14,7 @@ from posttrain.runs.run_reading import read_run, split_of
 OLDEST = 16  # runs that are followed back from a checkpoint
 
 
-def seen(model: str, tasks: str, held_out: float, split_seed: int) -> str | None:
+def overlap(model: str, tasks: str, held_out: float, split_seed: int) -> str | None:
     """Return the reason why the held-out tasks of this file may not be new to a checkpoint, in words; None if there is none.
 
     A run with the same seed that held out as much, or more, has not seen them: a share is part of every greater one.

@@ -113,12 +113,12 @@ def _beside_adapters(config: Training, model: Backbone, start: Path, moves: bool
 
 
 def _refuse_without_lora(config: Training) -> None:
-    for name, value, default in _asked(config)[1:]:
+    for name, value, default in _adapter_options(config)[1:]:
         if value != default:
             raise UserError(f"{name} has no effect without --lora RANK: give it, or leave it out")
 
 
-def _asked(config: Training) -> list[tuple[str, Any, Any]]:
+def _adapter_options(config: Training) -> list[tuple[str, Any, Any]]:
     """Return (option, its value, its default) of the options of adapters."""
     return [
         ("--lora", config.lora, None),
@@ -152,7 +152,7 @@ def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
         lora.quantize,
         lora.dora,
     )
-    for (option, value, default), own in zip(_asked(config), there, strict=True):
+    for (option, value, default), own in zip(_adapter_options(config), there, strict=True):
         asked = named_targets(value, known) if option == "--lora-targets" else value
         if value != default and asked != own:
             told = " ".join(own) if isinstance(own, tuple) else own if isinstance(own, str) else f"{own:g}"

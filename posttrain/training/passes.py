@@ -29,17 +29,17 @@ from posttrain.training.sources.token_recording import TokenRecording
 
 READ_FOR_REPEATED = 1000  # rows
 LEAST_REPEATED = 8  # characters of a prompt: a response may begin with a shorter one by chance
-SAYS_NOTHING = "without a label or comparison of different responses that are not empty"
+WITHOUT_LABELS = "without a label or comparison of different responses that are not empty"
 
 
 def compared_rows(config: Passes, rows: Any, convert: Convert) -> tuple[Tasks | Stream, Tasks | None]:
     """Return preference examples to learn from, and held-out ones; examples without any comparison or label are left out."""
-    found = split_tasks(config, rows, convert=convert, left_out=SAYS_NOTHING)
-    mind_repeated(found[0])
+    found = split_tasks(config, rows, convert=convert, left_out=WITHOUT_LABELS)
+    warn_repeated_prompts(found[0])
     return found
 
 
-def mind_repeated(tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
+def warn_repeated_prompts(tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
     """Warn where some of a prompt's responses begin with the prompt and others do not: what is learned is that difference.
 
     A prompt that all of them repeat is removed when the rows are read.
@@ -77,7 +77,9 @@ def updates(config: Passes, made: ExampleStream[Any]) -> int:
     return config.steps or max(1, round(steps_per_epoch(made, config.rows) * config.epochs))
 
 
-def showing(config: Passes, learner: Learner, tokens_per_microbatch: int, read: Read = "next") -> ExampleRecording:
+def example_recording(
+    config: Passes, learner: Learner, tokens_per_microbatch: int, read: Read = "next"
+) -> ExampleRecording:
     """Return the recording of some of the rows."""
     return ExampleRecording(_recording(config), learner, tokens_per_microbatch, read)
 
@@ -100,5 +102,5 @@ def sizes(
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",
         f"{steps} steps of {config.rows} {noun}, micro-batches of {microbatch_tokens(config, device)} tokens{between}",
-        *([] if isinstance(config, RewardModelling) else _recording(config).told(frozenset(), reference=True)),
+        *([] if isinstance(config, RewardModelling) else _recording(config).describe(frozenset(), reference=True)),
     ]

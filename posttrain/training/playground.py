@@ -99,7 +99,7 @@ def open_playground(
         told = tuple(about(env or config.env))
         pool = opened.enter_context(EnvPool(env or config.env, *limits))
         players = tuple(
-            _tried(config, model, pool, tasks, services, warn if not place else None)
+            _rehearsed_model(config, model, pool, tasks, services, warn if not place else None)
             for place, model in enumerate(models)
         )  # errors of tasks are reported once
         if not players:
@@ -114,7 +114,7 @@ def open_playground(
         yield Playground(pool, services, sampling, config.too_long, bounds, told, players, world or Alone())
 
 
-def _tried(
+def _rehearsed_model(
     config: RL | Evaluation | Sample,
     folder: Path,
     pool: EnvPool,
@@ -186,10 +186,10 @@ def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Service
 
         judge = services.named[name] = Judge(recipe, name)
         if (problem := judge.problem()) is not None:
-            _tell_problem(problem, resumed)
+            _warn_or_refuse(problem, resumed)
 
 
-def _tell_problem(problem: str, resumed: bool) -> None:
+def _warn_or_refuse(problem: str, resumed: bool) -> None:
     """Warn of a service that is down when a run is resumed; else raise UserError."""
     if not resumed:
         raise UserError(problem)
@@ -205,10 +205,10 @@ def _open_retrievers(
 
         found = services.named[name] = retriever(place, name)
         if isinstance(found, RemoteRetriever) and (problem := found.problem()) is not None:
-            _tell_problem(problem, resumed)
+            _warn_or_refuse(problem, resumed)
 
 
-def counted(services: Services) -> Sequence[str]:
+def service_counts(services: Services) -> Sequence[str]:
     """Return the counts of the services, one line each, for the end of an evaluation."""
     counts = services.counts()
     lines = []

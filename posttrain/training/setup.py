@@ -31,7 +31,7 @@ from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.terminal.notices import tell, warn
 from posttrain.system.user_code import load_named
-from posttrain.training.held_out_check import seen
+from posttrain.training.held_out_check import overlap
 from posttrain.training.sources.length_filter import Prompts, TooLong
 
 TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word which it does not contain
@@ -136,7 +136,7 @@ def split_tasks(
         rows is None
         and config.model
         and not config.resume
-        and (why := seen(config.model, config.tasks, config.held_out, seed))
+        and (why := overlap(config.model, config.tasks, config.held_out, seed))
     ):
         warn(why)
     return hold_out(load_tasks(config, rows, env, need, seed, convert, left_out), config.held_out, seed)
@@ -177,7 +177,7 @@ def rehearse(
             shown, event, turn = _rehearsed(pool, services, task, reply, seen)
             first = first or turn
             if viewer is not None and seen is not None and not begun and not pool.single_turn:
-                mind_unknown_episodes(viewer.tokenizer, seen.texts, warn)
+                warn_unknown_tokens_in_episodes(viewer.tokenizer, seen.texts, warn)
             begun = begun or shown
             if event is None or not isinstance(event.reward, Invalid):
                 return first
@@ -199,20 +199,22 @@ def _sample_replies(task: Task) -> list[str]:
     return [*filter(str.strip, own), *SAMPLE_REPLIES]
 
 
-def mind_unknown(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
+def warn_unknown_tokens(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
     """Warn where the tokenizer has no tokens for a good part of the text of some tasks: the model cannot read it."""
     if tokenizer.unknown_id is not None:
         texts = (text for task in tasks.examples(READ_FOR_UNKNOWN) for text in texts_of(task))
-        _mind_unknown(tokenizer, texts, "the tasks' text", warn)
+        _warn_unknown_tokens(tokenizer, texts, "the tasks' text", warn)
 
 
-def mind_unknown_episodes(tokenizer: TextEncoder, texts: Iterable[str], warn: Callable[[str], None] = warn) -> None:
+def warn_unknown_tokens_in_episodes(
+    tokenizer: TextEncoder, texts: Iterable[str], warn: Callable[[str], None] = warn
+) -> None:
     """Warn where the tokenizer has no tokens for a good part of the texts that an environment shows."""
     if tokenizer.unknown_id is not None:
-        _mind_unknown(tokenizer, texts, "what the environment shows", warn)
+        _warn_unknown_tokens(tokenizer, texts, "what the environment shows", warn)
 
 
-def _mind_unknown(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
+def _warn_unknown_tokens(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
     unknown = tokenizer.unknown_id
     assert unknown is not None
     encoded = [(text, tokenizer.encode(text)) for text in texts]
@@ -226,7 +228,7 @@ def _mind_unknown(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn:
         )
 
 
-def mind_messages(tokenizer: Tokenizer, tasks: Tasks | Stream) -> None:
+def require_chat_template(tokenizer: Tokenizer, tasks: Tasks | Stream) -> None:
     """Raise UserError, before a model is loaded, where rows are messages and the tokenizer has no template for them."""
     if tokenizer.chat_template is None and (task := next((t for t in tasks.examples() if t.get("messages")), None)):
         tokenizer.render(task["messages"])  # its message names the fix
@@ -256,13 +258,13 @@ def _rehearsed(
             raise UserError(f"the environment {problem}")
         if turns < TRIAL_TURNS:
             pool.send(
-                0, services.named[event.service].example() if isinstance(event, Ask) else _said(event, reply, seen)
+                0, services.named[event.service].example() if isinstance(event, Ask) else _reply_to(event, reply, seen)
             )
     pool.drop(0)
     return True, None, first
 
 
-def _said(turn: Turn, reply: str, seen: Seen | None) -> Reply:
+def _reply_to(turn: Turn, reply: str, seen: Seen | None) -> Reply:
     """Return the reply to a turn. Raises UserError where the turn cannot be shown to the model."""
     if seen is None:
         return Reply(reply)
@@ -323,7 +325,7 @@ def size_of(model: Model) -> str:
     return f"{count:,} parameters" + (f" of which {learning:,} learn" if learning < count else "")
 
 
-def beyond(max_tokens: int, context: int) -> list[str]:
+def reply_length_note(max_tokens: int, context: int) -> list[str]:
     """Return a line for the user where no reply can be as long as --max-tokens allows; else []."""
     if max_tokens < context:
         return []

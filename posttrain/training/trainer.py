@@ -34,7 +34,7 @@ from posttrain.system.worker_thread import WorkerThread
 from posttrain.training.loop import FinishedStep, interruptible, train
 
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
-LATELY = 5  # steps that it is measured over
+RECENT_STEPS = 5  # steps that it is measured over
 NOTICED = 1.0  # seconds that they take at least, so that toy runs are not bothered
 
 
@@ -86,9 +86,9 @@ class Trainer:
         self.ill: str | None = None  # what the health check stops the run for
         self.done = 0  # the last whole step: trained and recorded
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
-        self.lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds: of waiting, of the whole step
-        self.told = False  # whether a note on waiting was shown
-        self.told_invalid = False  # and of invalid rewards
+        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: of waiting, of the whole step
+        self.noted_waiting = False  # whether a note on waiting was shown
+        self.noted_invalid = False  # and of invalid rewards
         self.stopping = False  # whether any process was asked to stop
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
@@ -103,7 +103,7 @@ class Trainer:
             self._begin([*formula, *_options(self.config), *sizes])  # what scrolls away last is what matters most
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
-                self._settle()
+                self._wait_for_checkpoint()
                 stopped = self.stopping and self.done < self.steps and self.ill is None
         except BaseException as error:
             self.display.close()
@@ -167,7 +167,7 @@ class Trainer:
                 if played:
                     self.record.evaluated(0, played)
                 self.record.metrics(0, stats.means())
-                self._look(0, stats.means())
+                self._check_health(0, stats.means())
         if self.done < self.steps:
             first = self.done + 1
             train(
@@ -190,7 +190,7 @@ class Trainer:
         number, config = trained.step.number, self.config
         stats = trained.stats
         if self.saving is not None and self.saving.done():
-            self._settle()
+            self._wait_for_checkpoint()
         due = config.eval_every and number % config.eval_every == 0
         held_out = self.measure(stats) if self.measure and (due or number == self.steps) else None
         if trained.step.played:
@@ -203,16 +203,16 @@ class Trainer:
                 self.record.evaluated(number, held_out)
             self.record.metrics(number, metrics)
             self.record.timing(number, timing)
-            self._look(number, metrics)
+            self._check_health(number, metrics)
         self.done, self.whole = number, (self.learner.version, self.source.state())
         self.display.step(number, metrics, timing)
-        self._mind_invalid(trained)
-        self._mind_waiting(timing.get("seconds/waiting", 0.0), sum(trained.seconds.values()))
+        self._note_invalid(trained)
+        self._note_waiting(timing.get("seconds/waiting", 0.0), sum(trained.seconds.values()))
         if trained.last or self.ill or number % config.save_every == 0:
             self._save()
         return self.ill is not None
 
-    def _look(self, number: int, metrics: dict[str, float]) -> None:
+    def _check_health(self, number: int, metrics: dict[str, float]) -> None:
         """Check the run's health; show and record the findings, or end the run."""
         if self.health is None:
             return
@@ -224,24 +224,24 @@ class Trainer:
             if finding.fatal or (self.config.health == "stop" and not finding.good):
                 self.ill = finding.message
 
-    def _mind_invalid(self, trained: FinishedStep) -> None:
+    def _note_invalid(self, trained: FinishedStep) -> None:
         """Show once why a reward was invalid: a few invalid rewards do not end a run, and appear as a share alone."""
         reasons = [r.reward.reason for r in trained.step.played if isinstance(r.reward, Invalid)]
-        if reasons and not self.told_invalid:
-            self.told_invalid = True
+        if reasons and not self.noted_invalid:
+            self.noted_invalid = True
             self.display.note(
                 f"step {trained.step.number}: {len(reasons)} of {len(trained.step.played)} rewards are invalid, the first "
                 f"because: {reasons[0]}"
             )
 
-    def _mind_waiting(self, waiting: float, whole: float) -> None:
+    def _note_waiting(self, waiting: float, whole: float) -> None:
         """Show once that steps spend their time on environments, with the option that helps."""
-        self.lately.append((waiting, whole))
-        waited, took = (sum(column) for column in zip(*self.lately, strict=True))
-        if not self.told and len(self.lately) == LATELY and took > NOTICED and waited > WAITING * took:
-            self.told = True
+        self.recent.append((waiting, whole))
+        waited, took = (sum(column) for column in zip(*self.recent, strict=True))
+        if not self.noted_waiting and len(self.recent) == RECENT_STEPS and took > NOTICED and waited > WAITING * took:
+            self.noted_waiting = True
             self.display.note(
-                f"{waited / took:.0%} of the last {LATELY} steps' time went into waiting for rewards and tools; "
+                f"{waited / took:.0%} of the last {RECENT_STEPS} steps' time went into waiting for rewards and tools; "
                 "more processes do them side by side: --env-workers"
             )
 
@@ -249,7 +249,7 @@ class Trainer:
         if self.world.rank:
             self.learner.save(None)
             return
-        self._settle()
+        self._wait_for_checkpoint()
         with writing(self.folder):
             self.record.flush()
         draft = checkpoints.Draft(self.folder, self.done, self._write)
@@ -257,7 +257,7 @@ class Trainer:
         self._beside = self._beside or WorkerThread("saving")
         self.saving = self._beside.call(lambda: draft.finish(self.config.keep, lambda folder: state(folder / TRAINING)))
 
-    def _settle(self) -> None:
+    def _wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is safely on disk."""
         saving, self.saving = self.saving, None
         if saving is not None:
@@ -270,13 +270,13 @@ class Trainer:
     def _rescue(self) -> str:
         """Save the last whole step after a user's mistake, if no update came since. Return how to continue."""
         with suppress(UserError):
-            self._settle()
+            self._wait_for_checkpoint()
         saved = checkpoints.step_of(self.saved) if self.saved else 0
         here = not self.config.shard  # and else it takes all processes
         if here and self.done > saved and self.learner.version == self.whole[0]:
             with suppress(UserError):  # the disk is full, which is perhaps why we are here
                 self._save()
-                self._settle()
+                self._wait_for_checkpoint()
         if self.saved is None:
             return "no step was saved: fix it and begin again with --overwrite"
         step = checkpoints.step_of(self.saved)

@@ -73,7 +73,7 @@ class StepQueue:
         self._learned = played.after
         return played
 
-    def aside(self, play: Callable[[Any], T]) -> T:
+    def run_between_steps(self, play: Callable[[Any], T]) -> T:
         """Return the result of `play(player)`, run after everything that was begun before."""
         player = self.collector.player
         return play(player) if self._thread is None else self._thread.call(lambda: play(player)).result()

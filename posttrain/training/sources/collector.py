@@ -224,7 +224,7 @@ def _informative(
         if keep:
             kept.append(rollout)
             continue
-        why = f"all rewards of its group are {reward:g}" if equal else groups.outside
+        why = f"all rewards of its group are {reward:g}" if equal else groups.exclusion_reason
         why += "; the budget was spent, so no other group was sampled" if spent else "; another group took its place"
         left[id(rollout)] = Fate.REPLACED, why
     return kept, left

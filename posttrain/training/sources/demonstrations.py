@@ -21,7 +21,9 @@ Enact = Callable[[Task], list[tuple[list[Transcript], float]]]
 """Runs a task with its own `replies`; returns the transcripts to imitate of each side, by context, and its reward."""
 
 
-def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], services: Services | None = None) -> Enact:
+def demonstration_runner(
+    pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], services: Services | None = None
+) -> Enact:
     """Return a function that runs demonstrations through this environment.
 
     It raises UserError where replies and environment do not fit together. `services` answer the environment's requests.
@@ -49,7 +51,7 @@ def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], servic
     return enact
 
 
-def enacted_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> Iterator[str]:
+def episode_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> Iterator[str]:
     """Yield all texts of such episodes, one context at a time, to train a tokenizer on.
 
     `tokenizer`: the one that they run with, which knows every byte. Tasks without replies, and those whose episodes fail,

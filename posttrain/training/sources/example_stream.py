@@ -112,7 +112,7 @@ def steps_per_epoch(made: ExampleStream[X], rows: int) -> int:
     return -(-len(made) // rows)
 
 
-def visited(made: ExampleStream[X], rows: int, seed: int, number: int) -> list[tuple[int, X]]:
+def examples_of_step(made: ExampleStream[X], rows: int, seed: int, number: int) -> list[tuple[int, X]]:
     """Return (place, example) of the rows of a step: `rows` of them, in a new order each epoch, the last step of it short.
 
     They follow from the number alone. Those that do not fit are missing; a step of which none fits has the next that does.

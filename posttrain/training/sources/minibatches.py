@@ -68,7 +68,9 @@ class Minibatches:
         spans = (span for r in part.rollouts for t in r.transcripts for span in t.spans)
         others = {span.version for span in spans if span.version is not None} - {self.learner.version}
         weighed = self.algorithm.weighs_older or (others <= {start} and self.algorithm.weighs_updates)
-        assert not others or weighed, "nothing corrects for the weights that sampled: see posttrain/training/older.py"
+        assert not others or weighed, (
+            "nothing corrects for the weights that sampled: see posttrain/training/older_weights.py"
+        )
 
     def _shuffled(self, number: int, credited: Credited) -> list[Credited]:
         """Return the rollouts of each update, every one once per epoch. Groups stay whole, so their prompts are shared."""

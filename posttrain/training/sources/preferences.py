@@ -24,7 +24,7 @@ from posttrain.core.types import Comparison, Item, Task, Transcript, UserError
 from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import ExampleStream, progress, visited
+from posttrain.training.sources.example_stream import ExampleStream, examples_of_step, progress
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import Read, collate, readings, split_microbatches
 from posttrain.training.sources.reference_cache import Reference, mismatched
@@ -42,14 +42,14 @@ class PreferenceExamples(ExampleStream[Item]):
         eos_ids: Sequence[int],
         vocab: int,
         too_long: TooLong,
-        mind: Callable[[Task], None] = lambda task: None,
+        check_task: Callable[[Task], None] = lambda task: None,
     ) -> None:
-        """`mind` raises UserError for a task without the comparisons or labels that are to be learned."""
-        self.mind = mind
+        """`check_task` raises UserError for a task without the comparisons or labels that are to be learned."""
+        self.check_task = check_task
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
     def make(self, task: Task, length: int | None) -> Item:
-        self.mind(task)
+        self.check_task(task)
         pairs = zip(task["responses"], task["cut"], strict=True)
         responses = [self._response(task, said, cut, length) for said, cut in pairs]
         comparisons = [Comparison(int(b), int(w), share, margin) for b, w, share, margin in task["comparisons"]]
@@ -187,7 +187,7 @@ class Comparisons:
     seed: int
     reference: Reference | None = None
     rewards: tuple[float, float] = (0.0, 0.0)  # their sum and number so far
-    showing: ExampleRecording | None = None  # None: none of the rows is recorded
+    recording: ExampleRecording | None = None  # None: none of the rows is recorded
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -195,11 +195,11 @@ class Comparisons:
 
     def produce(self, number: int) -> TrainingStep:
         self.items.too_long.take()
-        found = visited(self.items, self.rows, self.seed, number)
+        found = examples_of_step(self.items, self.rows, self.seed, number)
         stats = Stats()
         progress(self.items, self.rows, number, stats)
         places, items = [place for place, _ in found], [item for _, item in found]
-        shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
+        shown = self.recording.choose(self.items, self.rows, number, found) if self.recording else []
         tokens = sum(item.n_scored for item in items)
         return TrainingStep(number, [lambda: self._update(places, items)], stats, tokens, outcomes=shown)
 
@@ -208,14 +208,14 @@ class Comparisons:
         places: Sequence[int],
         items: Sequence[Item],
         coefficients: Mapping[str, float],
-        showing: ExampleRecording | None = None,
+        recording: ExampleRecording | None = None,
     ) -> list[Batch]:
         """Return micro-batches of these preference examples, comparisons weighted over all of them; `places` among the rows.
 
-        `showing`: the recording of some of them.
+        `recording`: that of some of them.
         """
-        if showing is not None and self.reference is not None:
-            showing.note("reference", {i: self.reference.of(place) for i, place in enumerate(places)})
+        if recording is not None and self.reference is not None:
+            recording.note("reference", {i: self.reference.of(place) for i, place in enumerate(places)})
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         items, places = [items[i] for i in by_size], [places[i] for i in by_size]
         told, responses = (
@@ -225,7 +225,7 @@ class Comparisons:
         fields = {} if self.reference is None else {"ref_logp": [self.reference.of(place) for place in places]}
         if self.algorithm.imitation is not None:
             fields["imitate"] = self._imitated(told)
-        sink = showing.sink(by_size) if showing is not None else None
+        sink = recording.sink(by_size) if recording is not None else None
         return [
             collate(
                 [responses[i] for i in index],
@@ -247,7 +247,7 @@ class Comparisons:
         if Need.SHIFT in self.algorithm.needs:
             total, count = self.rewards
             coefficients["shift"] = total / count if count else 0.0
-        return self.batches(places, items, coefficients, self.showing)
+        return self.batches(places, items, coefficients, self.recording)
 
     def _drift(self, places: Sequence[int]) -> float:
         """Return the mean score of mismatched prompts and responses over the optimizer batch; at least 0."""
@@ -291,8 +291,8 @@ class Comparisons:
         ]
 
     def learned(self, step: TrainingStep, stats: Stats) -> None:
-        if self.showing is not None:
-            self.showing.settle(step)
+        if self.recording is not None:
+            self.recording.settle(step)
         if Need.SHIFT in self.algorithm.needs:
             for side in ("chosen", "rejected"):
                 total, count = stats.get(f"implicit_reward/{side}", (0.0, 0.0))

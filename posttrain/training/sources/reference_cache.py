@@ -53,7 +53,7 @@ class Reference:
         return torch.from_numpy(self._arrays[name][first : int(ends[row])])
 
 
-def refer(
+def reference_logps(
     items: ExampleStream[Item],
     places: Sequence[int],
     weights: str,

@@ -75,7 +75,7 @@ class RLSource:
         parts = Need.PARTS in algorithm.needs
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
         collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan, tokens_per_step)
-        self.stock = StepQueue(collector, algorithm.sampling, async_steps, last)
+        self.queue = StepQueue(collector, algorithm.sampling, async_steps, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer, teachers)
@@ -90,11 +90,11 @@ class RLSource:
     @property
     def lags(self) -> bool:
         """Whether older weights than those of a step's start may have sampled what it learns from."""
-        return bool(self.stock.async_steps or self.stock.collector.tokens)
+        return bool(self.queue.async_steps or self.queue.collector.tokens)
 
     def produce(self, number: int) -> TrainingStep:
         algorithm = self.algorithm
-        played, began = self.stock.take(number, self.learner), time.perf_counter()
+        played, began = self.queue.take(number, self.learner), time.perf_counter()
         collected, stats = played.collected, Stats(played.stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
         if self.lags:
@@ -180,7 +180,7 @@ class RLSource:
 
     def state(self) -> dict[str, Any]:
         replay = {} if self.buffer is None else {"replay": self.buffer.state()}
-        return {**self.stock.state(), "coefficients": dict(self.coefficients), **replay}
+        return {**self.queue.state(), "coefficients": dict(self.coefficients), **replay}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a `state`. Raises ValueError, KeyError or TypeError if it is none of such a source."""
@@ -190,7 +190,7 @@ class RLSource:
         if not all(math.isfinite(value) for value in coefficients.values()):
             raise ValueError("coefficients that are not finite")
         self.coefficients = coefficients
-        self.stock.restore(state)
+        self.queue.restore(state)
         if self.buffer is not None:
             self.buffer.restore(state["replay"])
 

@@ -20,7 +20,7 @@ from posttrain.envs.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.demonstrations import Enact, cut, stored
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import ExampleStream, Memoryless, progress, visited
+from posttrain.training.sources.example_stream import ExampleStream, Memoryless, examples_of_step, progress
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import collate, split_microbatches
 
@@ -99,39 +99,39 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
 
 @dataclass(frozen=True)
 class Demonstrations(Memoryless):
-    """See `posttrain.core.protocols.Source`: `rows` demonstrations a step, see `example_stream.visited`."""
+    """See `posttrain.core.protocols.Source`: `rows` demonstrations a step, see `example_stream.examples_of_step`."""
 
     transcripts: Transcripts
     rows: int
     tokens_per_microbatch: int
     seed: int
     device: torch.device
-    showing: ExampleRecording | None = None  # None: none of the rows is recorded
+    recording: ExampleRecording | None = None  # None: none of the rows is recorded
 
     def produce(self, number: int) -> TrainingStep:
         self.transcripts.too_long.take()
-        found = visited(self.transcripts, self.rows, self.seed, number)
+        found = examples_of_step(self.transcripts, self.rows, self.seed, number)
         rows, stats = [transcripts for _, transcripts in found], Stats()
         progress(self.transcripts, self.rows, number, stats)
-        shown = self.showing.choose(self.transcripts, self.rows, number, found) if self.showing else []
+        shown = self.recording.choose(self.transcripts, self.rows, number, found) if self.recording else []
         tokens = sum(t.n_scored for row in rows for t in row)
-        return TrainingStep(number, [lambda: self.batches(rows, self.showing)], stats, tokens, outcomes=shown)
+        return TrainingStep(number, [lambda: self.batches(rows, self.recording)], stats, tokens, outcomes=shown)
 
     def learned(self, step: TrainingStep, stats: Stats) -> None:
-        if self.showing is not None:
-            self.showing.settle(step)
+        if self.recording is not None:
+            self.recording.settle(step)
 
     def batches(
-        self, demonstrations: Sequence[Sequence[Transcript]], showing: ExampleRecording | None = None
+        self, demonstrations: Sequence[Sequence[Transcript]], recording: ExampleRecording | None = None
     ) -> list[Batch]:
         """Return micro-batches of these rows; every scored token has weight 1 / (scored tokens of all of them).
 
-        `showing`: the recording of some of them.
+        `recording`: that of some of them.
         """
         order = sorted(range(len(demonstrations)), key=lambda i: sum(map(len, demonstrations[i])))
         rows = [demonstrations[i] for i in order]
         share = torch.full((len(rows),), 1 / sum(t.n_scored for row in rows for t in row))
-        sink = showing.sink(order) if showing is not None else None
+        sink = recording.sink(order) if recording is not None else None
         return [
             collate([rows[i] for i in index], index, weight=share, device=self.device, sink=sink)
             for index in split_microbatches(rows, self.tokens_per_microbatch)

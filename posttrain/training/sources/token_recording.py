@@ -40,7 +40,7 @@ class TokenRecording:
             return frozenset(named)
         return frozenset(sorted(named, key=lambda group: (seed_of(self.seed, "record", number, group), group))[:GROUPS])
 
-    def told(self, wants: frozenset[str], reference: bool) -> list[str]:
+    def describe(self, wants: frozenset[str], reference: bool) -> list[str]:
         """Describe the work beyond that of the algorithm. `wants`: outputs that its loss reads; `reference`: whether it has
         one.
         """

@@ -26,15 +26,15 @@ from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
 from posttrain.training.figures import differences, summary
-from posttrain.training.held_out_check import seen, split_seed_of
-from posttrain.training.playground import counted, open_playground
+from posttrain.training.held_out_check import overlap, split_seed_of
+from posttrain.training.playground import open_playground, service_counts
 from posttrain.training.setup import (
-    beyond,
     end_tokens,
     fitting,
     load_tasks,
-    mind_unknown,
     prepare,
+    reply_length_note,
+    warn_unknown_tokens,
 )
 from posttrain.training.sources.length_filter import TooLong
 
@@ -90,9 +90,9 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
             model, tokenizer, shown = load_model(paths[place], device=device), known.tokenizer, known.chat.of(data)
             said.extend(f"{folder}: {line}" if config.against is not None else line for line in known.lines)
             end_tokens(model, tokenizer)
-            mind_unknown(tokenizer, shown, said.append)
+            warn_unknown_tokens(tokenizer, shown, said.append)
             context = model.config.context
-            said.extend(beyond(config.max_tokens, context))
+            said.extend(reply_length_note(config.max_tokens, context))
             some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))
             if not some:
                 raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
@@ -107,7 +107,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
 
         rollouts = played(config.model, 0)
         others = played(config.against, 1) if config.against is not None else []
-        said.extend(counted(ground.services))
+        said.extend(service_counts(ground.services))
     ks, left_out = _of_samples(config)
     rewards, other_rewards = _rewards(rollouts), _rewards(others)
     ks, too_few = _of_valid(ks, [rewards, other_rewards] if others else [rewards])
@@ -134,7 +134,7 @@ def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Ca
         if known is not None:
             say(f"held out as by {known[0]}: --split-seed {seed}")
     for folder in folders if of_a_file else ():
-        if why := seen(folder, tasks, config.held_out, seed):
+        if why := overlap(folder, tasks, config.held_out, seed):
             say(why)
     return hold_out(data, config.held_out, seed)[1]
 

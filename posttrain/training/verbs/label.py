@@ -29,7 +29,7 @@ from posttrain.envs.score_replies import compare, score
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines, write_rows
-from posttrain.training.playground import counted, open_services
+from posttrain.training.playground import open_services, service_counts
 from posttrain.training.setup import choose_device, load_tasks, use_threads
 from posttrain.training.verbs.sample import digest_of, scored_columns
 
@@ -74,7 +74,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
             block = [tasks[place] for place in range(first, min(len(tasks), first + BLOCK))]
             found = labeller.label(block, first) if labeller is not None else block
             lines.write([flip(row, config.flip, config.seed) if config.flip else row for row in found])
-        notes = [*(counted(labeller.services) if labeller is not None else ()), *_told(lines)]
+        notes = [*(service_counts(labeller.services) if labeller is not None else ()), *_notes(lines)]
         best, pairs = derive(config, lines)
         return LabelSummary(lines.path, lines.count, best, pairs, tuple(notes))
 
@@ -226,7 +226,7 @@ def _question(task: Task, pair: tuple[int, int]) -> dict[str, object]:
     return {**asked, "responses": [task["responses"][place] for place in pair]}
 
 
-def _told(lines: Lines) -> Iterator[str]:
+def _notes(lines: Lines) -> Iterator[str]:
     """Return notes for the reader of the labels."""
     invalid = flipped = 0
     reason = ""

@@ -25,17 +25,17 @@ from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.open_learner import new_learner, policy, reference
-from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
+from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
-    mind_unknown,
     optimization,
+    warn_unknown_tokens,
     watch_lengths,
 )
-from posttrain.training.sources.example_stream import visited
+from posttrain.training.sources.example_stream import examples_of_step
 from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
-from posttrain.training.sources.reference_cache import Reference, refer
+from posttrain.training.sources.reference_cache import Reference, reference_logps
 from posttrain.training.training_run import RunContext, RunParts
 
 EVALUATED = 256  # held-out preference examples that are packed into micro-batches at once
@@ -79,7 +79,7 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     model = policy(config, folder, device, run.world)
-    mind_unknown(tokenizer, train_tasks)
+    warn_unknown_tokens(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
     def made(tasks: Tasks | Stream) -> PreferenceExamples:
@@ -90,9 +90,8 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     steps = updates(config, items)
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
-    source = Comparisons(
-        items, algorithm, learner, config.rows, tokens, config.seed, showing=showing(config, learner, tokens)
-    )
+    recording = example_recording(config, learner, tokens)
+    source = Comparisons(items, algorithm, learner, config.rows, tokens, config.seed, recording=recording)
     seen = _Reference(run, algorithm, learner, device)
     source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in algorithm.needs)
     objective = PreferenceObjective(algorithm)
@@ -107,7 +106,7 @@ def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
     """Return the place of every row that the run will visit, in ascending order."""
     epochs = min(steps, -(-len(items) // config.rows))
     return sorted(
-        {place for step in range(1, epochs + 1) for place, _ in visited(items, config.rows, config.seed, step)}
+        {place for step in range(1, epochs + 1) for place, _ in examples_of_step(items, config.rows, config.seed, step)}
     )
 
 
@@ -125,7 +124,7 @@ class _Reference:
             return None
         config = self.run.config
         tokens = microbatch_tokens(config, self.device)
-        found = refer(items, places, self._weights, self._evaluate, tokens, self.device, drift)
+        found = reference_logps(items, places, self._weights, self._evaluate, tokens, self.device, drift)
         self._own = None
         return found
 

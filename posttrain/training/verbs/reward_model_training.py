@@ -27,13 +27,13 @@ from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.open_learner import adapt, new_learner
-from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
+from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
-    mind_unknown,
     optimization,
+    warn_unknown_tokens,
     watch_lengths,
 )
 from posttrain.training.sources.packing import Read
@@ -50,20 +50,20 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     check_ranges(algorithm)
     train_tasks, held_out = compared_rows(config, context.rows, to_item)
 
-    def mind(task: Task) -> None:
-        _check_said(algorithm, task, config)
+    def check_task(task: Task) -> None:
+        _check_labels(algorithm, task, config)
 
     must_end(config, train_tasks)
-    mind(train_tasks[0])
+    check_task(train_tasks[0])
     shape = ScoreShape(config.pooling, config.head)
     model, tokenizer = _started(run, shape, device)
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
-    mind_unknown(tokenizer, train_tasks)
+    warn_unknown_tokens(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
     def made(tasks: Tasks | Stream) -> PreferenceExamples:
-        return PreferenceExamples(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, mind)
+        return PreferenceExamples(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, check_task)
 
     items, read = made(train_tasks), _read(shape)
     unseen = made(held_out) if held_out else None
@@ -71,7 +71,7 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     steps = updates(config, items)
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
-    shown = showing(config, learner, tokens, read)
+    shown = example_recording(config, learner, tokens, read)
     source = RewardExamples(items, algorithm, config.rows, tokens, config.seed, device, read, shown)
     objective = RewardModelObjective(algorithm, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
@@ -110,7 +110,7 @@ def _read(shape: ScoreShape) -> Read:
     return "each" if shape.pooling == "mean" else "last"
 
 
-def _check_said(algorithm: RewardModelAlgorithm, example: Task, config: RewardModelling) -> None:
+def _check_labels(algorithm: RewardModelAlgorithm, example: Task, config: RewardModelling) -> None:
     """Raise UserError where the rows lack the labels or comparisons that the link reads."""
     labels = [label for own in example["labels"] for label in own]
     steps = any(isinstance(said, list) for said in example["responses"])

@@ -41,15 +41,15 @@ from posttrain.training.open_teachers import OpenTeachers, load_teachers
 from posttrain.training.playground import open_playground
 from posttrain.training.setup import (
     amount,
-    beyond,
     end_tokens,
     fitting,
     load_tasks,
     microbatch_tokens,
-    mind_unknown,
     optimization,
+    reply_length_note,
     size_of,
     split_tasks,
+    warn_unknown_tokens,
     watch_lengths,
 )
 from posttrain.training.sources.collector import Size
@@ -85,16 +85,16 @@ def rl(context: RunContext[RL]) -> RunParts:
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     replay_experts(config, model)
     end_tokens(model, tokenizer)  # there must be one, or no reply would end
-    mind_unknown(tokenizer, train_tasks)
+    warn_unknown_tokens(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
     if pool.single_turn:
         Prompts(train_tasks, tokenizer, too_long).check()
     played = fitting(held_out, pool, tokenizer, too_long)
-    staff = None
+    opened_teachers = None
     if isinstance(config, Distill):
         some = train_tasks.examples(EXAMPLES)
-        staff = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world)
-    learner = _learner(config, algorithm, model, start, staff, run.world)
+        opened_teachers = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world)
+    learner = _learner(config, algorithm, model, start, opened_teachers, run.world)
     engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
     player = ground.player(engine, tokenizer, model.config.context)
     recording = TokenRecording(config.record, config.record_after, config.seed)
@@ -108,7 +108,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         success=success,
         texts=_texts_to_imitate(run, tokenizer, model, too_long) if algorithm.pretraining else (),
         too_long=too_long,
-        teachers=staff.teachers if staff else None,
+        teachers=opened_teachers.teachers if opened_teachers else None,
         rewarded=rewarded,
         async_steps=config.async_steps,
         last=config.steps,
@@ -120,23 +120,23 @@ def rl(context: RunContext[RL]) -> RunParts:
     def leave(kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:  # asynchronous rollouts may be waiting for other processes
             run.world.fail(error)
-        source.stock.close()
+        source.queue.close()
 
     def evaluated(player: Player) -> list[Rollout]:
         engine.load(learner.weights(), learner.version)
         return player.play(repeated(played, config.eval_samples, config.seed))
 
     def measure(stats: Stats) -> list[Outcome]:
-        rollouts = source.stock.aside(evaluated)
+        rollouts = source.queue.run_between_steps(evaluated)
         measured(rollouts, success, stats, rewarded)
-        if staff is not None:
-            staff.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
+        if opened_teachers is not None:
+            opened_teachers.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
         return [Outcome(rollout) for rollout in rollouts]
 
     sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
     sizes += [*known.lines, *ground.lines]
-    sizes += recording.told(algorithm.wants, Need.REFERENCE in algorithm.needs)
-    sizes += staff.lines if staff else []
+    sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
+    sizes += opened_teachers.lines if opened_teachers else []
     return RunParts(
         source,
         policy_objective(algorithm),
@@ -173,10 +173,10 @@ def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks
 
 
 def _learner(
-    config: RL, algorithm: Algorithm, model: Model, start: Path, staff: OpenTeachers | None, world: World
+    config: RL, algorithm: Algorithm, model: Model, start: Path, opened_teachers: OpenTeachers | None, world: World
 ) -> LocalLearner:
     """Open the learner with the models that the algorithm needs beside the policy."""
-    others = dict(staff.models) if staff else {}
+    others = dict(opened_teachers.models) if opened_teachers else {}
     if Need.REFERENCE in algorithm.needs:
         others[REFERENCE] = reference(config, model, start, world, moves=bool(algorithm.refresh))
     teacher = algorithm.teacher
@@ -204,7 +204,7 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
         f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
         f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
-        *beyond(config.max_tokens, model.config.context),
+        *reply_length_note(config.max_tokens, model.config.context),
     ]
 
 

@@ -41,8 +41,8 @@ from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import Chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
-from posttrain.training.playground import counted, open_playground
-from posttrain.training.setup import beyond, end_tokens, load_tasks, mind_unknown, prepare
+from posttrain.training.playground import open_playground, service_counts
+from posttrain.training.setup import end_tokens, load_tasks, prepare, reply_length_note, warn_unknown_tokens
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.verify.similarity import edit_similarity
 
@@ -55,7 +55,7 @@ FREE = {"out", "resume", "overwrite", "quiet", "slots", "replicas", "threads", "
         "reward_model", "judge", "retriever"}  # fmt: skip
 """Options that no reply depends on, and those whose content is looked at instead."""
 
-TOLD = 20  # progress reports, at most
+PROGRESS_REPORTS = 20  # progress reports, at most
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     said: list[str] = []
     say: Callable[[str], None] = (lambda text: None) if config.quiet else print
     with (
-        Lines(Path(config.out), _follows_from(config, tasks, paths, env), config.resume, config.overwrite) as lines,
+        Lines(Path(config.out), _dependencies(config, tasks, paths, env), config.resume, config.overwrite) as lines,
         run_date.begun(lines.day),
         open_playground(config, env, tasks, device, models=paths) as ground,
         ExitStack() as opened,
@@ -120,9 +120,9 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
             model, tokenizer, shown = load_model(path, device=device), known.tokenizer, known.chat.of(tasks)
             said += [f"{path}: {line}" if len(paths) > 1 else line for line in known.lines]
             end_tokens(model, tokenizer)
-            mind_unknown(tokenizer, shown)
+            warn_unknown_tokens(tokenizer, shown)
             context = model.config.context
-            said += beyond(config.max_tokens, context)
+            said += reply_length_note(config.max_tokens, context)
             how = config.slots, config.precision
             engine = opened.enter_context(
                 closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas)))
@@ -135,7 +135,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
         if not fitting:
             raise UserError(f"no prompt fits into the context of {' and '.join(config.model)}: shorten them")
         _Sampler(config, grids, players, scored=spec is not None).write(tasks, fitting, lines, say)
-        said += counted(ground.services)
+        said += service_counts(ground.services)
         return Written(lines.path, lines.count, tuple(dict.fromkeys(said)))
 
 
@@ -230,7 +230,7 @@ class _Sampler:
             block = [tasks[place] for place in places[first : first + size]]
             before = lines.count
             lines.write(self._items(block)[before - first :])
-            if TOLD * before // len(places) < TOLD * lines.count // len(places):
+            if PROGRESS_REPORTS * before // len(places) < PROGRESS_REPORTS * lines.count // len(places):
                 say(f"{lines.count} of {len(places)} prompts")
 
     def _items(self, block: Sequence[Task]) -> list[dict[str, Any]]:
@@ -271,14 +271,14 @@ class _Sampler:
         if self.scored:
             scores = [r.reward for r in rollouts if not isinstance(r.reward, Invalid)]
             return bool(scores) and max(scores) - min(scores) >= self.config.disagreement > 0
-        return unlike([r.text for r in rollouts]) >= self.config.disagreement
+        return mean_dissimilarity([r.text for r in rollouts]) >= self.config.disagreement
 
     def _item(self, task: Task, replies: Sequence[tuple[_Cell, int, Rollout]]) -> dict[str, Any]:
         """Return the row of a task with its replies."""
         kept = {name: value for name, value in task.items() if name not in (*SAID, *DETAILS)}
         for cell, _, rollout in replies:
             kept |= self._shown(rollout, self.players[cell.model][0])
-        samples = [{**self._how(cell), "member": m, **_said(rollout)} for cell, m, rollout in replies]
+        samples = [{**self._how(cell), "member": m, **_reply_columns(rollout)} for cell, m, rollout in replies]
         texts, rollouts = [r.text for _, _, r in replies], [r for _, _, r in replies]
         if self.config.distinct:
             first = {text: place for place, text in reversed(list(enumerate(texts)))}
@@ -329,7 +329,7 @@ def scored_columns(found: Sequence[tuple[float | Invalid, Mapping[str, float]]])
     return {**columns, "invalid": invalid} if invalid else columns
 
 
-def unlike(texts: Sequence[str]) -> float:
+def mean_dissimilarity(texts: Sequence[str]) -> float:
     """Return 1 - the mean edit similarity of two of these texts."""
     alike = []
     for a, b in combinations(texts, 2):
@@ -338,14 +338,14 @@ def unlike(texts: Sequence[str]) -> float:
     return 1.0 - sum(alike) / len(alike) if alike else 0.0
 
 
-def _said(rollout: Rollout) -> dict[str, Any]:
+def _reply_columns(rollout: Rollout) -> dict[str, Any]:
     """Return the stop reason of a reply, and its log-probability under the settings that it was sampled with."""
     logp = [x for transcript in rollout.transcripts for x in transcript.logp]
     mean = number(sum(logp) / len(logp)) if logp else None
     return {"stop": str(rollout.stop), "tokens": len(logp), "mean_logp": mean}
 
 
-def _follows_from(
+def _dependencies(
     config: Sample, tasks: Tasks, paths: Sequence[Path], env: Callable[..., Any] | None
 ) -> dict[str, Any]:
     """Return everything that the file depends on: options, content of tasks and weights, the code that scores."""

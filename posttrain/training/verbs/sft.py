@@ -28,21 +28,21 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.open_learner import new_learner, policy
-from posttrain.training.passes import must_end, showing, sizes, updates
+from posttrain.training.passes import example_recording, must_end, sizes, updates
 from posttrain.training.playground import open_services
 from posttrain.training.setup import (
     READ_FOR_UNKNOWN,
     end_tokens,
     microbatch_tokens,
-    mind_messages,
-    mind_unknown,
-    mind_unknown_episodes,
     optimization,
+    require_chat_template,
     split_tasks,
     texts_of,
+    warn_unknown_tokens,
+    warn_unknown_tokens_in_episodes,
     watch_lengths,
 )
-from posttrain.training.sources.demonstrations import Enact, enacted_texts, enacting
+from posttrain.training.sources.demonstrations import Enact, demonstration_runner, episode_texts
 from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective, Transcripts
 from posttrain.training.training_run import RunContext, RunParts
 
@@ -65,7 +65,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     folder = run.checkpoint or run.start
     if folder:
         tokenizer, _, ends = outline(folder, config.chat_template)
-        mind_messages(tokenizer, tasks)
+        require_chat_template(tokenizer, tasks)
         model = policy(config, folder, device, run.world)
     elif config.lora is not None:
         raise UserError("--lora adapts a model that is there, and a new one has to learn everything: give --model")
@@ -75,9 +75,11 @@ def sft(context: RunContext[SFT]) -> RunParts:
     run.chat = chatting(config, folder, tokenizer, ends)
     told = run.chat.lines(tasks)
     tasks, held_out = run.chat.of(tasks, answered=True), run.chat.of(held_out, answered=True) if held_out else None
-    mind_unknown(tokenizer, tasks)
+    warn_unknown_tokens(tokenizer, tasks)
     if play is not None and tokenizer.unknown_id is not None:
-        mind_unknown_episodes(tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template))
+        warn_unknown_tokens_in_episodes(
+            tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template)
+        )
     too_long = watch_lengths(config, model.config.context)
 
     eos = end_tokens(model, tokenizer)
@@ -92,7 +94,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     steps = updates(config, made)
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
-    source = Demonstrations(made, config.rows, tokens, config.seed, device, showing(config, learner, tokens))
+    source = Demonstrations(made, config.rows, tokens, config.seed, device, example_recording(config, learner, tokens))
 
     def measure(stats: Stats) -> None:
         assert unseen is not None
@@ -134,7 +136,7 @@ def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Pla
     def play(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Enact:
         def enact(task: Task) -> list[tuple[list[Transcript], float]]:
             pool, services = place()
-            return enacting(pool, tokenizer, eos_ids, services)(task)
+            return demonstration_runner(pool, tokenizer, eos_ids, services)(task)
 
         return enact
 
@@ -146,7 +148,7 @@ def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterat
     reader = Tokenizer.train((), BYTES)
     reader = reader.templated(template, "its own") if template is not None else reader
     assert reader.eos_id is not None
-    return enacted_texts(play(reader, (reader.eos_id,)), reader, tasks)
+    return episode_texts(play(reader, (reader.eos_id,)), reader, tasks)
 
 
 def _from_scratch(
@@ -166,7 +168,7 @@ def _from_scratch(
         shown = around(template[0]) * TEMPLATE_COUNTS if template else []
         tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
         tokenizer = tokenizer.templated(*template) if template else tokenizer
-        mind_messages(tokenizer, tasks)
+        require_chat_template(tokenizer, tasks)
     else:
         tokenizer = Tokenizer.load(config.tokenizer, config.chat_template)
     if config.hidden % config.heads:

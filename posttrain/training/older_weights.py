@@ -1,8 +1,8 @@
 """Rollouts of other weights than those that learn from them: an importance weight corrects for it, or the run is refused.
 
 A gradient that is a mean over sampled tokens is the policy's own only for tokens that the policy sampled. All other tokens
-need a weight, whichever option brought them (`beyond` names these options). `Minibatches` holds every update to that, by the
-versions of the weights that sampled its tokens.
+need a weight, whichever option brought them (`options_of_older_rollouts` names these options). `Minibatches` holds every
+update to that, by the versions of the weights that sampled its tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REPLAYED = Correction(cap=10.0)
 """Default correction under replay: ratios far from 1 are no noise there (ACER, arXiv 1611.01224, section 3.1, c = 10)."""
 
 
-def beyond(algorithm: Algorithm, run: RL) -> list[str]:
+def options_of_older_rollouts(algorithm: Algorithm, run: RL) -> list[str]:
     """Return the options by which a step learns from rollouts of other weights than those of its start."""
     options = {
         "--async-steps": run.async_steps > 0,
@@ -30,27 +30,26 @@ def beyond(algorithm: Algorithm, run: RL) -> list[str]:
     return [option for option, there in options.items() if there]
 
 
-def weighing(algorithm: Algorithm, run: RL) -> Algorithm:
+def add_importance_weight(algorithm: Algorithm, run: RL) -> Algorithm:
     """Add the importance weight for rollouts of other weights, where there are some and the user chose none.
 
     It is a ratio to the sampler where that is exact, or where nothing else is known of the rollouts; else a correction.
     """
-    lags, chosen = beyond(algorithm, run), run.chooses("correction")
+    lags, chosen = options_of_older_rollouts(algorithm, run), run.chooses("correction")
     weighed = algorithm.weighs_older if lags else algorithm.weighs_updates or _updates(algorithm) == 1
     if weighed or run.chooses("old_policy"):
         return algorithm
     if algorithm.surrogate.uses_ratio and (chosen or algorithm.multiplies or algorithm.replay is not None):
         return replace(algorithm, old="sampler")
-    return (
-        algorithm
-        if chosen
-        else replace(algorithm, correction=REPLAYED if algorithm.replay is not None else Correction())
-    )
+    if chosen:
+        return algorithm
+    return replace(algorithm, correction=REPLAYED if algorithm.replay is not None else Correction())
 
 
 def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     """Yield the contradictions between rollouts of other weights and the chosen corrections."""
-    lags, updates, ratio = beyond(algorithm, run), _updates(algorithm), algorithm.surrogate.uses_ratio
+    lags = options_of_older_rollouts(algorithm, run)
+    updates, ratio = _updates(algorithm), algorithm.surrogate.uses_ratio
     ways = ["--old-policy sampler"] if ratio else ["a ratio with --surrogate clip and --old-policy sampler"]
     if not (ratio and algorithm.replay is not None):
         ways.insert(0, "--correction truncate")
@@ -75,10 +74,10 @@ def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         "of rollouts of earlier steps only the sampler's probabilities are known: leave out --correction, and give "
         "--old-policy sampler",
     )
-    yield from _of_rewards(algorithm)
+    yield from _contradictions_of_reward_weights(algorithm)
 
 
-def _of_rewards(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_reward_weights(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
     """Yield the contradiction of weights of single rewards with advantages that are no sums of them."""
     at_rewards = isinstance(algorithm.surrogate, WeightedLogProbability) and algorithm.surrogate.at == "reward"
     discounted = isinstance(algorithm.advantage, GAE) or (

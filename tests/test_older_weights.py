@@ -105,7 +105,7 @@ def test_products_that_nothing_clips_are_taken_to_whoever_sampled(way: str) -> N
     assert row_of("off-policy-pg").old == "start", "within a step the two are the same"
 
 
-@pytest.mark.parametrize("way", ["--ahead", "--tokens-per-step"])
+@pytest.mark.parametrize("way", ["--async-steps", "--tokens-per-step"])
 def test_a_ratio_to_the_start_of_the_step_accounts_for_the_step_s_own_updates_alone(way: str) -> None:
     assert row_of("dr-grpo", old_policy="start", epochs=4).correction is None
     with pytest.raises(UserError, match=f"rollouts of {way} were sampled by older weights, which nothing corrects"):
@@ -162,7 +162,7 @@ def steps(row: Algorithm, count: int, ahead: int = 0) -> list[Stats]:
     player = new_player(digits, learner.model, 6)
     if ahead:
         player = replace(player, engine=LocalEngine(own_copy(learner.model), WORDS, own=True))
-    how = {"ahead": ahead, "last": count}
+    how = {"async_steps": ahead, "last": count}
     source = RLSource(tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0, **how)
     found: list[Stats] = []
     try:

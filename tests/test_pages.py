@@ -13,12 +13,12 @@ from posttrain.algorithms.describe import (
     as_data,
     axes,
     cited,
+    components,
     describe,
     differences,
     index,
     objective,
     page,
-    parts,
     requirements,
     settings,
 )
@@ -62,7 +62,7 @@ def test_no_page_is_left_of_a_row_that_is_gone() -> None:
 
 @ALL
 def test_every_part_names_its_formula_and_where_it_comes_from(row: AlgorithmBase) -> None:
-    for what, formula, source in parts(row):
+    for what, formula, source in components(row):
         assert formula and (source or what == "updates per step"), (row.name, what)
     text = "\n".join(describe(row))
     assert row.name in text and objective(row) in text
@@ -81,7 +81,7 @@ def test_difference_from_itself_is_nothing_and_from_grpo_what_the_papers_changed
 def test_data_of_a_row_is_json_with_every_default(row: AlgorithmBase) -> None:
     data = as_data(row)
     assert json.loads(json.dumps(data)) == data
-    assert data["name"] == row.name and data["paper"] == row.paper and len(data["parts"]) == len(parts(row))
+    assert data["name"] == row.name and data["paper"] == row.paper and len(data["parts"]) == len(components(row))
     known = {"epochs", "surrogate"} if isinstance(row, Algorithm) else {"link", "denominator"}
     known |= {"link.beta", "score"} if isinstance(row, PreferenceAlgorithm) else set()
     assert known <= data["settings"].keys()
@@ -140,7 +140,7 @@ def test_options_on_a_page_give_the_formula_that_stands_beside_them(row: Prefere
     for option, said, source in axes(row):
         name, _, value = option.removeprefix("--").partition(" ")
         changed = change(row, {name: value or "true"})
-        assert source and any(formula in said for _, formula, _ in parts(changed)), option
+        assert source and any(formula in said for _, formula, _ in components(changed)), option
     offered = {option.split()[0] for option, _, _ in axes(row)}
     assert ("--divergence" in offered) == ("ref" in row.score.formula)
     assert ("--tail" in offered) == (row.name not in ("orpo", "kto"))

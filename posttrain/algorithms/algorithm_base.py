@@ -19,7 +19,7 @@ class AlgorithmBase:
     paper: str
 
     @property
-    def parts(self) -> list[tuple[str, Component]]:
+    def components(self) -> list[tuple[str, Component]]:
         """Return all components of the algorithm, each with the name of its field."""
         found = []
         for f in fields(self):
@@ -30,17 +30,17 @@ class AlgorithmBase:
 
     def needing(self, need: Need) -> list[str]:
         """Return the fields whose components need this."""
-        return [name for name, part in self.parts if need in part.needs]
+        return [name for name, part in self.components if need in part.needs]
 
     @property
     def needs(self) -> frozenset[Need]:
         """Requirements of the algorithm before the first update of a step."""
-        return frozenset[Need]().union(*(part.needs for _, part in self.parts))
+        return frozenset[Need]().union(*(part.needs for _, part in self.components))
 
     @property
     def wants(self) -> frozenset[str]:
         """Fields of `Outputs` that the loss reads, besides logp."""
-        return frozenset[str]().union(*(part.wants for _, part in self.parts))
+        return frozenset[str]().union(*(part.wants for _, part in self.components))
 
     def configured(self, limits: RunLimits) -> Self:
         """Return the algorithm with the values filled in that its components leave to the run."""

@@ -11,7 +11,7 @@ from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.reward_model_table import REWARD_MODELS, RewardModelAlgorithm
-from posttrain.algorithms.settings import AnyAlgorithm, check_parts
+from posttrain.algorithms.settings import AnyAlgorithm, check_components
 from posttrain.core.messages import near, short
 from posttrain.core.types import UserError
 from posttrain.system.user_code import load_named
@@ -84,7 +84,7 @@ def lookup(name: str, table: Mapping[str, AnyAlgorithm], kinds: Mapping[type[Any
             made = " or ".join(f"{_article(kind)}(...) of {module}" for kind, module in kinds.items())
             raise UserError(f"{name} is {short(algorithm)}, not an algorithm: make it {made}")
         assert isinstance(algorithm, AlgorithmBase)
-        check_parts(algorithm)
+        check_components(algorithm)
         return cast(AnyAlgorithm, algorithm)
     from posttrain.algorithms.all_algorithms import EVERY, verb_of  # which looks its own algorithms up here
 

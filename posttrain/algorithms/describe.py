@@ -36,12 +36,12 @@ SYMBOLS_OF_PREFERENCES = (
 
 
 @singledispatch
-def parts(algorithm: AlgorithmBase) -> list[tuple[str, str, str]]:
+def components(algorithm: AlgorithmBase) -> list[tuple[str, str, str]]:
     """Return (name, formula, source) of every component. Names are the same for all algorithms of a table."""
     raise NotImplementedError
 
 
-@parts.register
+@components.register
 def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
     ratio = " then ".join(step.formula for step in algorithm.ratio) or "exp(lp - old)"
     steps = "; ".join(step.source for step in algorithm.ratio) or "PPO, arXiv 1707.06347, section 3"
@@ -106,7 +106,7 @@ def _ratio_note(algorithm: Algorithm) -> str:
     return " (so r is exactly 1" + (" and nothing is clipped)" if algorithm.surrogate.clips else ")")
 
 
-@parts.register
+@components.register
 def _(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
     found = [
         ("loss", algorithm.link.formula, algorithm.link.source),
@@ -121,7 +121,7 @@ def _(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
     return found + [(what, part.formula, part.source) for what, part in named if part is not None]
 
 
-@parts.register
+@components.register
 def _(algorithm: RewardModelAlgorithm) -> list[tuple[str, str, str]]:
     found = [
         ("loss", algorithm.link.formula, algorithm.link.source),
@@ -177,14 +177,14 @@ def describe(algorithm: AlgorithmBase) -> list[str]:
         lines.append(
             f"  R_i = reward_i - {algorithm.kl.beta:g} sum_t k, each token's share subtracted from its own reward"
         )
-    for what, formula, source in parts(algorithm):
+    for what, formula, source in components(algorithm):
         lines.append(f"  {what}: {formula}" + (f"   [{source}]" if source else ""))
     return lines
 
 
 def differences(algorithm: AlgorithmBase, other: AlgorithmBase) -> list[str]:
     """Return the differences from the other algorithm, one line each; [] if there are none."""
-    own, theirs = ({what: formula for what, formula, _ in parts(r)} for r in (algorithm, other))
+    own, theirs = ({what: formula for what, formula, _ in components(r)} for r in (algorithm, other))
     found = []
     for what in [*own, *(w for w in theirs if w not in own)]:
         if own.get(what) != theirs.get(what):
@@ -298,7 +298,7 @@ def as_data(algorithm: AlgorithmBase) -> dict[str, Any]:
                 "name": algorithm.name,
                 "paper": algorithm.paper,
                 "objective": objective(algorithm),
-                "parts": [{"what": w, "formula": f, "source": s} for w, f, s in parts(algorithm)],
+                "parts": [{"what": w, "formula": f, "source": s} for w, f, s in components(algorithm)],
                 "settings": settings_of(algorithm),
             }
         )
@@ -342,7 +342,7 @@ def page(algorithm: AlgorithmBase, beside: AlgorithmBase) -> str:
         "",
         "| component | formula | source |",
         "|---|---|---|",
-        *(f"| {what} | `{formula}` | {source} |" for what, formula, source in parts(algorithm)),
+        *(f"| {what} | `{formula}` | {source} |" for what, formula, source in components(algorithm)),
         "",
     ]
     if isinstance(algorithm, Algorithm) and algorithm.kl is not None and algorithm.kl.where == "reward":

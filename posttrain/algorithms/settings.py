@@ -109,11 +109,11 @@ def settings_of(algorithm: AlgorithmBase) -> dict[str, Any]:
     return dict(_values(algorithm, ()))
 
 
-def check_parts(algorithm: AlgorithmBase) -> None:
+def check_components(algorithm: AlgorithmBase) -> None:
     """Raise UserError where a user's own algorithm holds something else than components of the declared classes."""
     for f in dataclasses.fields(algorithm):
         value, hint = getattr(algorithm, f.name), _hints(type(algorithm))[f.name]
-        kind, several = _part_in(hint)
+        kind, several = _component_class(hint)
         if kind is not None and not fits(value, hint):
             wanted = (
                 f"a tuple of components of kind {kind.__name__}" if several else f"a component of kind {kind.__name__}"
@@ -154,7 +154,7 @@ def _values(part: Any, above: Place) -> Iterator[tuple[str, Any]]:
         if choices is not None:
             names = [name for name, choice in choices.items() if _same_kind(choice, value)]
             yield ".".join(place), names[0] if names else repr(value)
-        elif not isinstance(value, (Component, tuple)) and _part_in(_hints(type(part))[f.name])[0] is None:
+        elif not isinstance(value, (Component, tuple)) and _component_class(_hints(type(part))[f.name])[0] is None:
             yield ".".join(place), value
         for own in value if isinstance(value, tuple) else (value,):
             if isinstance(own, Component):
@@ -176,7 +176,7 @@ def _declared_settings(kind: type[Any], above: Place) -> Iterator[tuple[Place, t
     hints = _hints(kind)
     for f in dataclasses.fields(kind):
         declared, hint = knob_of(f), hints[f.name]
-        part, several = _part_in(hint)
+        part, several = _component_class(hint)
         if part is None or declared.choices is not None:
             yield (*above, f.name), kind, hint, declared
         for own in _concrete_classes(part) if part is not None else ():
@@ -197,12 +197,12 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 _evaluated: dict[type[Any], dict[str, Any]] = {}  # hints are text until they are evaluated, which takes its time
 
 
-def _part_in(hint: Any) -> tuple[type[Component] | None, bool]:
+def _component_class(hint: Any) -> tuple[type[Component] | None, bool]:
     """Return the component class that a field holds, if it holds any, and whether it holds several."""
     if get_origin(hint) is tuple:
-        return _part_in(get_args(hint)[0])[0], True
+        return _component_class(get_args(hint)[0])[0], True
     if get_origin(hint) in (Union, types.UnionType):
-        return next((found for found in map(_part_in, get_args(hint)) if found[0]), (None, False))
+        return next((found for found in map(_component_class, get_args(hint)) if found[0]), (None, False))
     return (hint, False) if isinstance(hint, type) and issubclass(hint, Component) else (None, False)
 
 
@@ -292,7 +292,7 @@ def _assigned(part: Any, place: Sequence[str], value: Any, written: str, whole: 
     if name not in hints or name in LABELS:
         raise UserError(_unknown(type(part), written, place, whole, [h for h in hints if h not in LABELS]))
     current, hint, known = getattr(part, name), hints[name], knob_of(_fields(type(part))[name])
-    kind, several = _part_in(hint)
+    kind, several = _component_class(hint)
     if len(place) > 1:
         assert kind is None or isinstance(kind, type)
         if kind is None:

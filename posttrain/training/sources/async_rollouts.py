@@ -40,7 +40,7 @@ class PlayedStep:
     stats: Stats
     seconds: Mapping[str, float]  # "load", "play", and of that those in which all waited for environments or services
     counts: Mapping[str, float]  # of services and engines; as seconds, unknown for steps sampled before a resumption
-    work: Mapping[str, float]  # what the engine counted in it: see `engines.pace`
+    work: Mapping[str, float]  # what the engine counted in it: see `engines.throughput`
 
 
 class StepQueue:

@@ -33,7 +33,7 @@ from posttrain.config.training import RL
 from posttrain.core.batch import Layout, Outputs, Packed, Stats
 from posttrain.core.component import Need
 from posttrain.core.types import Completion, Rollout, StopReason, Transcript
-from posttrain.training import older
+from posttrain.training import older_weights
 from posttrain.training.sources.credit_assignment import credit
 from posttrain.training.sources.packing import collate, pack
 from posttrain.training.sources.scoreboard import scoreboard
@@ -351,7 +351,7 @@ def formed(form: str, by: str) -> float | None:
     """The error of off-policy-pg in one of its forms, on samples of older weights; None where that is refused."""
     row = change(configured("off-policy-pg"), FORMS[form])
     row = replace(row, advantage=CREDITS[by], old="sampler")
-    if any(broken for broken, _ in older.contradictions(row, RL())):
+    if any(broken for broken, _ in older_weights.contradictions(row, RL())):
         return None
     return error(expected(row, "older"), true(row))
 

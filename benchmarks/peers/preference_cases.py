@@ -11,7 +11,7 @@ import torch
 from exchange import SHIFT, TAIL, Answer, Case, Side
 from torch import Tensor
 
-from posttrain.algorithms.preference import Preference, PreferenceObjective
+from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.settings import change
 from posttrain.core.batch import Outputs, Stats
@@ -28,7 +28,7 @@ def transcript(place: int, length: int) -> Transcript:
     return found
 
 
-def answer(row: Preference, case: Case) -> Answer:
+def answer(row: PreferenceAlgorithm, case: Case) -> Answer:
     """Loss of a row and its gradient with respect to log-probabilities [N], by the source and the objective of a run."""
     lengths = case.length.tolist()
     items = [
@@ -54,7 +54,7 @@ def answer(row: Preference, case: Case) -> Answer:
 
 
 def ask(side: Side) -> None:
-    def changed(name: str = "dpo", **settings: Any) -> Preference:
+    def changed(name: str = "dpo", **settings: Any) -> PreferenceAlgorithm:
         return change(PREFERENCES[name], settings)
 
     asked = dict(PREFERENCES)

@@ -22,8 +22,8 @@ def ours(place: Path, data: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from posttrain.algorithms.all_algorithms import find_scoring
-    from posttrain.algorithms.reward_model_table import ScoringObjective
+    from posttrain.algorithms.all_algorithms import find_reward_model
+    from posttrain.algorithms.reward_model_table import RewardModelObjective
     from posttrain.core.batch import Stats
     from posttrain.data.preference_examples import to_item
     from posttrain.data.tasks import to_tasks
@@ -46,9 +46,9 @@ def ours(place: Path, data: Path) -> None:
         to_tasks(rows, convert=to_item), tokenizer, model.eos_ids, model.config.vocab, TooLong("refuse", 512, print)
     )
     made = [item for item in items if item is not None]
-    row = find_scoring("bradley-terry")
+    row = find_reward_model("bradley-terry")
     source = RewardExamples(items, row, PAIRS, 300, 0, torch.device("cpu"))
-    learner, objective = LocalLearner(model, Optimization()), ScoringObjective(row)
+    learner, objective = LocalLearner(model, Optimization()), RewardModelObjective(row)
     total = 0.0
     for _, batch in source.batches(made):
         loss = objective(learner._outputs(model, batch, objective.wants), batch, Stats())

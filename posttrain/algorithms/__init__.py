@@ -1,1 +1,1 @@
-"""Objectives: what a reward teaches. Parts hold the ideas; `policy.py` makes a row of them, `table.py` lists the rows."""
+"""Objectives of training: components with formulas, algorithms built from them, and the tables of algorithms."""

@@ -1,7 +1,7 @@
-"""Aggregation: what each token of a rollout weighs in the loss. The only place with a denominator.
+"""Aggregation: the weight of each token of a rollout in the loss. The only place with a denominator.
 
-A part is a frozen dataclass that is called; its fields are its settings, `formula` says in plain mathematics what it
-computes with them and `source` where that comes from.
+A component is a callable frozen dataclass. Its fields are its settings, `formula` is its equation in plain mathematics, and
+`source` is the origin of the equation.
 
     S = B    rollouts of the optimizer batch    n_i    sampled tokens of rollout i
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Aggregate(Component):
-    """Scores -> float32 [S]: what each token of a rollout weighs in the loss. The only place with a denominator."""
+    """Map from `Scores` to the weight of each token of a rollout in the loss, float32 [S]."""
 
     def __call__(self, scores: Scores) -> Tensor:
         raise NotImplementedError
@@ -120,4 +120,4 @@ AGGREGATES: dict[str, Aggregate] = {
     "constant": ConstantLength(),
     "prompt-mean": PromptMean(),
 }
-"""What --aggregate may name."""
+"""Choices of --aggregate."""

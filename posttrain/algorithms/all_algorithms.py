@@ -1,77 +1,92 @@
-"""The rows of all tables together, for readers: `posttrain algorithms` and the documentation."""
+"""The algorithms of all tables together, for readers: `posttrain algorithms` and the documentation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import cast
 
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.policy_table import TABLE
-from posttrain.algorithms.preference import Preference
+from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.preference_table import PREFERENCES
-from posttrain.algorithms.reward_model_table import SCORINGS, Scoring
-from posttrain.algorithms.row import Row
-from posttrain.algorithms.settings import AnyRow, check_parts
+from posttrain.algorithms.reward_model_table import REWARD_MODELS, RewardModelAlgorithm
+from posttrain.algorithms.settings import AnyAlgorithm, check_components
 from posttrain.core.messages import near_or_where, short
 from posttrain.core.types import UserError
 from posttrain.system.user_code import load_named
 
-EVERY: dict[str, Row] = {**TABLE, **PREFERENCES, **SCORINGS}
+EVERY: dict[str, AlgorithmBase] = {**TABLE, **PREFERENCES, **REWARD_MODELS}
 
 
-def verb_of(row: Row) -> str:
-    """The verb that trains with rows of this kind."""
-    return "prefer" if isinstance(row, Preference) else "reward-model" if isinstance(row, Scoring) else "rl"
+def verb_of(algorithm: AlgorithmBase) -> str:
+    """Return the verb that trains with algorithms of this kind."""
+    if isinstance(algorithm, RewardModelAlgorithm):
+        return "reward-model"
+    return "prefer" if isinstance(algorithm, PreferenceAlgorithm) else "rl"
 
 
-def find_any(name: str) -> Row:
-    """The row of that name in any table, or the user's own "my.py:row". Raises UserError with the list of rows."""
-    kinds: dict[type[Row], str] = {
+def find_any(name: str) -> AlgorithmBase:
+    """Return the algorithm of that name in any table, or the user's own "my.py:algorithm".
+
+    Raises UserError with the list of algorithms."""
+    kinds: dict[type[AlgorithmBase], str] = {
         Algorithm: "posttrain.algorithms.policy",
-        Preference: "posttrain.algorithms.preference",
-        Scoring: "posttrain.algorithms.reward_model_table",
+        PreferenceAlgorithm: "posttrain.algorithms.preference",
+        RewardModelAlgorithm: "posttrain.algorithms.reward_model_table",
     }
     return lookup(name, EVERY, kinds)
 
 
-def beside(row: Row) -> Row:
-    """The row that others of its table are compared with."""
-    if isinstance(row, Scoring):
-        return SCORINGS["bradley-terry"]
-    return PREFERENCES["dpo"] if isinstance(row, Preference) else TABLE["grpo"]
+def beside(algorithm: AlgorithmBase) -> AlgorithmBase:
+    """Return the algorithm that others of its table are compared with."""
+    if isinstance(algorithm, RewardModelAlgorithm):
+        return REWARD_MODELS["bradley-terry"]
+    return PREFERENCES["dpo"] if isinstance(algorithm, PreferenceAlgorithm) else TABLE["grpo"]
 
 
 def find(name: str) -> Algorithm:
-    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
+    """Return the algorithm of that name, or the user's own "my.py:algorithm".
+
+    Raises UserError with the list of algorithms.
+    """
     return lookup(name, TABLE, {Algorithm: "posttrain.algorithms.policy"})
 
 
-def find_preference(name: str) -> Preference:
-    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
-    return lookup(name, PREFERENCES, {Preference: "posttrain.algorithms.preference"})
+def find_preference(name: str) -> PreferenceAlgorithm:
+    """Return the algorithm of that name, or the user's own "my.py:algorithm".
+
+    Raises UserError with the list of algorithms.
+    """
+    return lookup(name, PREFERENCES, {PreferenceAlgorithm: "posttrain.algorithms.preference"})
 
 
-def find_scoring(name: str) -> Scoring:
-    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows."""
-    return lookup(name, SCORINGS, {Scoring: "posttrain.algorithms.reward_model_table"})
+def find_reward_model(name: str) -> RewardModelAlgorithm:
+    """Return the algorithm of that name, or the user's own "my.py:algorithm".
+
+    Raises UserError with the list of algorithms.
+    """
+    return lookup(name, REWARD_MODELS, {RewardModelAlgorithm: "posttrain.algorithms.reward_model_table"})
 
 
-def lookup(name: str, table: Mapping[str, AnyRow], kinds: Mapping[type[AnyRow], str]) -> AnyRow:
-    """The row of that name, or the user's own "my.py:row". Raises UserError with the list of rows.
+def lookup(name: str, table: Mapping[str, AnyAlgorithm], kinds: Mapping[type[AnyAlgorithm], str]) -> AnyAlgorithm:
+    """Return the algorithm of that name, or the user's own "my.py:algorithm".
 
-    `kinds`: the classes of which a row of one's own may be made, and where each is imported from.
+    Raises UserError with the list of algorithms.
+
+    `kinds`: the classes of which a user's own algorithm may be made, and where each is imported from.
     """
     if name in table:
         return table[name]
     if ":" in name:
-        row = load_named(name)
-        if not isinstance(row, tuple(kinds)):
+        algorithm = load_named(name)
+        if not isinstance(algorithm, tuple(kinds)):
             made = " or ".join(f"{_article(kind)}(...) of {module}" for kind, module in kinds.items())
-            raise UserError(f"{name} is {short(row)}, not a row: make it {made}")
-        assert isinstance(row, Row)
-        check_parts(row)
-        return cast(AnyRow, row)
-    from posttrain.algorithms.all_algorithms import EVERY, verb_of  # which looks its own rows up here
+            raise UserError(f"{name} is {short(algorithm)}, not an algorithm: make it {made}")
+        assert isinstance(algorithm, AlgorithmBase)
+        check_components(algorithm)
+        return cast(AnyAlgorithm, algorithm)
+    from posttrain.algorithms.all_algorithms import EVERY, verb_of  # which looks its own algorithms up here
 
     if name in EVERY:
         verb = verb_of(EVERY[name])

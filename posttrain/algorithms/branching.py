@@ -1,4 +1,4 @@
-"""Rollouts that branch behind a tool's answer, and what the tokens are worth that several of them share."""
+"""Rollouts that branch behind a tool's answer, and the credit of tokens that several of them share."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Branching(Component):
 
     `first` x M rollouts of a group begin with the prompt. Behind each tool's answer the entropy H_t of the reply's first
     `tokens` tokens is compared with that of the episode's first ones, H_0. Where alpha + beta (H_t - H_0) / log V exceeds
-    the threshold, `branches` further rollouts of the group begin right behind the answer. Members of the group that
-    nobody has begun this way begin with the prompt (ARPO, arXiv 2507.19849, section 3.1).
+    the threshold, `branches` further rollouts of the group begin right behind the answer. The remaining members of the group
+    begin with the prompt (ARPO, arXiv 2507.19849, section 3.1).
 
-    credit   what tokens are worth that d rollouts share. `soft`: in each rollout what that rollout is worth. `hard`: in
-             each the mean over the d rollouts.
+    credit   credit of tokens that d rollouts share. `soft`: in each rollout that rollout's own. `hard`: in each the mean
+             over the d rollouts.
     """
 
     branches: int = setting(
@@ -61,16 +61,16 @@ class Branching(Component):
 
     @property
     def sharing(self) -> str:
-        """What shared tokens are worth, in plain mathematics."""
+        """Credit of shared tokens, in plain mathematics."""
         return "mean of A over the rollouts that share them" if self.credit == "hard" else "A of each rollout in turn"
 
     def plan(self, vocab: int) -> BranchPlan:
-        """For a player. vocab: V, how many tokens the policy chooses from."""
+        """Return the plan that a player follows. vocab: V, the number of tokens that the policy chooses from."""
         settings = self.first, self.tokens, self.alpha, self.beta, self.threshold, self.branches
         return BranchPlan(*settings, largest=math.log(vocab))
 
     def shared(self, advantage: Sequence[Tensor], scores: Scores) -> list[Tensor]:
-        """[n_i] of each rollout -> the same, with what tokens are worth that several rollouts share."""
+        """Return the advantages, [n_i] of each rollout, with the credit of tokens that several rollouts share."""
         if self.credit == "soft":
             return list(advantage)
         sharing: dict[tuple[int, int, int], list[tuple[int, slice]]] = defaultdict(list)

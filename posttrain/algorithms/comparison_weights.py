@@ -1,7 +1,7 @@
-"""What each comparison, and each label, weighs in the loss. The only place with a denominator of comparisons.
+"""Weights of comparisons and labels in the loss. The only place with a denominator of comparisons.
 
 A *unit* is an element of the loss: a comparison, or the several that a link makes one (`Link.units`). Weights are functions
-of all items of an optimizer batch, so that a batch may be cut into micro-batches anywhere.
+of all preference examples of an optimizer batch, so that a batch may be cut into micro-batches anywhere.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from posttrain.core.component import Component
 
 Shares = Sequence[Sequence[float]]
-"""Of each item of an optimizer batch, the share of each of its units: what it counts beside the others."""
+"""Shares of the units of each preference example of an optimizer batch: their weights relative to each other."""
 
 
 class Denominator(Component):
-    """Shares of units -> their weights in the loss, in the same shape: they add up to 1."""
+    """Map from the shares of units to their weights in the loss, in the same shape. Weights add up to 1."""
 
     def __call__(self, shares: Shares) -> list[list[float]]:
         raise NotImplementedError

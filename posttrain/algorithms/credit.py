@@ -1,11 +1,11 @@
 """Advantages: how much better than expected a rollout, or one of its tokens, was. Functions of the scoreboard alone.
 
-A part is a frozen dataclass that is called; its fields are its settings, `formula` says in plain mathematics what it
-computes with them and `source` where that comes from. It gives [S], one advantage for each rollout, or a list of [n_i],
-one for each of its sampled tokens.
+A component is a callable frozen dataclass. Its fields are its settings, `formula` is its equation in plain mathematics, and
+`source` is the origin of the equation. It returns [S], one advantage for each rollout, or a list of [n_i], one for each of
+its sampled tokens.
 
     S = B    rollouts of the optimizer batch    n_i    sampled tokens of rollout i
-    R    reward of a rollout    r_t    what token t earns (their sum is R)    V_t    the critic's value before token t
+    R    reward of a rollout    r_t    reward earned at token t (sum: R)    V_t    the critic's value before token t
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 
 class Advantage(Component):
-    """Scores -> [S], or one [n_i] for each rollout."""
+    """Map from `Scores` to advantages: [S], or one [n_i] for each rollout."""
 
     def __call__(self, scores: Scores) -> Tensor | list[Tensor]:
         raise NotImplementedError
 
     def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
-        """The returns that a critic of states learns, [n_i] for each rollout; lam: its own lambda, None: the advantage's."""
+        """Return the returns that a critic of states learns, [n_i] for each rollout; lam: its own lambda, None: the
+        advantage's.
+        """
         raise NotImplementedError
 
 
@@ -43,7 +45,7 @@ class Baselined(Advantage):
 
 
     baseline  the mean of the rewards of the `group`, of the `others` of the group, or of the `batch`; `none`.
-    weight    what each reward weighs in that mean. `equal`: 1. `gradient`: g^2, the squared norm of the gradient of the
+    weight    weight of each reward in that mean. `equal`: 1. `gradient`: g^2, the squared norm of the gradient of the
               rollout's log-probability, which gives the least variance (Weaver and Tao 2001; Peters and Schaal 2008).
               `length`: n_i, its cheap stand-in (OPO, arXiv 2505.23585, eq. 9).
     scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2).
@@ -135,7 +137,7 @@ class Baselined(Advantage):
         return advantage.to(scores.reward.dtype)
 
     def _baseline(self, scores: Scores, reward: Tensor, over_group: Callable[[Tensor], Tensor]) -> Tensor:
-        """float64 [S]: sum of w R / sum of w, over whom the baseline is taken."""
+        """Return sum of w R / sum of w over the rollouts of the baseline, float64 [S]."""
         if self.baseline == "none":
             return torch.zeros_like(reward)
         weight = torch.ones_like(reward)
@@ -198,7 +200,7 @@ class ToGo(Advantage):
 
 @dataclass(frozen=True)
 class Unrewarded(Advantage):
-    """Learns nothing from rewards, which are only reported: for rows that a teacher teaches."""
+    """Learns nothing from rewards, which are only reported: for algorithms with a teacher."""
 
     formula = "0: rewards are reported, and not learned from"
     source = "GKD, arXiv 2306.13649, section 3: its own loss, without a reward"
@@ -249,7 +251,9 @@ class StepRewards(Advantage):
 
     @staticmethod
     def _steps(scores: Scores, i: int) -> list[tuple[int, float]]:
-        """(tokens up to its end, reward) of each step of rollout i; the final reward is what the steps did not give."""
+        """Return (tokens up to its end, reward) of each step of rollout i; the final reward is the rest that steps did not
+        give.
+        """
         own = list(scores.steps[i]) if scores.steps else []
         length, final = int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own)
         last = own.pop()[1] if own and own[-1][0] == length else 0.0
@@ -284,7 +288,7 @@ class Decoupled(Advantage):
         return "GDPO, arXiv 2601.05242" if self.whiten else "GDPO, arXiv 2601.05242, without its last division"
 
     def weight_of(self) -> dict[str, float]:
-        """Name -> weight. Raises UserError where a weight cannot be read."""
+        """Return the weight of each name. Raises UserError where a weight cannot be read."""
         found: dict[str, float] = {}
         for text in self.weights:
             name, _, number = text.rpartition("=")
@@ -344,7 +348,7 @@ class PassAtK(Advantage):
         return table[group, scores.success.long()].to(scores.reward.dtype)
 
     def _worth(self, size: int, wrong: int) -> tuple[float, float]:
-        """(advantage of a wrong rollout, of a right one) in a group of `size` rollouts of which so many are wrong.
+        """Return (advantage of a wrong rollout, of a right one) in a group of `size` rollouts, `wrong` of which are wrong.
 
         A group from which invalid rollouts were taken may have fewer than k: then all of it is the only subset.
         """
@@ -396,13 +400,13 @@ class GAE(Advantage):
         return [x.to(scores.reward.dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
 
     def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
-        """The estimate with this lambda, plus the values that it was made from: float64 [n_i] for each rollout."""
+        """Return the estimate with this lambda plus the values that it was made from, float64 [n_i] for each rollout."""
         own = self if lam is None else replace(self, lam=lam, alpha=None)
         found = own.estimate(scores)
         return [a + value.double().cpu() for a, value in zip(found, scores.value, strict=True)]
 
     def estimate(self, scores: Scores) -> list[Tensor]:
-        """float64 [n_i] for each rollout, before any whitening."""
+        """Return the estimate before any whitening, float64 [n_i] for each rollout."""
         assert len(scores.value) == len(scores.reward), "GAE needs the critic's values"
         delta = []
         for earned, own in zip(earnings(scores), scores.value, strict=True):
@@ -425,14 +429,14 @@ ADVANTAGES: dict[str, Advantage] = {
     "earned": Earned(),
     "none": Unrewarded(),
 }
-"""What --advantage may name."""
+"""Choices of --advantage."""
 
 
 # -- what they share --------------------------------------------------------------------------------------------------
 
 
 def total_reward(scores: Scores) -> Tensor:
-    """float64 [S]: the rewards, with what a KL in the reward takes off."""
+    """Return the rewards less the KL penalty in the reward, float64 [S]."""
     reward = scores.reward.double()
     if not scores.penalty:
         return reward
@@ -440,7 +444,7 @@ def total_reward(scores: Scores) -> Tensor:
 
 
 def earnings(scores: Scores) -> list[Tensor]:
-    """float64 [n_i] for each rollout: what each token earns.
+    """Return the reward earned at each token, float64 [n_i] for each rollout.
 
     A step's reward is earned by the last token before it, and by none where it came before the first; the final reward is
     earned by the last token.
@@ -460,16 +464,16 @@ def earnings(scores: Scores) -> list[Tensor]:
 
 
 def equal_rewards(scores: Scores) -> Tensor:
-    """bool [S]: whether all rewards of the rollout's group are equal, so that it tells nothing.
+    """Return whether all rewards of the rollout's group are equal, so that it carries no signal: bool [S].
 
-    Where named parts are compared, each of them: (1, 0) and (0, 1) have one sum and tell a lot.
+    Where named parts are compared, each of them must be equal: (1, 0) and (0, 1) have the same sum and carry a signal.
     """
     equal = [_equal(x, scores.group) for x in (scores.parts.values() or [total_reward(scores)])]
     return torch.stack(equal).all(0)
 
 
 def _equal(reward: Tensor, group: Tensor) -> Tensor:
-    """bool [S]: whether this is the same, up to rounding, in all of the rollout's group."""
+    """Return whether the value is the same, up to rounding, in all of the rollout's group: bool [S]."""
     _, group = group.unique(return_inverse=True)
     groups = int(group.max()) + 1 if len(group) else 0
     high = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amax")
@@ -479,7 +483,7 @@ def _equal(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def discounted_sums(x: list[Tensor], discount: Tensor) -> list[Tensor]:
-    """y_t = x_t + discount y_(t+1), for each of these sequences; `discount` is one number or one for each."""
+    """Compute y_t = x_t + discount y_(t+1) for each of these sequences; `discount` is one number or one for each."""
     if not x:
         return []
     last_first = torch.nn.utils.rnn.pad_sequence([own.flip(0) for own in x])  # [longest, S]: all end in row 0
@@ -491,14 +495,14 @@ def discounted_sums(x: list[Tensor], discount: Tensor) -> list[Tensor]:
 
 
 def whitened(x: list[Tensor], eps: float) -> list[Tensor]:
-    """(x - mean) / (std + eps), with the moments of all tokens together."""
+    """Return (x - mean) / (std + eps), with the moments of all tokens together."""
     every = torch.cat(x)
     spread = every.std() if len(every) > 1 else every.new_zeros(())
     return [(own - every.mean()) / (spread + eps) for own in x]
 
 
 def per_token(advantage: Tensor | list[Tensor], scores: Scores) -> list[Tensor]:
-    """Advantages [S], or one [n_i] for each rollout, as the latter."""
+    """Return advantages, given as [S] or as one [n_i] for each rollout, in the latter form."""
     if isinstance(advantage, list):
         return [a.to(scores.length.dtype) for a in advantage]
     lengths = scores.length.long().tolist()

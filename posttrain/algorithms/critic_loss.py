@@ -1,4 +1,4 @@
-"""What a critic learns: values of states (PPO and its kin), or soft values of actions (soft actor-critic).
+"""Losses of critics: values of states (PPO and its kin), or soft values of actions (soft actor-critic).
 
 N    scored tokens of a micro-batch    n_i    sampled tokens of rollout i
 V_t    value of the state in which token t is chosen    R_t    return from there, A_t + V_t of the rollout's time
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class CriticLoss(Component):
-    """The loss of a critic per token, before its coefficient."""
+    """Loss of a critic per token, before its coefficient."""
 
     coefficient: float
     warmup: int  # steps at the start in which the critic learns and the policy does not
 
     @property
     def follow(self) -> float:
-        """How far slow copies follow each update, as a share of the distance; 0: there are none."""
+        """Share of the distance by which slow copies follow each update; 0: there are none."""
         return 0.0
 
     def targets(self, advantage: Advantage, scores: Scores) -> list[Tensor] | None:
-        """The returns to learn, [n_i] for each rollout; None: targets are made in the loss."""
+        """Return the returns to learn, [n_i] for each rollout; None: targets are computed in the loss."""
         return None
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """[N]."""
+        """Return the loss per token, [N]."""
         raise NotImplementedError
 
 

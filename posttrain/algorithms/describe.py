@@ -1,4 +1,7 @@
-"""A row for a reader: in plain mathematics, as data, and as a page of the documentation. All from the row itself."""
+"""Descriptions of algorithms: in plain mathematics, as data, and as pages of the documentation.
+
+All of it is derived from the algorithm itself.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.branching import PAPER
 from posttrain.algorithms.policy import Algorithm
-from posttrain.algorithms.preference import Imitated, Margin, Preference
+from posttrain.algorithms.preference import Imitated, Margin, PreferenceAlgorithm
 from posttrain.algorithms.responses import LogRatio, PolicyWeight, ResponseLikelihood
-from posttrain.algorithms.reward_model_table import Scoring
-from posttrain.algorithms.row import Row
+from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.algorithms.settings import change, flags, settings_of
 from posttrain.core.component import Component, Need
 
@@ -33,134 +36,155 @@ SYMBOLS_OF_PREFERENCES = (
 
 
 @singledispatch
-def parts(row: Row) -> list[tuple[str, str, str]]:
-    """(what, formula, source) of every part the row has, the same names for all rows of a table."""
+def components(algorithm: AlgorithmBase) -> list[tuple[str, str, str]]:
+    """Return (name, formula, source) of every component. Names are the same for all algorithms of a table."""
     raise NotImplementedError
 
 
-@parts.register
-def _(row: Algorithm) -> list[tuple[str, str, str]]:
-    ratio = " then ".join(step.formula for step in row.ratio) or "exp(lp - old)"
-    steps = "; ".join(step.source for step in row.ratio) or "PPO, arXiv 1707.06347, section 3"
-    found = [("advantage A", row.advantage.formula, row.advantage.source)]
-    if row.teacher is not None:
-        what = "added to A, token by token" if row.teacher.sampled else "divergence D from the teacher"
-        found.append((what, row.teacher.formula, row.teacher.source))
-    if row.reinforces:
-        found.append(("maximised per token", row.surrogate.formula, row.surrogate.source))
-    if row.reinforces and row.surrogate.uses_ratio:
+@components.register
+def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
+    ratio = " then ".join(step.formula for step in algorithm.ratio) or "exp(lp - old)"
+    steps = "; ".join(step.source for step in algorithm.ratio) or "PPO, arXiv 1707.06347, section 3"
+    found = [("advantage A", algorithm.advantage.formula, algorithm.advantage.source)]
+    if algorithm.teacher is not None:
+        what = "added to A, token by token" if algorithm.teacher.sampled else "divergence D from the teacher"
+        found.append((what, algorithm.teacher.formula, algorithm.teacher.source))
+    if algorithm.reinforces:
+        found.append(("maximised per token", algorithm.surrogate.formula, algorithm.surrogate.source))
+    if algorithm.reinforces and algorithm.surrogate.uses_ratio:
         found.append(("ratio r", ratio, steps))
-        if row.old == "sampler":
+        if algorithm.old == "sampler":
             found.append(("old", "the policy that sampled", "PPO, arXiv 1707.06347, section 3"))
-    found.append(("weight w of a token", row.aggregate.formula, row.aggregate.source))
-    if row.kl is not None:
-        before = "the policy that sampled" if row.old == "sampler" else "the policy before the update"
-        whom = "the reference" if row.kl.against == "reference" else before
-        found.append((f"KL to {whom}, in the {row.kl.where}", f"{row.kl.beta:g} x {row.kl.formula}", row.kl.source))
-        if row.kl.control is not None:
-            found.append(("control of beta", row.kl.control.formula, row.kl.control.source))
+    found.append(("weight w of a token", algorithm.aggregate.formula, algorithm.aggregate.source))
+    if algorithm.kl is not None:
+        before = "the policy that sampled" if algorithm.old == "sampler" else "the policy before the update"
+        whom = "the reference" if algorithm.kl.against == "reference" else before
+        found.append(
+            (
+                f"KL to {whom}, in the {algorithm.kl.where}",
+                f"{algorithm.kl.beta:g} x {algorithm.kl.formula}",
+                algorithm.kl.source,
+            )
+        )
+        if algorithm.kl.control is not None:
+            found.append(("control of beta", algorithm.kl.control.formula, algorithm.kl.control.source))
     named = (
-        ("entropy bonus coefficient", row.entropy),
-        ("selected tokens", row.select),
-        ("correction for the engine", row.correction),
-        ("critic loss", row.critic),
-        ("rollouts of a group", row.branching),
-        ("groups", row.sampling),
-        *(("rollouts", chosen) for chosen in row.filters),
-        *(("reward shaping", shape) for shape in row.shaping),
-        ("imitation loss", row.imitation),
-        ("pretraining loss", row.pretraining),
-        ("step", row.trust_region),
-        ("replay", row.replay),
+        ("entropy bonus coefficient", algorithm.entropy),
+        ("selected tokens", algorithm.select),
+        ("correction for the engine", algorithm.correction),
+        ("critic loss", algorithm.critic),
+        ("rollouts of a group", algorithm.branching),
+        ("groups", algorithm.sampling),
+        *(("rollouts", chosen) for chosen in algorithm.filters),
+        *(("reward shaping", shape) for shape in algorithm.shaping),
+        ("imitation loss", algorithm.imitation),
+        ("pretraining loss", algorithm.pretraining),
+        ("step", algorithm.trust_region),
+        ("replay", algorithm.replay),
     )
     found += [(what, part.formula, part.source) for what, part in named if part is not None]
-    if row.branching is not None:
-        found.append(("A of shared tokens", row.branching.sharing, f"{PAPER}, section 3.2"))
-    if row.refresh:
-        refresh = f"becomes the policy every {row.refresh} steps"
+    if algorithm.branching is not None:
+        found.append(("A of shared tokens", algorithm.branching.sharing, f"{PAPER}, section 3.2"))
+    if algorithm.refresh:
+        refresh = f"becomes the policy every {algorithm.refresh} steps"
         found.append(("reference", refresh, "DeepSeekMath, arXiv 2402.03300, algorithm 1"))
-    epochs = f", in {row.epochs} epochs of {row.minibatches}" if row.epochs > 1 else ""
-    return [*found, ("updates per step", f"{row.epochs * row.minibatches}{epochs}{_of_ratio(row)}", row.stated)]
-
-
-def _of_ratio(row: Algorithm) -> str:
-    """What one update per step makes of the ratio."""
-    if not (row.on_policy and row.surrogate.uses_ratio and row.old == "start"):
-        return ""
-    return " (so r is exactly 1" + (" and nothing is clipped)" if row.surrogate.clips else ")")
-
-
-@parts.register
-def _(row: Preference) -> list[tuple[str, str, str]]:
-    found = [
-        ("loss", row.link.formula, row.link.source),
-        ("score s of a response", row.score.formula, row.score.source),
-        ("weight w", row.denominator.formula, row.denominator.source),
+    epochs = f", in {algorithm.epochs} epochs of {algorithm.minibatches}" if algorithm.epochs > 1 else ""
+    return [
+        *found,
+        (
+            "updates per step",
+            f"{algorithm.epochs * algorithm.minibatches}{epochs}{_ratio_note(algorithm)}",
+            algorithm.stated,
+        ),
     ]
-    named = (("margin", row.margin), ("further weight", row.weight), ("imitation loss", row.imitation))
+
+
+def _ratio_note(algorithm: Algorithm) -> str:
+    """Return the note for one update per step, in which the ratio is exactly 1; else ""."""
+    if not (algorithm.on_policy and algorithm.surrogate.uses_ratio and algorithm.old == "start"):
+        return ""
+    return " (so r is exactly 1" + (" and nothing is clipped)" if algorithm.surrogate.clips else ")")
+
+
+@components.register
+def _(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
+    found = [
+        ("loss", algorithm.link.formula, algorithm.link.source),
+        ("score s of a response", algorithm.score.formula, algorithm.score.source),
+        ("weight w", algorithm.denominator.formula, algorithm.denominator.source),
+    ]
+    named = (
+        ("margin", algorithm.margin),
+        ("further weight", algorithm.weight),
+        ("imitation loss", algorithm.imitation),
+    )
     return found + [(what, part.formula, part.source) for what, part in named if part is not None]
 
 
-@parts.register
-def _(row: Scoring) -> list[tuple[str, str, str]]:
+@components.register
+def _(algorithm: RewardModelAlgorithm) -> list[tuple[str, str, str]]:
     found = [
-        ("loss", row.link.formula, row.link.source),
-        ("weight w of a comparison", row.denominator.formula, row.denominator.source),
+        ("loss", algorithm.link.formula, algorithm.link.source),
+        ("weight w of a comparison", algorithm.denominator.formula, algorithm.denominator.source),
     ]
-    named = (("margin", row.margin), ("penalty", row.penalty))
+    named = (("margin", algorithm.margin), ("penalty", algorithm.penalty))
     return found + [(what, part.formula, part.source) for what, part in named if part is not None]
 
 
 @singledispatch
-def objective(row: Row) -> str:
-    """What is optimised, in one line."""
+def objective(algorithm: AlgorithmBase) -> str:
+    """Return the objective in one line."""
     raise NotImplementedError
 
 
 @objective.register
-def _(row: Preference) -> str:
-    of = f"{row.coefficient:g} x " if row.coefficient != 1 else ""
-    inside = "sum_v w_v loss(s)" if row.link.reads_labels else "sum_c w_c loss(s_w, s_l)"
-    return f"minimise  {of}{inside}" + (" + imitation" if row.imitation else "")
+def _(algorithm: PreferenceAlgorithm) -> str:
+    of = f"{algorithm.coefficient:g} x " if algorithm.coefficient != 1 else ""
+    inside = "sum_v w_v loss(s)" if algorithm.link.reads_labels else "sum_c w_c loss(s_w, s_l)"
+    return f"minimise  {of}{inside}" + (" + imitation" if algorithm.imitation else "")
 
 
 @objective.register
-def _(row: Scoring) -> str:
-    if row.link.reads_labels:
+def _(algorithm: RewardModelAlgorithm) -> str:
+    if algorithm.link.reads_labels:
         return "minimise  sum_v w_v loss(s, y)"
-    return "minimise  sum_c w_c loss(s_w, s_l)" + (" + penalty" if row.penalty else "")
+    return "minimise  sum_c w_c loss(s_w, s_l)" + (" + penalty" if algorithm.penalty else "")
 
 
 @objective.register
-def _(row: Algorithm) -> str:
-    inside = row.surrogate.formula if row.reinforces else ""
-    if row.correction is not None and row.reinforces:
+def _(algorithm: Algorithm) -> str:
+    inside = algorithm.surrogate.formula if algorithm.reinforces else ""
+    if algorithm.correction is not None and algorithm.reinforces:
         inside = f"c {inside}"
-    if row.kl is not None and row.kl.where == "loss":
-        inside += f" - {row.kl.beta:g} k"
-    if row.entropy is not None:
+    if algorithm.kl is not None and algorithm.kl.where == "loss":
+        inside += f" - {algorithm.kl.beta:g} k"
+    if algorithm.entropy is not None:
         inside += " + alpha H"
-    if row.teacher is not None and not row.teacher.sampled:
-        inside += f" - {row.teacher.coefficient:g} D"
+    if algorithm.teacher is not None and not algorithm.teacher.sampled:
+        inside += f" - {algorithm.teacher.coefficient:g} D"
     inside = inside.removeprefix(" + ").strip()
-    outside = [part for part, there in (("critic's loss", row.critic), ("imitation", row.imitation)) if there]
-    outside += ["pretraining"] if row.pretraining else []
+    outside = [
+        part for part, there in (("critic's loss", algorithm.critic), ("imitation", algorithm.imitation)) if there
+    ]
+    outside += ["pretraining"] if algorithm.pretraining else []
     return f"maximise  sum_i sum_t w_i [ {inside} ]" + "".join(f" - {part}" for part in outside)
 
 
-def describe(row: Row) -> list[str]:
-    """The row in plain mathematics, a line each."""
-    lines = [f"{row.name}: {row.paper}", f"  {objective(row)}"]
-    if isinstance(row, Algorithm) and row.kl is not None and row.kl.where == "reward":
-        lines.append(f"  R_i = reward_i - {row.kl.beta:g} sum_t k, each token's share subtracted from its own reward")
-    for what, formula, source in parts(row):
+def describe(algorithm: AlgorithmBase) -> list[str]:
+    """Return the description in plain mathematics, one line per component."""
+    lines = [f"{algorithm.name}: {algorithm.paper}", f"  {objective(algorithm)}"]
+    if isinstance(algorithm, Algorithm) and algorithm.kl is not None and algorithm.kl.where == "reward":
+        lines.append(
+            f"  R_i = reward_i - {algorithm.kl.beta:g} sum_t k, each token's share subtracted from its own reward"
+        )
+    for what, formula, source in components(algorithm):
         lines.append(f"  {what}: {formula}" + (f"   [{source}]" if source else ""))
     return lines
 
 
-def differences(row: Row, other: Row) -> list[str]:
-    """How the row differs from the other, a line each; [] if it does not."""
-    own, theirs = ({what: formula for what, formula, _ in parts(r)} for r in (row, other))
+def differences(algorithm: AlgorithmBase, other: AlgorithmBase) -> list[str]:
+    """Return the differences from the other algorithm, one line each; [] if there are none."""
+    own, theirs = ({what: formula for what, formula, _ in components(r)} for r in (algorithm, other))
     found = []
     for what in [*own, *(w for w in theirs if w not in own)]:
         if own.get(what) != theirs.get(what):
@@ -168,31 +192,35 @@ def differences(row: Row, other: Row) -> list[str]:
     return found
 
 
-def cited(row: Row) -> str:
-    """The paper of a row without what it is about."""
-    found = re.search(r"\((.*)\)", row.paper)
-    return found[1] if found else row.paper
+def cited(algorithm: AlgorithmBase) -> str:
+    """Return the citation in the paper field, without the description around it."""
+    found = re.search(r"\((.*)\)", algorithm.paper)
+    return found[1] if found else algorithm.paper
 
 
-def line(row: Row) -> str:
-    """The row as one line of the table of all: name and page, idea, paper."""
-    assert isinstance(row, Algorithm | Preference | Scoring)
-    linked = re.sub(r"(?:arXiv )?\b(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", cited(row))
-    return f"| [`{row.name}`]({row.name}.md) | {row.idea} | {linked} |"
+def line(algorithm: AlgorithmBase) -> str:
+    """Return one line of the index table: name with a link to its page, idea, paper."""
+    assert isinstance(algorithm, Algorithm | PreferenceAlgorithm | RewardModelAlgorithm)
+    linked = re.sub(r"(?:arXiv )?\b(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", cited(algorithm))
+    return f"| [`{algorithm.name}`]({algorithm.name}.md) | {algorithm.idea} | {linked} |"
 
 
-def index(rows: Sequence[Row]) -> str:
-    """The page that leads to those of all rows, Markdown: a table of each kind, and what each needs."""
+def index(algorithms: Sequence[AlgorithmBase]) -> str:
+    """Return the index page of all algorithms, Markdown: a table of each kind, and the requirements."""
     kinds = (
         (Algorithm, "Policy gradients and distillation", "`posttrain rl` and `posttrain distill`: the policy samples."),
-        (Preference, "Preferences", "`posttrain prefer`: learns from comparisons or labels, without sampling."),
-        (Scoring, "Reward models", "`posttrain reward-model`: learns to score replies."),
+        (
+            PreferenceAlgorithm,
+            "Preferences",
+            "`posttrain prefer`: learns from comparisons or labels, without sampling.",
+        ),
+        (RewardModelAlgorithm, "Reward models", "`posttrain reward-model`: learns to score replies."),
     )
     lines = ["# Algorithms", "", ABOUT]
     for kind, title, about in kinds:
         lines += [f"## {title}", "", about, "", "| name | idea | paper |", "|---|---|---|"]
-        lines += [*(line(row) for row in rows if isinstance(row, kind)), ""]
-    return "\n".join([*lines, "## Requirements", "", *requirements(rows), ""])
+        lines += [*(line(algorithm) for algorithm in algorithms if isinstance(algorithm, kind)), ""]
+    return "\n".join([*lines, "## Requirements", "", *requirements(algorithms), ""])
 
 
 ABOUT = """\
@@ -204,37 +232,47 @@ gradients have been run on [one common task](../results/algorithms.md).
 """
 
 
-def requirements(rows: Iterable[Row]) -> list[str]:
-    """The table of what methods need, lines of Markdown: those that need the same stand together."""
+def requirements(algorithms: Iterable[AlgorithmBase]) -> list[str]:
+    """Return the table of requirements, lines of Markdown; algorithms with the same requirements share a line."""
     alike: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        alike.setdefault(_required(row), []).append(f"`{row.name}`")
+    for algorithm in algorithms:
+        alike.setdefault(_required(algorithm), []).append(f"`{algorithm.name}`")
     columns = ("method", "rollouts", "reward or reward model", "critic", "reference", "data")
     lines = [", ".join(names) + " | " + " | ".join(required) for required, names in alike.items()]
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(f"| {line} |" for line in lines)]
 
 
 @singledispatch
-def _required(row: Row) -> tuple[str, ...]:
-    """Whether it needs rollouts, a reward, a critic, a reference; and which data."""
+def _required(algorithm: AlgorithmBase) -> tuple[str, ...]:
+    """Return the cells of the requirements table: rollouts, reward, critic, reference (yes or no), and the data."""
     raise NotImplementedError
 
 
 @_required.register
-def _(row: Algorithm) -> tuple[str, ...]:
-    data = "prompts" + (", and text" if row.pretraining else ", and a teacher" if row.teacher else "")
-    return "yes", _yes(row.reinforces), _yes(row.critic is not None), _yes(Need.REFERENCE in row.needs), data
+def _(algorithm: Algorithm) -> tuple[str, ...]:
+    data = "prompts" + (", and text" if algorithm.pretraining else ", and a teacher" if algorithm.teacher else "")
+    return (
+        "yes",
+        _yes(algorithm.reinforces),
+        _yes(algorithm.critic is not None),
+        _yes(Need.REFERENCE in algorithm.needs),
+        data,
+    )
 
 
 @_required.register
-def _(row: Preference) -> tuple[str, ...]:
-    data = "labels of single responses, or comparisons" if row.link.reads_labels else "comparisons of responses"
-    return "no", "no", "no", _yes(Need.REFERENCE in row.needs), data
+def _(algorithm: PreferenceAlgorithm) -> tuple[str, ...]:
+    data = "labels of single responses, or comparisons" if algorithm.link.reads_labels else "comparisons of responses"
+    return "no", "no", "no", _yes(Need.REFERENCE in algorithm.needs), data
 
 
 @_required.register
-def _(row: Scoring) -> tuple[str, ...]:
-    data = "labels or scores of single responses, or of steps" if row.link.reads_labels else "comparisons of responses"
+def _(algorithm: RewardModelAlgorithm) -> tuple[str, ...]:
+    data = (
+        "labels or scores of single responses, or of steps"
+        if algorithm.link.reads_labels
+        else "comparisons of responses"
+    )
     return "no", "no", "no", "no", data
 
 
@@ -242,121 +280,121 @@ def _yes(needed: bool) -> str:
     return "yes" if needed else "no"
 
 
-def settings(row: Row) -> list[str]:
-    """Every setting as `--set` takes it, a line each, with its flag where it has a short one."""
-    short = {".".join(place): name for name, flag in flags(type(row)).items() for place, _ in flag.places}
+def settings(algorithm: AlgorithmBase) -> list[str]:
+    """Return every setting as `--set` takes it, one line each, with its flag where it has a short one."""
+    short = {".".join(place): name for name, flag in flags(type(algorithm)).items() for place, _ in flag.places}
     lines = []
-    for place, value in settings_of(row).items():
+    for place, value in settings_of(algorithm).items():
         flag = f"   --{short[place].replace('_', '-')}" if place in short else ""
         lines.append(f"{place}={str(value).lower() if value is None or isinstance(value, bool) else value}{flag}")
     return lines
 
 
-def as_data(row: Row) -> dict[str, Any]:
-    """The same as JSON: name, paper, parts, and every setting by its place."""
+def as_data(algorithm: AlgorithmBase) -> dict[str, Any]:
+    """Return the description as JSON data: name, paper, components, and every setting by its place."""
     plain: dict[str, Any] = json.loads(
         json.dumps(
             {
-                "name": row.name,
-                "paper": row.paper,
-                "objective": objective(row),
-                "parts": [{"what": w, "formula": f, "source": s} for w, f, s in parts(row)],
-                "settings": settings_of(row),
+                "name": algorithm.name,
+                "paper": algorithm.paper,
+                "objective": objective(algorithm),
+                "parts": [{"what": w, "formula": f, "source": s} for w, f, s in components(algorithm)],
+                "settings": settings_of(algorithm),
             }
         )
     )
     return plain
 
 
-def symbols(row: Row) -> str:
-    """What the letters in its formulas stand for."""
-    if isinstance(row, Preference | Scoring):
+def symbols(algorithm: AlgorithmBase) -> str:
+    """Return the explanation of the letters in its formulas."""
+    if isinstance(algorithm, PreferenceAlgorithm | RewardModelAlgorithm):
         return SYMBOLS_OF_PREFERENCES
-    return f"{SYMBOLS} {OF_TEACHERS}" if isinstance(row, Algorithm) and row.teacher is not None else SYMBOLS
+    return f"{SYMBOLS} {OF_TEACHERS}" if isinstance(algorithm, Algorithm) and algorithm.teacher is not None else SYMBOLS
 
 
-def axes(row: Preference) -> list[tuple[str, str, str]]:
-    """(option, what it makes of a part, source) of the options that change what the row computes beside its numbers."""
+def axes(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
+    """Return (option, resulting component, source) of the options that change the computation, not only its numbers."""
     found: list[tuple[str, str, Component]] = []
-    if isinstance(row.score, LogRatio):
+    if isinstance(algorithm.score, LogRatio):
         for name in ("forward-kl", "jensen-shannon", "alpha"):
-            found.append((f"--divergence {name}", "score", change(row, {"divergence": name}).score))
-    if isinstance(row.score, LogRatio | ResponseLikelihood) and not row.link.reads_labels:
-        found.append(("--tail 0.5", "score", replace(row.score, tail=0.5)))
-    if row.weight is None:
+            found.append((f"--divergence {name}", "score", change(algorithm, {"divergence": name}).score))
+    if isinstance(algorithm.score, LogRatio | ResponseLikelihood) and not algorithm.link.reads_labels:
+        found.append(("--tail 0.5", "score", replace(algorithm.score, tail=0.5)))
+    if algorithm.weight is None:
         found.append(("--policy-weight", "further weight", PolicyWeight()))
-    if row.link.takes_margin:
-        found.append(("--row-margins 1", "margin", replace(row.margin or Margin(), scale=1.0)))
-    if row.imitation is None:
+    if algorithm.link.takes_margin:
+        found.append(("--row-margins 1", "margin", replace(algorithm.margin or Margin(), scale=1.0)))
+    if algorithm.imitation is None:
         found.append(("--imitation 1", "imitation loss", Imitated()))
-    found.append(("--denominator prompt", "weight w", change(row, {"denominator": "prompt"}).denominator))
+    found.append(("--denominator prompt", "weight w", change(algorithm, {"denominator": "prompt"}).denominator))
     return [(option, f"{what}: {part.formula}", part.source) for option, what, part in found]
 
 
-def page(row: Row, beside: Row) -> str:
-    """The row's page of the documentation, Markdown. `beside`: the row it is compared with."""
+def page(algorithm: AlgorithmBase, beside: AlgorithmBase) -> str:
+    """Return the algorithm's page of the documentation, Markdown. `beside`: the algorithm it is compared with."""
     lines = [
-        f"# {row.name}",
+        f"# {algorithm.name}",
         "",
-        f"{row.paper}.",
+        f"{algorithm.paper}.",
         "",
-        f"`{objective(row)}`",
+        f"`{objective(algorithm)}`",
         "",
         "| component | formula | source |",
         "|---|---|---|",
-        *(f"| {what} | `{formula}` | {source} |" for what, formula, source in parts(row)),
+        *(f"| {what} | `{formula}` | {source} |" for what, formula, source in components(algorithm)),
         "",
     ]
-    if isinstance(row, Algorithm) and row.kl is not None and row.kl.where == "reward":
-        lines += [f"The KL is in the reward: R_i = reward_i - {row.kl.beta:g} sum_t k, token by token.", ""]
-    if row.name != beside.name:
-        others = differences(row, beside)
+    if isinstance(algorithm, Algorithm) and algorithm.kl is not None and algorithm.kl.where == "reward":
+        lines += [f"The KL is in the reward: R_i = reward_i - {algorithm.kl.beta:g} sum_t k, token by token.", ""]
+    if algorithm.name != beside.name:
+        others = differences(algorithm, beside)
         lines += [f"Differences from `{beside.name}`:", "", *(f"- {line}" for line in others), ""]
-    return "\n".join([*lines, *_use(row), symbols(row), ""])
+    return "\n".join([*lines, *_use(algorithm), symbols(algorithm), ""])
 
 
 @singledispatch
-def _use(row: Row) -> list[str]:
-    """The end of its page: figures, options, and how it is used."""
+def _use(algorithm: AlgorithmBase) -> list[str]:
+    """Return the end of its page: figures, options, and the command."""
     raise NotImplementedError
 
 
 @_use.register
-def _(row: Algorithm) -> list[str]:
+def _(algorithm: Algorithm) -> list[str]:
     exact = "Bias of its gradient: [expected gradients](expected-gradients.md)."
-    if row.multiplies:
+    if algorithm.multiplies:
         exact += " [Other weights and their bias](expected-gradients.md#the-weights-of-off-policy-pg)."
-    every = f"All settings: `posttrain algorithms {row.name}`. {exact}"
-    if row.branching is not None:  # nor any tools
-        use = f"`posttrain rl --algorithm {row.name}`"
+    every = f"All settings: `posttrain algorithms {algorithm.name}`. {exact}"
+    if algorithm.branching is not None:  # nor any tools
+        use = f"`posttrain rl --algorithm {algorithm.name}`"
         return [f"Figures: [agents](../results/agents.md#arpo). Command: {use}. {every}", ""]
-    if row.teacher is not None:  # the common task has no teacher
-        use = f"`posttrain distill --algorithm {row.name} --teacher FOLDER`"
+    if algorithm.teacher is not None:  # the common task has no teacher
+        use = f"`posttrain distill --algorithm {algorithm.name} --teacher FOLDER`"
         return [f"Figures: [distillation](../results/distill.md). Command: {use}. {every}", ""]
     return [
-        f"![held-out accuracy over steps, three seeds](curves/{row.name}.png)",
+        f"![held-out accuracy over steps, three seeds](curves/{algorithm.name}.png)",
         "",
         "Settings and figures: [the common task](../results/algorithms.md). Command: `posttrain rl --algorithm "
-        f"{row.name}`. {every}",
+        f"{algorithm.name}`. {every}",
         "",
     ]
 
 
 @_use.register
-def _(row: Preference) -> list[str]:
+def _(algorithm: PreferenceAlgorithm) -> list[str]:
     return [
         "Variants:",
         "",
         "| option | component | source |",
         "|---|---|---|",
-        *(f"| `{option}` | `{formula}` | {source} |" for option, formula, source in axes(row)),
+        *(f"| `{option}` | `{formula}` | {source} |" for option, formula, source in axes(algorithm)),
         "",
-        f"Command: `posttrain prefer --algorithm {row.name}`. All settings: `posttrain algorithms {row.name}`.",
+        f"Command: `posttrain prefer --algorithm {algorithm.name}`. All settings: `posttrain algorithms {algorithm.name}`.",
         "",
     ]
 
 
 @_use.register
-def _(row: Scoring) -> list[str]:
-    use = f"`posttrain reward-model --algorithm {row.name}`"
-    return [f"Command: {use}. All settings: `posttrain algorithms {row.name}`.", ""]
+def _(algorithm: RewardModelAlgorithm) -> list[str]:
+    use = f"`posttrain reward-model --algorithm {algorithm.name}`"
+    return [f"Command: {use}. All settings: `posttrain algorithms {algorithm.name}`.", ""]

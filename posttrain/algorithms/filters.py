@@ -1,4 +1,4 @@
-"""Which groups, rollouts and tokens an update learns from.
+"""Filters: the groups, rollouts and tokens that an update learns from.
 
 S    rollouts    n_i    sampled tokens of rollout i    G    rollouts of a group    N    scored tokens of a micro-batch
 """
@@ -22,9 +22,9 @@ class DynamicSampling(Component):
     """Keeps the number of informative groups constant as tasks become too easy or stay too hard.
 
     Groups whose rewards are all equal teach nothing and are replaced by others until the step is full (DAPO, arXiv
-    2503.14476, eq. 11). A group is kept if its rewards differ and, where asked for, its share of successes lies within
-    (low, high). `rounds` is the budget: at most that many times the step's prompts are played; then the step goes on with
-    what it has.
+    2503.14476, eq. 11). A group is kept if its rewards differ and, where asked for, its share of successes is within (low,
+    high). `rounds` is the budget: at most that many times the step's prompts are sampled; then the step continues with the
+    groups that it has.
     """
 
     rounds: int = setting(
@@ -44,8 +44,8 @@ class DynamicSampling(Component):
         return f"only groups with unequal rewards{share}; at most {self.rounds} x the step's prompts are sampled"
 
     @property
-    def outside(self) -> str:
-        """Why a group is not kept whose rewards differ."""
+    def exclusion_reason(self) -> str:
+        """Return the reason why a group whose rewards differ is not kept."""
         return f"the share of successes of its group is not between {self.low:g} and {self.high:g}"
 
     @property
@@ -53,7 +53,7 @@ class DynamicSampling(Component):
         return frozenset({Need.GROUP} if (self.low, self.high) == (0, 1) else {Need.GROUP, Need.SUCCESS})
 
     def __call__(self, scores: Scores) -> Tensor:
-        """bool [S]: whether the rollout's group is kept."""
+        """Return whether the rollout's group is kept, bool [S]."""
         kept = ~equal_rewards(scores)
         if (self.low, self.high) != (0, 1):
             assert scores.success is not None
@@ -71,19 +71,19 @@ class OverlongFilter(Component):
     """Avoids punishing good reasoning that was merely cut off.
 
     Truncated episodes leave the loss and its denominators, and stay in their group's statistics (DAPO, arXiv 2503.14476,
-    section 3.4). Truncated means out of tokens, context or turns, as the reason for the end says.
+    section 3.4). Truncated means out of tokens, context or turns, according to the stop reason.
     """
 
     formula = "without episodes that were cut off, which count in their group's statistics only"
     source = "DAPO, arXiv 2503.14476, section 3.4"
 
     def __call__(self, scores: Scores) -> Tensor:
-        """bool [S]: whether the rollout is in the loss."""
+        """Return whether the rollout is in the loss, bool [S]."""
         assert scores.truncated is not None
         return ~scores.truncated
 
     def why(self, sampled: int, stop: str) -> str:
-        """Why an episode is not in the loss that ended so after this many tokens."""
+        """Return the reason why an episode that ended so, after this many tokens, is not in the loss."""
         return f"cut off after {sampled} tokens ({stop})"
 
 
@@ -111,7 +111,9 @@ class TopEntropy(Component):
         return f"A = 0 except at the {self.share:g} of the step's tokens with the highest entropy"
 
     def __call__(self, entropy: list[Tensor]) -> list[Tensor]:
-        """[n_i] of each rollout -> bool [n_i]: the tokens that are kept; ties at the threshold are."""
+        """Return the tokens that are kept, bool [n_i], from the entropies [n_i] of each rollout; ties at the threshold are
+        kept.
+        """
         every = torch.cat([e.float().cpu() for e in entropy])
         kept = max(1, round(self.share * len(every)))
         threshold = every.topk(kept).values[-1]
@@ -123,7 +125,7 @@ class Replay(Component):
     """Uses each rollout more than once, where sampling is what costs.
 
     Every update learns from as many rollouts as a minibatch of the step has, drawn from the last `capacity` ones. Older
-    weights have sampled most of them: a correction makes up for that, or a ratio to the sampler.
+    weights have sampled most of them, which needs a correction, or a ratio to the sampler.
     """
 
     capacity: int = setting(

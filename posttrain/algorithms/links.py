@@ -1,6 +1,6 @@
 """Links: from the scores of responses to a loss. Decides how strongly a comparison, or a label, pulls on two scores, or one.
 
-Losses are in nats, one a comparison [C] or a label [V]; what each weighs is decided elsewhere (`compared`).
+Losses are in nats, one per comparison [C] or label [V]. Their weights are computed in `comparison_weights`.
 
     C    comparisons of a micro-batch    V    labels    s_w, s_l    scores of the better and of the worse response
 """
@@ -23,7 +23,7 @@ BETA = "Scale of the score differences. The larger it is, the closer the policy 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The comparisons of a micro-batch, as links see them."""
+    """Comparisons of a micro-batch, the input of links."""
 
     better: Tensor  # [C], score of the better response
     worse: Tensor  # [C]
@@ -33,21 +33,21 @@ class Pairs:
 
 
 class PreferenceLink(Component):
-    """What is done with scores. It reads comparisons (`compare`), or labels (`judge`)."""
+    """Loss on scores. It reads comparisons (`compare`), or labels (`judge`)."""
 
     reads_labels = False
     takes_margin = False  # whether it asks the better response to be better by something
 
     def compare(self, pairs: Pairs) -> Tensor:
-        """Losses [C]. Comparisons that are one element of the loss (see `units`) all get that element's."""
+        """Return losses [C]. Comparisons that are one element of the loss (see `units`) all get that element's."""
         raise NotImplementedError
 
     def judge(self, score: Tensor, label: Tensor, coefficients: Mapping[str, float]) -> Tensor:
-        """Scores and labels [V] -> losses [V]; coefficients: as in `Pairs`."""
+        """Return losses [V] of scores and labels [V]; coefficients: as in `Pairs`."""
         raise NotImplementedError
 
     def units(self, comparisons: Sequence[Comparison]) -> list[int]:
-        """Which comparisons of an item are one element of the loss: a number for each, equal where they are."""
+        """Return a number for each comparison of a preference example, equal where they are one element of the loss."""
         return list(range(len(comparisons)))
 
 
@@ -239,7 +239,7 @@ class ReverseKL(PreferenceLink):
 
 @dataclass(frozen=True)
 class ClassifierLink(PreferenceLink):
-    """Learns to tell good responses from bad ones, each by itself, from a threshold that lies between their rewards.
+    """Learns to distinguish good responses from bad ones, each by itself, by a threshold between their rewards.
 
     -log sigma(x_w - d) - log sigma(-(x_l - d)), x = beta s, d the mean of x over all responses so far (BCO, arXiv
     2404.04656; without the weights that it gives where good and bad ones are of other prompts).

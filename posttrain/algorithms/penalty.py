@@ -1,4 +1,4 @@
-"""What keeps a policy near where it was, or exploring: KL penalties, the entropy bonus, and what controls their strength.
+"""Penalties and bonuses: KL penalties, the entropy bonus, and controls of their coefficients.
 
 N    scored tokens of a micro-batch    lp   current log-probability    ref, old   the reference's, the learner's before
 """
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Control(Component):
-    """How a coefficient is adjusted from step to step. A function of the last coefficient, which is training state."""
+    """Control of a coefficient from step to step. A function of the last coefficient, which is training state."""
 
     def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
-        """The next coefficient; `measured` in nats per token over the step's `rollouts`."""
+        """Return the next coefficient; `measured` in nats per token over the step's `rollouts`."""
         raise NotImplementedError
 
 
@@ -49,7 +49,7 @@ class Adaptive(Control):
 
 @dataclass(frozen=True)
 class HalvingDoubling(Control):
-    """Finds the size of the coefficient fast: a start that is wrong by orders of magnitude is made up for in some steps.
+    """Finds the size of the coefficient fast: a start that is wrong by orders of magnitude is corrected in some steps.
 
     beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4).
     """
@@ -68,7 +68,7 @@ class HalvingDoubling(Control):
 
 
 CONTROLS: dict[str, Control | None] = {"fixed": None, "adaptive": Adaptive(), "halving-doubling": HalvingDoubling()}
-"""What --kl-control may name."""
+"""Choices of --kl-control."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class KL(Component):
     out, have that of no KL (docs/algorithms/expected-gradients.md).
 
     All this holds at tokens that the policy itself has sampled. In a step's later updates, and of rollouts of older weights
-    (`ahead`, `tokens_per_step`, `replay`), others have sampled them, and nothing makes up for that in the loss: ratio and
+    (`ahead`, `tokens_per_step`, `replay`), others have sampled them, and nothing in the loss corrects for that: ratio and
     correction weigh the gain alone. `exact` is the true KL at each token then too, but where the older weights went. The
-    KL that steers a `control` weighs each token as the row's correction does (truncate, where it has none).
+    KL that steers a `control` weighs each token as the algorithm's correction does (truncate, where it has none).
 
     against   `reference`: the frozen starting model. `old`: the policy before the step's updates, from which the tokens
-              were sampled, so that the estimators stand for KL(old || policy) (PPO's penalty, arXiv 1707.06347, eq. 8).
+              were sampled, so that the estimators estimate KL(old || policy) (PPO's penalty, arXiv 1707.06347, eq. 8).
               Of rollouts that lag behind, it has sampled them only under --old-policy sampler.
-    control   what changes beta from step to step; None: it is fixed.
+    control   control of beta from step to step; None: it is fixed.
     """
 
     estimator: Literal["k1", "k2", "k3", "exact", "forward"] = setting(
@@ -152,7 +152,10 @@ class KL(Component):
         return frozenset(found)
 
     def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
-        """[N] of the policy the tokens came from, [N] of the other -> [N], in nats. Not for `exact`."""
+        """Estimate the KL per token, [N] in nats, from log-probabilities [N] of the sampling policy and of the other.
+
+        Not for `exact`.
+        """
         x = ref_logp - logp
         if self.estimator == "k1":
             return -x
@@ -203,7 +206,7 @@ class Entropy(Component):
         return "soft actor-critic, arXiv 1812.05905, eq. 18; Skywork-OR1, arXiv 2505.22312"
 
     def next(self, coefficient: float, measured: float) -> float:
-        """The coefficient after a step in which the policy's entropy was `measured`, in nats per token."""
+        """Return the coefficient after a step in which the policy's entropy was `measured`, in nats per token."""
         if self.target is None:
             return coefficient
         return max(0.0, coefficient + self.rate * (self.target - measured))

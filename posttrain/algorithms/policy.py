@@ -1,6 +1,6 @@
-"""What an algorithm is, a row of parts, and the one objective that all rows share.
+"""Policy-gradient algorithms as sets of components, and the one objective that all of them share.
 
-A new paper is one row and, if it has a new idea, one part. Nothing anywhere asks for a row's name.
+A new paper is one entry of the table and, if it has a new idea, one component. No code checks an algorithm's name.
 
     N    scored tokens of a micro-batch    S = B    rollouts of the optimizer batch
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.aggregate import AGGREGATES, Aggregate
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
 from posttrain.algorithms.critic_loss import CriticLoss
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, RatioStep
-from posttrain.algorithms.row import Row
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.algorithms.teacher import Distillation
@@ -69,8 +69,8 @@ class Pretraining(Component):
 
 
 @dataclass(frozen=True)
-class Algorithm(Row):
-    """A row of the table of policies."""
+class Algorithm(AlgorithmBase):
+    """Policy-gradient algorithm: an entry of `policy_table`."""
 
     advantage: Advantage = setting(flag="advantage", help="Advantage estimator; gae adds a critic.", choices=ADVANTAGES)
     surrogate: Surrogate = setting(
@@ -90,7 +90,9 @@ class Algorithm(Row):
         "old-policy",
         "Denominator of the ratio: log-probabilities of the weights at the start of the step, or those of sampling.",
     )
-    correction: Correction | None = None  # for an engine whose numbers differ from the learner's, or that lags behind
+    correction: Correction | None = (
+        None  # for an engine whose log-probabilities differ from the learner's, or whose weights are older
+    )
     kl: KL | None = None
     entropy: Entropy | None = None
     select: TopEntropy | None = None
@@ -114,7 +116,7 @@ class Algorithm(Row):
     )
     epochs: int = setting(1, "epochs", "Passes over the rollouts of a step.", above=0, first_hour=True)
     minibatches: int = setting(1, "minibatches", "Optimizer updates per pass.", above=0, first_hour=True)
-    stated: str = ""  # what the paper, or its authors' code, says of the number of updates
+    stated: str = ""  # the number of updates in the paper, or in its authors' code
     idea: str = ""  # what is new about it, in at most eight words
 
     @property
@@ -135,23 +137,23 @@ class Algorithm(Row):
 
     @property
     def reinforces(self) -> bool:
-        """Whether anything is reinforced: rewards, or what a teacher says of each sampled token."""
+        """Whether anything is reinforced: rewards, or a teacher's log-probability of each sampled token."""
         return not isinstance(self.advantage, Unrewarded) or (self.teacher is not None and self.teacher.sampled)
 
     @property
     def weighs_older(self) -> bool:
-        """Whether it makes no difference which weights sampled, as far as the row can see to that."""
+        """Whether rollouts of any weights give the same expected gradient, as far as the algorithm can correct for them."""
         exact = not self.reinforces or not self.surrogate.samples  # over the vocabulary, wherever the sampler went
         return exact or self.correction is not None or (self.old == "sampler" and self.surrogate.uses_ratio)
 
     @property
     def weighs_updates(self) -> bool:
-        """The same of the weights that the step's own updates leave behind."""
+        """Whether the same holds for the earlier weights of the step's own updates."""
         return self.weighs_older or (self.surrogate.uses_ratio and self.replay is None)
 
     @property
     def multiplies(self) -> bool:
-        """Whether its ratio is a product over tokens that nothing bounds, which is exact to whatever sampled."""
+        """Whether its ratio is an unbounded product over tokens, which is exact for any sampling policy."""
         return self.surrogate.uses_ratio and not self.surrogate.clips and any(step.multiplies for step in self.ratio)
 
     @property
@@ -165,18 +167,18 @@ class Algorithm(Row):
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of one micro-batch: minus the weighted sum of what is maximised, plus the penalties."""
+    """Loss of one micro-batch: minus the weighted sum of the surrogate, plus the penalties."""
 
-    row: Algorithm
+    algorithm: Algorithm
 
     @property
     def wants(self) -> frozenset[str]:
-        return self.row.wants
+        return self.algorithm.wants
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """A scalar. Metrics are averaged over the tokens that are fed."""
-        row = self.row
-        if row.old == "sampler" and batch.advantage is not None:
+        """Return the loss, a scalar. Metrics are averaged over the tokens that are fed."""
+        algorithm = self.algorithm
+        if algorithm.old == "sampler" and batch.advantage is not None:
             assert batch.sampler_logp is not None, "rollouts were sampled"
             batch = replace(batch, old_logp=batch.sampler_logp)
         imitated = outputs.logp.new_zeros(())
@@ -186,50 +188,50 @@ class PolicyObjective:
             stats.add("ptx/nll", -outputs.logp.detach().sum().item(), outputs.logp.numel())
             return imitated
         loss = outputs.logp.new_zeros(())
-        if row.critic is not None:
-            loss = loss + row.critic.coefficient * (batch.weight * row.critic(outputs, batch, stats)).sum()
+        if algorithm.critic is not None:
+            loss = loss + algorithm.critic.coefficient * (batch.weight * algorithm.critic(outputs, batch, stats)).sum()
         if batch.coefficients.get("policy", 1.0) == 0:  # the critic's warm-up
             return loss
         gain = self._surrogate(outputs, batch, stats)
-        if not row.reinforces:
+        if not algorithm.reinforces:
             gain = torch.zeros_like(gain)
-        if row.teacher is not None and not row.teacher.sampled:
-            distance = row.teacher.distance(outputs)
+        if algorithm.teacher is not None and not algorithm.teacher.sampled:
+            distance = algorithm.teacher.distance(outputs)
             stats.add("divergence", distance.detach().sum().item(), distance.numel())
-            gain = gain - row.teacher.coefficient * distance
-        if row.kl is not None:
-            gain = gain - self._penalty(row.kl, outputs, batch, stats)
-        if row.entropy is not None:
+            gain = gain - algorithm.teacher.coefficient * distance
+        if algorithm.kl is not None:
+            gain = gain - self._penalty(algorithm.kl, outputs, batch, stats)
+        if algorithm.entropy is not None:
             assert outputs.entropy is not None
-            gain = gain + batch.coefficients.get("entropy", row.entropy.coefficient) * outputs.entropy
+            gain = gain + batch.coefficients.get("entropy", algorithm.entropy.coefficient) * outputs.entropy
             stats.add("entropy/policy", outputs.entropy.detach().sum().item(), outputs.entropy.numel())
         return loss + imitated - (batch.weight * gain).sum()
 
     def _surrogate(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """[N]: what is maximised, with the correction for the engine's numbers."""
-        row, logp = self.row, outputs.logp if self.row.reinforces else outputs.logp.detach()
+        """Return the surrogate per token, [N], with the correction for the engine's log-probabilities."""
+        algorithm, logp = self.algorithm, outputs.logp if self.algorithm.reinforces else outputs.logp.detach()
         first = batch.old_logp is None  # of the step's updates: the old policy is the current one
         old = logp.detach() if batch.old_logp is None else batch.old_logp
-        start = logp.detach() if row.old == "sampler" else old
+        start = logp.detach() if algorithm.old == "sampler" else old
         batch = replace(batch, old_logp=old)
-        if row.teacher is not None and row.teacher.sampled:
+        if algorithm.teacher is not None and algorithm.teacher.sampled:
             assert batch.advantage is not None and batch.teacher_logp is not None
             stats.add("divergence", (start - batch.teacher_logp).sum().item(), start.numel())
             # by older weights' probabilities it would not be the gradient of the reverse KL
-            batch = replace(batch, advantage=batch.advantage + row.teacher.worth(batch.teacher_logp, start))
+            batch = replace(batch, advantage=batch.advantage + algorithm.teacher.worth(batch.teacher_logp, start))
         log_ratio = logp - old
-        for step in row.ratio:
+        for step in algorithm.ratio:
             log_ratio = step(log_ratio, batch)
         # Far beyond any clip; above it, a product over a sequence overflows, and its gradient is NaN.
         ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
-        gain = row.surrogate(ratio, replace(outputs, logp=logp), batch)
-        if batch.sampler_logp is not None and row.correction is not None:
-            gain = gain * row.correction(old - batch.sampler_logp, batch.rollout)
+        gain = algorithm.surrogate(ratio, replace(outputs, logp=logp), batch)
+        if batch.sampler_logp is not None and algorithm.correction is not None:
+            gain = gain * algorithm.correction(old - batch.sampler_logp, batch.rollout)
         self._measure(ratio.detach(), start, first, batch, stats)
         return gain
 
     def _penalty(self, kl: KL, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """[N], 0 where the KL is in the reward."""
+        """Return the KL penalty per token, [N]; 0 where the KL is in the reward."""
         logp, current = outputs.logp, outputs.logp.detach()
         count = logp.numel()
         if kl.against == "old":
@@ -237,7 +239,7 @@ class PolicyObjective:
             stats.add("kl/old", KL("k3")(old, current).sum().item(), count)
             return batch.coefficients.get("kl", kl.beta) * kl(old, logp)
         assert batch.ref_logp is not None
-        # Reported with one estimator whatever the row uses: k3 has no bias and little variance.
+        # Reported with the same estimator for all algorithms: k3 has no bias and little variance.
         stats.add("kl", KL("k3")(current, batch.ref_logp).sum().item(), count)
         if kl.where == "reward":
             return torch.zeros_like(logp)
@@ -248,7 +250,10 @@ class PolicyObjective:
         return batch.coefficients.get("kl", kl.beta) * outputs.kl
 
     def _measure(self, ratio: Tensor, start: Tensor, first: bool, batch: Batch, stats: Stats) -> None:
-        """`start`: log-probabilities of the step's start, or the current ones where nobody knows these any more."""
+        """Add the metrics of the ratio.
+
+        `start`: log-probabilities of the step's start, or the current ones where these are no longer known.
+        """
         count = ratio.numel()
         if first:
             exact = (ratio == 1) | ~start.isfinite()
@@ -258,7 +263,7 @@ class PolicyObjective:
         if count:
             stats.add("ratio/max", ratio.max().item())
             stats.add("ratio/min", ratio.min().item())
-        self.row.surrogate.measure(ratio, batch, stats)
+        self.algorithm.surrogate.measure(ratio, batch, stats)
         if batch.sampler_logp is not None:
             # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
             gap = (start - batch.sampler_logp).double()
@@ -270,6 +275,6 @@ class PolicyObjective:
                 stats.add("sampler/gap/max", gap.abs().max().item())
 
 
-def policy_objective(row: Algorithm) -> Objective:
-    """The loss that `row` stands for."""
-    return PolicyObjective(row)
+def policy_objective(algorithm: Algorithm) -> Objective:
+    """Return the loss of `algorithm`."""
+    return PolicyObjective(algorithm)

@@ -1,4 +1,4 @@
-"""The table of policy-gradient algorithms: a row each, made of parts."""
+"""Table of policy-gradient algorithms, each a set of components."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.algorithms.surrogate import Clip, ExpectedQ, ImportanceRatio, Log
 from posttrain.algorithms.teacher import Distillation
 from posttrain.learners.natural_gradient import TrustRegion
 
-_ROWS = (
+_ALGORITHMS = (
     # -- the reward of the whole response, no critic -------------------------------------------------------------------
     Algorithm(
         "reinforce",
@@ -347,4 +347,4 @@ _ROWS = (
         idea="Teacher's log-probability as reward per token",
     ),
 )
-TABLE: dict[str, Algorithm] = {row.name: row for row in _ROWS}
+TABLE: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in _ALGORITHMS}

@@ -1,6 +1,6 @@
-"""What a row of comparisons is: link x score x margin x likelihood term, and the one objective that all of them share.
+"""Preference algorithms: link x score x margin x likelihood term, and the one objective that all of them share.
 
-It serves pairs, rankings and labels alike, and reward models too: there the score is the output of a head, not of words.
+It serves pairs, rankings and labels alike. In reward models, which share the links, the score is the output of a head.
 
     N    scored tokens of a micro-batch    R    responses in it    C    comparisons    V    labels
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison
 from posttrain.algorithms.links import LINKS, Pairs, PreferenceLink
 from posttrain.algorithms.responses import SCORES, LogRatio, PolicyWeight, Responses, Score
-from posttrain.algorithms.row import Row
 from posttrain.core.batch import Batch, Outputs, Preferences, Stats
 from posttrain.core.component import Component, setting
 from posttrain.core.lazy_torch import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Margin(Component):
-    """Asks the better response to be better by something: the same for all, or what the rows say.
+    """Asks the better response to be better by a margin: the same for all, or that of the data row.
 
     constant + scale x the comparison's own margin (SimPO, arXiv 2405.14734, eq. 6; Llama 2, arXiv 2307.09288, eq. 2).
     """
@@ -88,7 +88,7 @@ class Imitated(Component):
         return f"{self.coefficient:g} x {by}"
 
     def shares(self, lengths: list[int]) -> list[float]:
-        """What each token of responses of these lengths weighs: those of an optimizer batch that are imitated."""
+        """Return the weight of each token of the imitated responses of an optimizer batch, from their lengths."""
         if self.per == "tokens":
             return [self.coefficient / sum(lengths)] * len(lengths)
         of_each = [1 if self.per == "sums" else n for n in lengths]
@@ -96,8 +96,8 @@ class Imitated(Component):
 
 
 @dataclass(frozen=True)
-class Preference(Row):
-    """A row of the table of comparisons."""
+class PreferenceAlgorithm(AlgorithmBase):
+    """Preference algorithm: an entry of `preference_table`."""
 
     link: PreferenceLink = setting(flag="link", help="Loss on the scores of responses.", choices=LINKS)
     score: Score = setting(
@@ -125,43 +125,43 @@ class Preference(Row):
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """The loss of one micro-batch of items."""
+    """Loss of one micro-batch of preference examples."""
 
-    row: Preference
+    algorithm: PreferenceAlgorithm
 
     @property
     def wants(self) -> frozenset[str]:
-        return self.row.wants
+        return self.algorithm.wants
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """A scalar: the weighted sum of the losses of comparisons, or of labels, plus the likelihood term."""
+        """Return a scalar: the weighted sum of the losses of comparisons, or of labels, plus the likelihood term."""
         said = batch.preferences
         assert said is not None
         responses = Responses.of(batch)
-        labelled = self.row.link.reads_labels
+        labelled = self.algorithm.link.reads_labels
         loss = (
             self._labels(outputs, batch, said, responses) if labelled else self._pairs(outputs, batch, said, responses)
         )
         self.measure(outputs, batch, stats)
-        loss = self.row.coefficient * loss
+        loss = self.algorithm.coefficient * loss
         if batch.imitate is not None:
             loss = loss - (batch.imitate.double() * outputs.logp.double()).sum()
         return loss
 
     def measure(self, outputs: Outputs, batch: Batch, stats: Stats, before: str = "") -> None:
-        """Add what is known of these responses to the metrics, their names beginning with `before`.
+        """Add the metrics of these responses; their names begin with `before`.
 
-        Rewards and margins are of the scores that are compared: where there is a tail, those that it weighs.
+        Rewards and margins are of the scores that are compared: where there is a tail, the scores with its weight.
         """
         said = batch.preferences
         assert said is not None
         with torch.no_grad():
-            responses, beta = Responses.of(batch), getattr(self.row.link, "beta", 1.0)
+            responses, beta = Responses.of(batch), getattr(self.algorithm.link, "beta", 1.0)
             everyone = torch.arange(len(responses.length), device=batch.transcript.device)
             logp = responses.total(outputs.logp, everyone)
 
             def score(side: Tensor) -> Tensor:
-                return self.row.score(outputs, batch, responses, side, None)
+                return self.algorithm.score(outputs, batch, responses, side, None)
 
             if len(said.better):
                 which = said.better, said.worse
@@ -180,33 +180,33 @@ class PreferenceObjective:
                 stats.add(f"{before}accuracy", won.sum().item(), len(margin))
                 stats.add(f"{before}margin", margin.sum().item(), len(margin))
             if batch.ref_logp is not None:
-                # At the data's tokens, of which nobody knows who sampled them: k2, which is near the KL from either side.
+                # At the data's tokens, whose sampling policy is unknown: k2, which is near the KL from either side.
                 ratio = (outputs.logp - batch.ref_logp).double()
                 stats.add(f"{before}kl/data", (0.5 * ratio.square()).sum().item(), ratio.numel())
 
     def _compared(
         self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses
     ) -> tuple[Tensor, Tensor]:
-        """Scores [C] and [C] of the two sides, each behind the length of the shorter one as the row weighs it."""
+        """Return scores [C] and [C] of the two sides; tokens behind the length of the shorter one have weight `tail`."""
         shorter = torch.minimum(responses.length[said.better], responses.length[said.worse])
-        better, worse = (self.row.score(outputs, batch, responses, w, shorter) for w in (said.better, said.worse))
+        better, worse = (self.algorithm.score(outputs, batch, responses, w, shorter) for w in (said.better, said.worse))
         return better, worse
 
     def _pairs(self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses) -> Tensor:
-        row = self.row
+        algorithm = self.algorithm
         better, worse = self._compared(outputs, batch, said, responses)
-        margin = torch.zeros_like(better) if row.margin is None else row.margin(said.margin.double())
-        losses = row.link.compare(Pairs(better, worse, margin, said.better, batch.coefficients))
-        if row.weight is not None:
-            weights = row.weight(outputs, batch, responses, said.better)
-            losses = losses * weights * row.weight(outputs, batch, responses, said.worse)
+        margin = torch.zeros_like(better) if algorithm.margin is None else algorithm.margin(said.margin.double())
+        losses = algorithm.link.compare(Pairs(better, worse, margin, said.better, batch.coefficients))
+        if algorithm.weight is not None:
+            weights = algorithm.weight(outputs, batch, responses, said.better)
+            losses = losses * weights * algorithm.weight(outputs, batch, responses, said.worse)
         return (said.weight.double() * losses).sum()
 
     def _labels(self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses) -> Tensor:
-        score = self.row.score(outputs, batch, responses, said.labelled, None)
-        losses = self.row.link.judge(score, said.label.double(), batch.coefficients)
-        if self.row.weight is not None:
-            losses = losses * self.row.weight(outputs, batch, responses, said.labelled)
+        score = self.algorithm.score(outputs, batch, responses, said.labelled, None)
+        losses = self.algorithm.link.judge(score, said.label.double(), batch.coefficients)
+        if self.algorithm.weight is not None:
+            losses = losses * self.algorithm.weight(outputs, batch, responses, said.labelled)
         return (said.label_weight.double() * losses).sum()
 
 

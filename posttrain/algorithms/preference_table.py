@@ -1,4 +1,4 @@
-"""The table of comparisons: a row each for what learns from preferences without sampling.
+"""Table of preference algorithms, which learn from preferences without sampling.
 
 Left out: AOT (arXiv 2406.05882), which sorts the scores of a micro-batch, so that the loss depends on how the batch is cut;
 and DiscoPOP (arXiv 2406.08414), a link that a search over code found: it has no derivation, and is not convex.
@@ -19,55 +19,55 @@ from posttrain.algorithms.links import (
     Sigmoid,
     Square,
 )
-from posttrain.algorithms.preference import Imitated, Margin, Preference
+from posttrain.algorithms.preference import Imitated, Margin, PreferenceAlgorithm
 from posttrain.algorithms.responses import LogRatio, Odds, ResponseLikelihood
 
-_ROWS = (
-    Preference(
+_ALGORITHMS = (
+    PreferenceAlgorithm(
         "dpo",
         "Direct preference optimization (DPO, arXiv 2305.18290)",
         link=Sigmoid(0.1),
         idea="A reward model that is the policy itself",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "cdpo",
         "Conservative DPO: some labels are assumed to be wrong (Mitchell 2023)",
         link=Sigmoid(0.1, smoothing=0.1),
         idea="Label smoothing",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "robust",
         "Robust DPO: an unbiased loss under flipped labels (arXiv 2403.00409)",
         link=Robust(0.1, noise=0.1),
         idea="Unbiased under label noise",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "dpo-norm",
         "Length-normalised DPO (Tulu 3, arXiv 2411.15124, section 5.1.2)",
         link=Sigmoid(5.0),
         score=LogRatio(mean=True),
         idea="Log ratios are means over tokens",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "ipo",
         "Identity preference optimization, per token as its authors confirmed (IPO, arXiv 2310.12036)",
         link=Square(0.1),
         score=LogRatio(mean=True),
         idea="A target for the difference, not infinity",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "hinge",
         "Hinge loss on the log ratio (SLiC-HF, arXiv 2305.10425; RSO, arXiv 2309.06657)",
         link=Hinge(0.1),
         idea="Won comparisons are left alone",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "kto",
         "Kahneman-Tversky optimization, from labels of single responses (KTO, arXiv 2402.01306)",
         link=Prospect(0.1),
         idea="Good and bad labels instead of pairs",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "orpo",
         "Odds-ratio preference optimization (ORPO, arXiv 2403.07691)",
         link=Sigmoid(1.0),
@@ -76,7 +76,7 @@ _ROWS = (
         imitation=Imitated(1.0),
         idea="Fine-tuning and comparing at once, no reference",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "cpo",
         "Contrastive preference optimization, its likelihood per token as in its authors' code (CPO, arXiv 2401.08417)",
         link=Sigmoid(0.1),
@@ -84,7 +84,7 @@ _ROWS = (
         imitation=Imitated(1.0),
         idea="DPO under a uniform reference, with likelihood",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "simpo",
         "Simple preference optimization (SimPO, arXiv 2405.14734)",
         link=Sigmoid(2.0),
@@ -92,48 +92,48 @@ _ROWS = (
         margin=Margin(1.0),
         idea="Mean likelihood as reward, with a margin",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "rpo",
         "DPO with the likelihood of the chosen responses (iterative RPO, arXiv 2404.19733)",
         link=Sigmoid(0.1),
         imitation=Imitated(1.0, per="responses"),
         idea="DPO that keeps chosen responses likely",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "sppo",
         "Self-play preference optimization with hard labels (SPPO, arXiv 2405.00675)",
         link=SelfPlay(0.001),
         idea="A target for each response by itself",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "apo-zero",
         "Anchored preference optimization, zero (APO, arXiv 2408.06266)",
         link=AnchoredUp(0.1),
         idea="Chosen responses go up, rejected ones down",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "apo-down",
         "Anchored preference optimization, down (APO, arXiv 2408.06266)",
         link=AnchoredDown(0.1),
         idea="Both go down, rejected ones more",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "nca",
         "Noise contrastive alignment (NCA, arXiv 2402.05369)",
         link=Contrast(0.1),
         idea="Keeps the likelihood of chosen responses up",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "exo",
         "Efficient exact optimization (EXO, arXiv 2402.00856)",
         link=ReverseKL(0.1),
         idea="Reverse KL to the labels' preference",
     ),
-    Preference(
+    PreferenceAlgorithm(
         "bco",
         "Binary classifier optimization, without density ratios (BCO, arXiv 2404.04656)",
         link=ClassifierLink(0.1),
         idea="A classifier of good and bad responses",
     ),
 )
-PREFERENCES: dict[str, Preference] = {row.name: row for row in _ROWS}
+PREFERENCES: dict[str, PreferenceAlgorithm] = {algorithm.name: algorithm for algorithm in _ALGORITHMS}

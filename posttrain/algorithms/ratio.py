@@ -1,6 +1,6 @@
-"""Ratio steps: what is done to the log ratio of each token before it is exponentiated, applied left to right.
+"""Ratio steps: transformations of the log ratio of each token before it is exponentiated, applied left to right.
 
-A row has a sequence of steps because they do not commute: GSPO averages and then clips, GMPO clips and then averages.
+An algorithm has a sequence of steps because they do not commute: GSPO averages and then clips, GMPO clips and then averages.
 Each step takes the log ratio [N] and the micro-batch and returns a log ratio [N]. Rollouts are whole within a
 micro-batch and their tokens are neighbours, which `over_rollouts` relies on.
 
@@ -24,7 +24,7 @@ LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in f
 
 
 class RatioStep(Component):
-    """One step. `formula` completes "r_it = ..." for a reader."""
+    """Step of a ratio. `formula` completes "r_it = ..." for a reader."""
 
     @property
     def multiplies(self) -> bool:
@@ -119,7 +119,7 @@ class Causal(RatioStep):
 
 @dataclass(frozen=True)
 class Correction(Component):
-    """Accounts for an engine whose log-probabilities differ from the learner's: vLLM's, or older weights (`async_steps`).
+    """Corrects for an engine whose log-probabilities differ from the learner's: vLLM's, or older weights (`async_steps`).
 
     A weight without a gradient, c = pi_old / mu per token. This gap is not the ratio's (pi / pi_old); the weight multiplies
     what is maximised, outside any clip.
@@ -165,7 +165,7 @@ class Correction(Component):
         }[self.kind]
 
     def __call__(self, gap: Tensor, rollout: Tensor) -> Tensor:
-        """gap [N] = old - mu, without a gradient, and whose each token is [N] -> weight [N]."""
+        """Return the weight [N] from gap [N] = old - mu, without a gradient, and the rollout of each token [N]."""
         if self.kind in ("sequence", "sequence-truncate"):
             total, count, inverse = over_rollouts(gap, rollout)
             if self.kind == "sequence-truncate":
@@ -185,11 +185,11 @@ RATIOS: dict[str, tuple[RatioStep, ...]] = {
     "causal": (Causal(),),
     "geometric": (PessimisticClip(), OverSequence("mean")),
 }
-"""What --ratio may name."""
+"""Choices of --ratio."""
 
 
 def over_rollouts(x: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of x [N] over each rollout of the micro-batch [R], how many tokens each has [R], and whose each token is [N]."""
+    """Return sums of x [N] over the micro-batch's rollouts [R], token counts [R], and the rollout of each token [N]."""
     _, inverse, count = rollout.unique_consecutive(return_inverse=True, return_counts=True)
     total = torch.zeros(len(count), dtype=x.dtype, device=x.device).index_add(0, inverse, x)
     return total, count.to(x.dtype), inverse

@@ -1,4 +1,4 @@
-"""Scores of responses from the log-probabilities of their tokens: what links compare.
+"""Scores of responses from the log-probabilities of their tokens, the input of links.
 
 N    scored tokens of a micro-batch    R    responses in it    M    some of them, which may repeat
 n    scored tokens of a response       lp, ref    their log-probabilities under the policy and the reference
@@ -24,7 +24,7 @@ LENGTH_DESENSITISED = "; LD-DPO, arXiv 2409.06411"
 
 @dataclass(frozen=True)
 class Responses:
-    """The responses of a micro-batch: which of the flat tokens are whose."""
+    """Responses of a micro-batch, and the response that each flat token belongs to."""
 
     transcript: Tensor  # int64 [N], index in [R]: neighbours
     length: Tensor  # int64 [R], tokens of each
@@ -34,9 +34,9 @@ class Responses:
         return Responses(batch.transcript, torch.bincount(batch.transcript))
 
     def total(self, values: Tensor, which: Tensor, first: Tensor | None = None, tail: float = 1.0) -> Tensor:
-        """Sums [M] of the values [N] over the tokens of the responses `which` [M], in float64.
+        """Return sums [M] of the values [N] over the tokens of the responses `which` [M], in float64.
 
-        `first` int64 [M]: tokens behind so many weigh `tail`.
+        `first` int64 [M]: tokens behind this number have weight `tail`.
         """
         values = values.double()
         if first is None or tail == 1.0:
@@ -52,7 +52,7 @@ class Responses:
 
 
 class Score(Component):
-    """(outputs, batch, which responses, their first tokens that weigh 1) -> scores [M], with a gradient."""
+    """Map from (outputs, batch, responses, number of first tokens with weight 1) to scores [M], with a gradient."""
 
     def __call__(
         self, outputs: Outputs, batch: Batch, responses: Responses, which: Tensor, first: Tensor | None
@@ -62,7 +62,7 @@ class Score(Component):
 
 @dataclass(frozen=True)
 class LogRatio(Score):
-    """How much likelier the response became: the reward for which the policy would be optimal.
+    """Log ratio of the response to the reference: the reward for which the policy would be optimal.
 
     s = sum_t (lp_t - ref_t), or its mean over the response's tokens (DPO, arXiv 2305.18290, eq. 5). With another divergence
     than the reverse KL, s = f'(pi / ref): forward 1 - e^-d, Jensen-Shannon log(2 / (1 + e^-d)), alpha (e^((a - 1) d) - 1) /
@@ -121,7 +121,7 @@ class LogRatio(Score):
 
 @dataclass(frozen=True)
 class ResponseLikelihood(Score):
-    """How likely the response is, without a reference.
+    """Likelihood of the response, without a reference.
 
     s = sum_t lp_t (CPO, arXiv 2401.08417), or its mean over the tokens (SimPO, arXiv 2405.14734, eq. 3).
     """
@@ -186,7 +186,7 @@ class PolicyWeight(Component):
     wants = frozenset({"collision"})
 
     def __call__(self, outputs: Outputs, batch: Batch, responses: Responses, which: Tensor) -> Tensor:
-        """Weights [M] of these responses."""
+        """Return weights [M] of these responses."""
         assert outputs.collision is not None
         aligned = outputs.logp.detach().double() - outputs.collision.double()
         return (responses.total(aligned, which) / responses.length[which]).exp()

@@ -1,4 +1,4 @@
-"""What a row of reward models is: link x margin x penalty, over scores that a head gives instead of words.
+"""Reward-model algorithms: link x margin x penalty over the scores of a head, their objective and their table.
 
 N    readings of a micro-batch: hidden states that are scored    U    scores    C    comparisons    V    labels
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison, PerPrompt
 from posttrain.algorithms.links import CrossEntropy, Pairs, PlackettLuce, PreferenceLink, Sigmoid, SquaredError
 from posttrain.algorithms.preference import Margin
-from posttrain.algorithms.row import Row
 from posttrain.core.batch import Batch, Outputs, Preferences, Stats
 from posttrain.core.component import Component, setting
 from posttrain.core.lazy_torch import torch
@@ -45,7 +45,7 @@ class ScorePenalty(Component):
         return f"{self.sign:g} (relu(-r_w) + relu(r_l)) + {self.size:g} (r_w^2 + r_l^2)"
 
     def __call__(self, better: Tensor, worse: Tensor) -> Tensor:
-        """Scores [C] -> penalties [C]."""
+        """Return penalties [C] of scores [C]."""
         sign = torch.relu(-better) + torch.relu(worse)
         return self.sign * sign + self.size * (better.square() + worse.square())
 
@@ -59,8 +59,8 @@ LINKS: dict[str, PreferenceLink] = {
 
 
 @dataclass(frozen=True)
-class Scoring(Row):
-    """A row of the table of reward models."""
+class RewardModelAlgorithm(AlgorithmBase):
+    """Reward-model algorithm: an entry of `REWARD_MODELS`."""
 
     link: PreferenceLink = setting(flag="link", help="Loss on the scores of responses.", choices=LINKS)
     denominator: Denominator = setting(
@@ -72,10 +72,10 @@ class Scoring(Row):
 
 
 @dataclass(frozen=True)
-class ScoringObjective:
-    """The loss of one micro-batch of items, and what is known of their scores."""
+class RewardModelObjective:
+    """Loss of one micro-batch of preference examples, and metrics of their scores."""
 
-    row: Scoring
+    algorithm: RewardModelAlgorithm
     mean: bool = False  # whether a score is the mean over the readings of a response; else each reading is one
     wants = frozenset({"score"})
 
@@ -83,22 +83,22 @@ class ScoringObjective:
         said = batch.preferences
         assert said is not None
         scores = self.scores(outputs, batch)
-        row = self.row
-        if row.link.reads_labels:
-            losses = row.link.judge(scores[said.labelled], said.label, batch.coefficients)
+        algorithm = self.algorithm
+        if algorithm.link.reads_labels:
+            losses = algorithm.link.judge(scores[said.labelled], said.label, batch.coefficients)
             loss = (said.label_weight * losses).sum()
         else:
             better, worse = scores[said.better], scores[said.worse]
-            margin = torch.zeros_like(better) if row.margin is None else row.margin(said.margin)
-            losses = row.link.compare(Pairs(better, worse, margin, said.better, batch.coefficients))
-            if row.penalty is not None:
-                losses = losses + row.penalty(better, worse)
+            margin = torch.zeros_like(better) if algorithm.margin is None else algorithm.margin(said.margin)
+            losses = algorithm.link.compare(Pairs(better, worse, margin, said.better, batch.coefficients))
+            if algorithm.penalty is not None:
+                losses = losses + algorithm.penalty(better, worse)
             loss = (said.weight * losses).sum()
         self.measure(scores.detach(), said, stats)
         return loss
 
     def scores(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """float64 [U]."""
+        """Return the scores, float64 [U]."""
         assert outputs.score is not None
         given = outputs.score.double()
         if not self.mean:
@@ -114,7 +114,7 @@ class ScoringObjective:
             won = (margin > 0).double() + 0.5 * (margin == 0).double()
             stats.add("accuracy", won.sum().item(), len(margin))
             stats.add("margin", margin.sum().item(), len(margin))
-        elif len(said.label) and isinstance(self.row.link, CrossEntropy):
+        elif len(said.label) and isinstance(self.algorithm.link, CrossEntropy):
             right = (scores[said.labelled] > 0) == (said.label > 0.5)
             stats.add("accuracy", right.double().sum().item(), len(right))
         elif len(said.label):
@@ -122,43 +122,43 @@ class ScoringObjective:
             stats.add("squared_error", error.sum().item(), len(error))
 
 
-_ROWS = (
-    Scoring(
+_ALGORITHMS = (
+    RewardModelAlgorithm(
         "bradley-terry",
         "A reward model from pairs (InstructGPT, arXiv 2203.02155; margins of the rows: Llama 2, arXiv 2307.09288)",
         link=Sigmoid(1.0),
         margin=Margin(0.0, 1.0),
         idea="Better responses are likelier to win",
     ),
-    Scoring(
+    RewardModelAlgorithm(
         "k-wise",
         "A reward model from all comparisons of a prompt as one element (InstructGPT, arXiv 2203.02155, eq. 1)",
         link=Sigmoid(1.0),
         denominator=PerPrompt(),
         idea="All comparisons of a prompt are one element",
     ),
-    Scoring(
+    RewardModelAlgorithm(
         "plackett-luce",
         "A reward model from rankings (Plackett 1975; arXiv 2305.18290, appendix A.3)",
         link=PlackettLuce(),
         denominator=PerPrompt(),
         idea="A ranking is a row of choices",
     ),
-    Scoring(
+    RewardModelAlgorithm(
         "outcome",
         "A verifier from labels of whole responses, or of their steps (arXiv 2110.14168; steps: arXiv 2305.20050)",
         link=CrossEntropy(),
         idea="The probability that it is right",
     ),
-    Scoring(
+    RewardModelAlgorithm(
         "regression",
         "A reward model from scores (HelpSteer2, arXiv 2406.08673)",
         link=SquaredError(),
         idea="The score that people gave",
     ),
 )
-SCORINGS: dict[str, Scoring] = {row.name: row for row in _ROWS}
+REWARD_MODELS: dict[str, RewardModelAlgorithm] = {algorithm.name: algorithm for algorithm in _ALGORITHMS}
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Objective] = ScoringObjective
+    _proof: Callable[..., Objective] = RewardModelObjective

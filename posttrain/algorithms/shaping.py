@@ -1,4 +1,4 @@
-"""What is added to a rollout's reward before credit is assigned.
+"""Reward shaping: additions to a rollout's reward before credit is assigned.
 
 S    rollouts    n_i    sampled tokens of rollout i
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Shaping(Component):
-    """Scores -> float64 [S], what is added to each reward."""
+    """Map from `Scores` to the addition to each reward, float64 [S]."""
 
     def __call__(self, scores: Scores) -> Tensor:
         raise NotImplementedError
@@ -63,7 +63,7 @@ class SoftOverlong(Shaping):
         return replace(self, limit=limit, cache=cache)
 
     def __call__(self, scores: Scores) -> Tensor:
-        """float64 [S]."""
+        """Return the addition to each reward, float64 [S]."""
         assert self.limit and self.cache, "both are filled in when the run is configured"
         assert scores.sampled is not None
         return ((self.limit - self.cache - scores.sampled.double()) / self.cache).clamp(-1.0, 0.0)
@@ -88,7 +88,7 @@ class GroupLength(Shaping):
         return f"{self.weight:g} (1/2 - (n_i - min n) / (max n - min n)) over the group, at most 0 where it is not a success"
 
     def __call__(self, scores: Scores) -> Tensor:
-        """float64 [S]."""
+        """Return the addition to each reward, float64 [S]."""
         assert scores.success is not None
         groups, group = scores.group.unique(return_inverse=True)
         length = scores.length.double()

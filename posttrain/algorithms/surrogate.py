@@ -1,12 +1,12 @@
-"""Surrogates: what is maximised for each token, one idea each.
+"""Surrogate objectives: the quantity maximised for each token, one idea each.
 
-A part is a frozen dataclass that is called; its fields are its settings, `formula` says in plain mathematics what it
-computes with them and `source` where that comes from. Parts see the scoreboard or flat tensors of scored tokens, never a
-mask, a prompt or a world size.
+A component is a callable frozen dataclass. Its fields are its settings, `formula` is its equation in plain mathematics, and
+`source` is the origin of the equation. Components see the scoreboard or flat tensors of scored tokens, never a mask, a
+prompt or a world size.
 
     N    scored tokens of a micro-batch    S = B    rollouts of the optimizer batch    n_i    sampled tokens of rollout i
     lp   current log-probability           old      the learner's before the update    A      advantage
-    r    the ratio, exp(lp - old) or what the ratio steps make of it                   sg     without a gradient
+    r    the ratio, exp(lp - old) after the ratio steps                                sg     without a gradient
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Surrogate(Component):
-    """What is maximised for each token."""
+    """Surrogate objective, maximised for each token."""
 
     uses_ratio = True
     samples = True  # whether it is a mean over sampled tokens, so that it matters which weights sampled them
@@ -34,11 +34,11 @@ class Surrogate(Component):
         return False
 
     def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
-        """[N], from the ratio [N], what the models say, and the batch, whose `old_logp` is filled in."""
+        """Return [N], from the ratio [N], the models' outputs, and the batch, whose `old_logp` is filled in."""
         raise NotImplementedError
 
     def measure(self, ratio: Tensor, batch: Batch, stats: Stats) -> None:
-        """Add what this part wants logged."""
+        """Add the metrics of this component."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Clip(Surrogate):
         return torch.where(advantage < 0, torch.maximum(bound, self.dual * advantage), bound)
 
     def measure(self, ratio: Tensor, batch: Batch, stats: Stats) -> None:
-        """Shares of the tokens that the clip leaves without a gradient."""
+        """Add the shares of tokens that the clip leaves without a gradient."""
         advantage = _advantage(batch)
         low = ((ratio < 1 - self.low) & (advantage < 0)).sum().item()
         high = ((ratio > 1 + self.high) & (advantage > 0)).sum().item()
@@ -128,11 +128,11 @@ class WeightedLogProbability(Surrogate):
     sg(r) lp A, the off-policy policy gradient, its importance weight without a gradient. With `high`, the weight is capped
     at 1 + high (CISPO, arXiv 2506.13585, eq. 4). The cap is on the weight and so always above 1.
 
-    at   what a weight r_t multiplies. `token`: the advantage of token t. `reward`: what is earned at token t, A_t - A_{t+1},
-         wherever that counts: sg(sum_{k>=t} r_k (A_k - A_{k+1})) lp, A_{n+1} = 0: per-decision importance sampling (Precup
-         et al. 2000).
+    at   the factor that a weight r_t multiplies. `token`: the advantage of token t. `reward`: the reward earned
+         at token t, A_t - A_{t+1}, wherever that counts: sg(sum_{k>=t} r_k (A_k - A_{k+1})) lp, A_{n+1} = 0: per-decision
+         importance sampling (Precup et al. 2000).
 
-    Which weight makes the expected gradient the true one, whoever sampled, depends on A (r without a cap):
+    The weight that makes the expected gradient the true one, for any sampling policy, depends on A (r without a cap):
 
     --ratio causal,       each reward by the product of ratios up to it: exact for sums of rewards, also less a baseline.
       --weight-at reward  As the next where only the whole reply is rewarded, and usually less variance where its steps are.
@@ -210,7 +210,7 @@ SURROGATES: dict[str, Surrogate] = {
     "weighted": WeightedLogProbability(),
     "expected-q": ExpectedQ(),
 }
-"""What --surrogate may name."""
+"""Choices of --surrogate."""
 
 
 def _advantage(batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Distillation on policy: the student samples, and a teacher says what each of its tokens is worth.
+"""On-policy distillation: the student samples, and a teacher scores each of its tokens.
 
 N    scored tokens of a micro-batch    V    vocabulary    p    the policy    q    the teacher
 lp   log-probability of a sampled token under the policy    tea    the same under the teacher
@@ -85,10 +85,10 @@ class Distillation(Component):
         return replace(self, temperature=limits.temperature if self.temperature is None else self.temperature)
 
     def distance(self, outputs: Outputs) -> Tensor:
-        """[N], in nats, with a gradient into the policy. Not for `sampled`."""
+        """Return the divergence per token, [N] in nats, with a gradient into the policy. Not for `sampled`."""
         found: Tensor = getattr(outputs, FIELDS[self.divergence])
         return found
 
     def worth(self, teacher_logp: Tensor, logp: Tensor) -> Tensor:
-        """[N]: what `sampled` adds to the advantage of each token; logp is the policy's that sampled it."""
+        """Return the addition of `sampled` to each token's advantage, [N]; logp is that of the sampling policy."""
         return self.coefficient * (teacher_logp - logp).detach()

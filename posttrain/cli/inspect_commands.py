@@ -20,8 +20,8 @@ from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
     from posttrain.algorithms.policy import Algorithm
-    from posttrain.algorithms.preference import Preference
-    from posttrain.algorithms.reward_model_table import Scoring
+    from posttrain.algorithms.preference import PreferenceAlgorithm
+    from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 
 
 def algorithms(name: str | None = None, *, json: bool = False, pages: str | None = None) -> int:
@@ -40,46 +40,46 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     from posttrain.algorithms.describe import as_data, describe, differences, index, page, settings, symbols
     from posttrain.algorithms.policy_table import TABLE
     from posttrain.algorithms.preference_table import PREFERENCES
-    from posttrain.algorithms.reward_model_table import SCORINGS
+    from posttrain.algorithms.reward_model_table import REWARD_MODELS
 
     if pages is not None:
         folder = Path(pages)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for row in EVERY.values():
-                (folder / f"{row.name}.md").write_text(page(row, beside(row)), encoding="utf-8")
+            for algorithm in EVERY.values():
+                (folder / f"{algorithm.name}.md").write_text(page(algorithm, beside(algorithm)), encoding="utf-8")
             (folder / "index.md").write_text(index(list(EVERY.values())), encoding="utf-8")
         except (OSError, ValueError) as error:  # of a name that no system takes
             raise UserError(f"--pages {clip(pages)} cannot be written: {one_line(error)}") from error
         return 0
     if name is None:
         if json:
-            print(dumps([as_data(row) for row in EVERY.values()], indent=1))
+            print(dumps([as_data(algorithm) for algorithm in EVERY.values()], indent=1))
         else:
-            _rows("Algorithms (one of them in full: posttrain algorithms NAME)", TABLE.values())
-            _rows("From preferences, without sampling (posttrain prefer)", PREFERENCES.values())
-            _rows("Reward models (posttrain reward-model)", SCORINGS.values())
+            _show_table("Algorithms (one of them in full: posttrain algorithms NAME)", TABLE.values())
+            _show_table("From preferences, without sampling (posttrain prefer)", PREFERENCES.values())
+            _show_table("Reward models (posttrain reward-model)", REWARD_MODELS.values())
         return 0
-    row = find_any(name)
+    algorithm = find_any(name)
     if json:
-        print(dumps(as_data(row), indent=1))
+        print(dumps(as_data(algorithm), indent=1))
         return 0
-    print("\n".join(describe(row)))
-    if others := differences(row, beside(row)):
-        print(f"  differences from {beside(row).name}:")
+    print("\n".join(describe(algorithm)))
+    if others := differences(algorithm, beside(algorithm)):
+        print(f"  differences from {beside(algorithm).name}:")
         print("\n".join(f"    {line}" for line in others))
     print("  settings (--set PLACE=VALUE; none: the run's own options decide):")
-    print("\n".join(f"    {line}" for line in settings(row)))
-    print(symbols(row))
+    print("\n".join(f"    {line}" for line in settings(algorithm)))
+    print(symbols(algorithm))
     return 0
 
 
-def _rows(title: str, rows: Iterable[Algorithm | Preference | Scoring]) -> None:
-    """A table of them, with their papers where the screen is wide enough."""
+def _show_table(title: str, algorithms: Iterable[Algorithm | PreferenceAlgorithm | RewardModelAlgorithm]) -> None:
+    """Print a table of algorithms, with their papers where the screen is wide enough."""
     from posttrain.algorithms.describe import cited
     from posttrain.runs.terminal.printing import table
 
-    whole = [[r.name, r.idea, cited(r)] for r in rows]
+    whole = [[r.name, r.idea, cited(r)] for r in algorithms]
     widest = sum(max(map(len, column)) for column in zip(*whole, strict=True)) + 8  # between and beside the columns
     fits = get_terminal_size().columns >= widest
     table(title, ["name", "idea", "paper"] if fits else ["name", "idea"], whole if fits else [row[:2] for row in whole])
@@ -294,7 +294,7 @@ def query(
     run
         Folder of a run, running or finished, or a file of rollouts that posttrain eval --out wrote.
     sql
-        One SELECT statement; "show tables" and "describe rollouts" say what there is to ask. Tables: rollouts, evals,
+        One SELECT statement; "show tables" and "describe rollouts" list what there is. Tables: rollouts, evals,
         tokens (a row for each: place, text, ratio, weight ...), metrics, timing, health, seconds, and rollout_index, which
         has the short columns of all rollouts and is the fastest. A part of the reward:
         part(parts, 'form'); a note: notes->>'moves'.

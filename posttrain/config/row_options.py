@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from posttrain.algorithms.row import Row
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.settings import Flag, flags
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.verbs import name_of
@@ -16,7 +16,7 @@ Precision = Literal["float32", "bfloat16"]
 class FromRows(OptionGroup, group="data"):
     """Source of rows."""
 
-    row: ClassVar[type[Row] | None] = None  # of which kind the rows are whose settings are options of this verb too
+    algorithm_kind: ClassVar[type[AlgorithmBase] | None] = None  # its settings are options of this verb too
 
     @property
     def verb(self) -> str:
@@ -25,8 +25,8 @@ class FromRows(OptionGroup, group="data"):
 
     @classmethod
     def flags(cls) -> dict[str, Flag]:
-        """The flags of its rows' settings, by name."""
-        return flags(cls.row) if cls.row is not None else {}
+        """Return the flags of its algorithms' settings, by name."""
+        return flags(cls.algorithm_kind) if cls.algorithm_kind is not None else {}
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Notes which options were given: when a run is resumed, one left at its default is not changed."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.algorithms.policy import Algorithm
-from posttrain.algorithms.preference import Preference
-from posttrain.algorithms.reward_model_table import Scoring
+from posttrain.algorithms.preference import PreferenceAlgorithm
+from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.algorithms.settings import flags
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.row_options import Data
@@ -186,7 +186,7 @@ class AlgorithmGroup(OptionGroup, group="algorithm"):
 class Prefer(AlgorithmGroup, Passes):
     """Learn from preferences without sampling (DPO and its family)."""
 
-    row = Preference
+    algorithm_kind = PreferenceAlgorithm
     out: str = "runs/prefer"
     algorithm: str = "dpo"
     """Algorithm: dpo, ipo, kto ... (`posttrain algorithms` lists all), or your own as my.py:name."""
@@ -197,7 +197,7 @@ class Prefer(AlgorithmGroup, Passes):
 class RewardModelling(AlgorithmGroup, Passes):
     """Train a reward model: a language model with a head that scores replies."""
 
-    row = Scoring
+    algorithm_kind = RewardModelAlgorithm
     out: str = "runs/reward-model"
     algorithm: str = "bradley-terry"
     """Algorithm: bradley-terry, k-wise, plackett-luce, outcome, regression, or your own as my.py:name. outcome learns
@@ -244,7 +244,7 @@ class EngineGroup(ReplicaGroup, group="scale"):
 class RL(AlgorithmGroup, EngineGroup, ServiceGroup, EnvWorkerGroup, EpisodeGroup, SamplingGroup, Training):
     """Reinforcement learning from a reward function, a verifier or an environment."""
 
-    row = Algorithm
+    algorithm_kind = Algorithm
     out: str = "runs/rl"
     algorithm: str = "grpo"
     """Algorithm: grpo, dapo, ppo ... (`posttrain algorithms` lists all), or your own as my.py:name."""

@@ -1,1 +1,1 @@
-"""Runs: put together, trained step by step, measured."""
+"""Training: assembly of runs, the training loop, evaluation."""

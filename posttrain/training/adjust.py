@@ -1,4 +1,4 @@
-"""A row as a run has it: with the run's settings and what they imply. Contradictions are refused here."""
+"""Algorithm of a run: the chosen algorithm with the run's settings and what they imply. Contradictions are refused here."""
 
 from __future__ import annotations
 
@@ -14,100 +14,103 @@ from posttrain.algorithms.teacher import Distillation
 from posttrain.config.training import RL, Distill
 from posttrain.core.component import Need, RunLimits
 from posttrain.core.types import UserError
-from posttrain.training import older
+from posttrain.training import older_weights
 
 
-def adjust(row: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
-    """The row of a run. Raises UserError, in one line, where settings do not exist, do not fit or contradict each other.
+def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
+    """Return the algorithm with the settings of a run.
 
-    `single_turn`: whether an episode is one reply.
+    Raises UserError, in one line, where settings do not exist, do not fit or contradict each other. `single_turn`: whether
+    an episode is one reply.
     """
-    if run.ptx and row.pretraining is None:
-        row = replace(row, pretraining=Pretraining())
-    if isinstance(run, Distill) and row.teacher is None:
-        row = replace(row, teacher=Distillation())
-    row = change(_completed(choose(row, run.settings), run), run.settings)
-    if row.kl is None and not run.chooses("reference_every"):
-        row = replace(row, refresh=0)
-    if not run.chooses("minibatches") and row.replay is None:
+    if run.ptx and algorithm.pretraining is None:
+        algorithm = replace(algorithm, pretraining=Pretraining())
+    if isinstance(run, Distill) and algorithm.teacher is None:
+        algorithm = replace(algorithm, teacher=Distillation())
+    algorithm = change(_with_required_components(choose(algorithm, run.settings), run), run.settings)
+    if algorithm.kl is None and not run.chooses("reference_every"):
+        algorithm = replace(algorithm, refresh=0)
+    if not run.chooses("minibatches") and algorithm.replay is None:
         # An update needs a group, and a paper's number of updates is one of larger steps.
-        row = replace(row, minibatches=min(row.minibatches, run.prompts))
-    row = older.weighing(row, run)
-    row = row.configured(RunLimits(_episode_tokens(run, single_turn), run.temperature))
-    if Need.EPISODE_TOKENS in row.needs:
-        counting = row.needing(Need.EPISODE_TOKENS)
+        algorithm = replace(algorithm, minibatches=min(algorithm.minibatches, run.prompts))
+    algorithm = older_weights.add_importance_weight(algorithm, run)
+    algorithm = algorithm.configured(RunLimits(_episode_tokens(run, single_turn), run.temperature))
+    if Need.EPISODE_TOKENS in algorithm.needs:
+        counting = algorithm.needing(Need.EPISODE_TOKENS)
         parts = f"{' and '.join(counting)} {'counts' if len(counting) == 1 else 'count'}"
         raise UserError(
-            f"{row.name}: its {parts} the tokens of an episode, which in this environment may have several replies: "
-            "say with --max-episode-tokens how many there are at most"
+            f"{algorithm.name}: its {parts} the tokens of an episode, which in this environment may have several replies: "
+            "set their maximum with --max-episode-tokens"
         )
-    check_ranges(row)
+    check_ranges(algorithm)
     problems = (
-        *_contradictions(row, run),
-        *_of_unfinished(row, run, single_turn),
-        *_without_effect(row, run, single_turn),
+        *_contradictions(algorithm, run),
+        *_contradictions_of_partial_replies(algorithm, run, single_turn),
+        *_ineffective_settings(algorithm, run, single_turn),
     )
     for broken, reason in problems:
         if broken:
-            raise UserError(f"{row.name}: {reason}")
-    return row
+            raise UserError(f"{algorithm.name}: {reason}")
+    return algorithm
 
 
 def _episode_tokens(run: RL, single_turn: bool) -> int | None:
-    """Most tokens that the policy may sample in an episode; None: there is no bound."""
+    """Return the most tokens that the policy may sample in an episode; None: there is no bound."""
     if single_turn or run.max_turns == 1:
         return min(run.max_tokens, run.max_episode_tokens or run.max_tokens)
     return run.max_episode_tokens
 
 
-def _completed(row: Algorithm, run: RL) -> Algorithm:
-    """With what the chosen parts bring, and without what nothing uses any more."""
-    if not row.surrogate.uses_ratio and not run.chooses("ratio"):
-        row = replace(row, ratio=())
-    if row.reinforces and not row.surrogate.uses_ratio and row.replay is None:  # a paper's number goes with its ratio
-        row = replace(row, epochs=1, minibatches=1)
-    if isinstance(row.advantage, GAE) and run.chooses("gae_lambda"):  # the same for every length
-        row = replace(row, advantage=replace(row.advantage, alpha=None))
-    if Need.VALUE in row.advantage.needs and row.critic is None:
-        row = replace(row, critic=Value())
-    if isinstance(row.critic, Value) and Need.VALUE not in row.advantage.needs:
-        row = replace(row, critic=None)
-    return row
+def _with_required_components(algorithm: Algorithm, run: RL) -> Algorithm:
+    """Add the components that the chosen ones require, and remove those that nothing uses any more."""
+    if not algorithm.surrogate.uses_ratio and not run.chooses("ratio"):
+        algorithm = replace(algorithm, ratio=())
+    if (
+        algorithm.reinforces and not algorithm.surrogate.uses_ratio and algorithm.replay is None
+    ):  # a paper's number goes with its ratio
+        algorithm = replace(algorithm, epochs=1, minibatches=1)
+    if isinstance(algorithm.advantage, GAE) and run.chooses("gae_lambda"):  # the same for every length
+        algorithm = replace(algorithm, advantage=replace(algorithm.advantage, alpha=None))
+    if Need.VALUE in algorithm.advantage.needs and algorithm.critic is None:
+        algorithm = replace(algorithm, critic=Value())
+    if isinstance(algorithm.critic, Value) and Need.VALUE not in algorithm.advantage.needs:
+        algorithm = replace(algorithm, critic=None)
+    return algorithm
 
 
-def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
-    """(whether it holds, why it cannot be) of all that no single setting can see."""
-    soft = isinstance(row.critic, SoftQ)
-    baselined = row.advantage if isinstance(row.advantage, Baselined) else None
-    comparing = row.needing(Need.GROUP)
+def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    """Yield (whether it holds, reason) of each contradiction between settings."""
+    soft = isinstance(algorithm.critic, SoftQ)
+    baselined = algorithm.advantage if isinstance(algorithm.advantage, Baselined) else None
+    comparing = algorithm.needing(Need.GROUP)
     yield (
-        Need.GROUP in row.needs and run.group < 2,
+        Need.GROUP in algorithm.needs and run.group < 2,
         f"its {' and '.join(comparing)} {'compares' if len(comparing) == 1 else 'compare'} the rollouts of a group: "
         f"--group must be at least 2, not {run.group}",
     )
-    of_k = row.advantage.k if isinstance(row.advantage, PassAtK) else 0
+    of_k = algorithm.advantage.k if isinstance(algorithm.advantage, PassAtK) else 0
     yield (
         0 < run.group <= of_k,
         f"a group of {run.group} has one subset of {of_k} at most, and nothing to compare: --group must be above "
         f"--advantage-k",
     )
     yield (
-        bool(row.ratio) and not row.surrogate.uses_ratio,
-        f"it has no ratio, it maximises {row.surrogate.formula}: leave out --ratio, or see --surrogate",
+        bool(algorithm.ratio) and not algorithm.surrogate.uses_ratio,
+        f"it has no ratio, it maximises {algorithm.surrogate.formula}: leave out --ratio, or see --surrogate",
     )
     yield (
-        run.chooses("minibatches") and row.replay is None and row.minibatches > run.prompts,
-        f"an update needs a group: --minibatches {row.minibatches} is above --prompts {run.prompts}",
+        run.chooses("minibatches") and algorithm.replay is None and algorithm.minibatches > run.prompts,
+        f"an update needs a group: --minibatches {algorithm.minibatches} is above --prompts {run.prompts}",
     )
     yield (
-        soft != isinstance(row.surrogate, ExpectedQ) or soft != isinstance(row.advantage, Earned),
+        soft != isinstance(algorithm.surrogate, ExpectedQ) or soft != isinstance(algorithm.advantage, Earned),
         "action values, their expectation and what a token earns belong together: see posttrain algorithms sac",
     )
-    yield soft and row.entropy is None, "its temperature must be above 0: tune it with --entropy-target"
-    yield soft and row.select is not None, "its critic learns from every token: leave out --top-entropy"
+    yield soft and algorithm.entropy is None, "its temperature must be above 0: tune it with --entropy-target"
+    yield soft and algorithm.select is not None, "its critic learns from every token: leave out --top-entropy"
     yield (
         run.chooses("gae_lambda") and run.chooses("gae_alpha"),
-        "--gae-lambda already says lambda, the same for every length: leave out --gae-alpha",
+        "--gae-lambda already sets lambda, the same for every length: leave out --gae-alpha",
     )
     yield (
         baselined is not None and baselined.baseline == "none" and baselined.weight != "equal",
@@ -118,30 +121,33 @@ def _contradictions(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         "without a baseline equal rewards would be divided by nothing: set --scale none, or choose a --baseline",
     )
     yield (
-        row.trust_region is not None and bool(run.router_balance or run.router_z),
+        algorithm.trust_region is not None and bool(run.router_balance or run.router_z),
         "its line search knows nothing of the routers' losses: leave out --router-balance and --router-z",
     )
-    yield from older.contradictions(row, run)
-    yield from _of_penalty(row, run)
-    yield from _of_teacher(row, run)
+    yield from older_weights.contradictions(algorithm, run)
+    yield from _contradictions_of_penalty(algorithm, run)
+    yield from _contradictions_of_teacher(algorithm, run)
 
 
-def _of_unfinished(row: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
-    """What cannot be left in the middle of a reply."""
+def _contradictions_of_partial_replies(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
+    """Yield the contradictions of replies that are continued in a later step."""
     told, tokens = "--tokens-per-step", run.tokens_per_step
     yield (
         tokens > 0 and not single_turn,
-        f"{told} is for environments whose episodes are one reply: one of several turns cannot be left and taken up again",
+        f"{told} is for environments whose episodes are one reply: one of several turns cannot be interrupted and continued",
     )
-    yield tokens > 0 and row.sampling is not None, f"groups that are not whole cannot be replaced: leave out {told}"
+    yield (
+        tokens > 0 and algorithm.sampling is not None,
+        f"groups that are not whole cannot be replaced: leave out {told}",
+    )
     yield (
         tokens >= run.max_tokens,
         f"{told} {tokens} would have no effect: no reply has more than --max-tokens {run.max_tokens}",
     )
 
 
-def _of_penalty(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
-    kl = row.kl
+def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    kl = algorithm.kl
     yield (
         kl is not None and kl.estimator == "exact" and kl.against == "old",
         "the old policy's whole distributions are not kept: leave out --kl-estimator exact",
@@ -151,82 +157,86 @@ def _of_penalty(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         "its KL is to the policy that sampled, and 0 when rewards are given: leave out --kl-where",
     )
     yield (
-        kl is not None and kl.where == "reward" and isinstance(row.advantage, StepRewards),
+        kl is not None and kl.where == "reward" and isinstance(algorithm.advantage, StepRewards),
         "compares the rewards of steps, from which no KL is subtracted: leave out --kl-where reward",
     )
     yield (
-        kl is not None and kl.where == "reward" and isinstance(row.advantage, PassAtK),
+        kl is not None and kl.where == "reward" and isinstance(algorithm.advantage, PassAtK),
         "looks at what is right alone, from which no KL is subtracted: leave out --kl-where reward",
     )
     yield (
-        bool(row.refresh) and Need.REFERENCE not in row.needs,
+        bool(algorithm.refresh) and Need.REFERENCE not in algorithm.needs,
         "it has no reference that --reference-every could replace: give it a KL penalty, such as --kl 0.01",
     )
-    yield from _of_named_parts(row)
-    yield from _contradictions_of_replay(row, run)
-    yield from _contradictions_of_critic(row, run)
-    yield from _contradictions_of_sharding(row, run)
+    yield from _contradictions_of_reward_parts(algorithm)
+    yield from _contradictions_of_replay(algorithm, run)
+    yield from _contradictions_of_critic(algorithm, run)
+    yield from _contradictions_of_sharding(algorithm, run)
     yield (
-        row.pretraining is not None and not run.ptx,
+        algorithm.pretraining is not None and not run.ptx,
         "mixes in the likelihood of text of your own: give it with --ptx FILE",
     )
 
 
-def _of_teacher(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     taught = isinstance(run, Distill)
-    unrewarded = isinstance(row.advantage, Unrewarded)
+    unrewarded = isinstance(algorithm.advantage, Unrewarded)
+    divergence = algorithm.teacher.divergence if algorithm.teacher is not None else "jensen-shannon"
     yield (
-        row.teacher is not None and not taught,
+        algorithm.teacher is not None and not taught,
         "learns from a teacher: posttrain distill --teacher FOLDER runs it",
     )
-    yield unrewarded and row.teacher is None, "--advantage none learns nothing from rewards, and there is no teacher"
+    yield (
+        unrewarded and algorithm.teacher is None,
+        "--advantage none learns nothing from rewards, and there is no teacher",
+    )
     yield (
         taught and not unrewarded and not run.env,
         "learns from rewards beside its teacher: give --env, or --advantage none for the teacher alone",
     )
     yield (
-        row.teacher is not None and row.replay is not None,
+        algorithm.teacher is not None and algorithm.replay is not None,
         "a teacher reads the step's own rollouts: leave out --replay",
     )
     rewarding = {
-        "--dynamic-sampling": row.sampling,
-        "--kl-where reward": row.kl is not None and row.kl.where == "reward",
-        "what shapes the reward": row.shaping,
+        "--dynamic-sampling": algorithm.sampling,
+        "--kl-where reward": algorithm.kl is not None and algorithm.kl.where == "reward",
+        "what shapes the reward": algorithm.shaping,
     }
     told = " and ".join(name for name, there in rewarding.items() if there)
     yield unrewarded and bool(told), f"learns nothing from rewards, so {told} would change nothing: leave it out"
     yield (
-        row.select is not None and unrewarded and row.teacher is not None and not row.teacher.sampled,
+        algorithm.select is not None and unrewarded and algorithm.teacher is not None and not algorithm.teacher.sampled,
         "--top-entropy chooses where rewards are learned from, and none are: leave it out",
     )
     yield (
-        run.chooses("jsd_beta") and row.teacher is not None and row.teacher.divergence != "jensen-shannon",
-        f"--jsd-beta is of jensen-shannon, not of {row.teacher.divergence if row.teacher else 'nothing'}: leave it out",
+        run.chooses("jsd_beta") and divergence != "jensen-shannon",
+        f"--jsd-beta is of jensen-shannon, not of {divergence}: leave it out",
     )
 
 
-def _of_named_parts(row: Algorithm) -> Iterator[tuple[bool, str]]:
-    advantage, kl = row.advantage, row.kl
+def _contradictions_of_reward_parts(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
+    advantage, kl = algorithm.advantage, algorithm.kl
     if not isinstance(advantage, Decoupled):
         return
     advantage.weight_of()  # raises for one that cannot be read
     compares = "compares the named parts of rewards"
     yield kl is not None and kl.where == "reward", f"{compares}, from which no KL is subtracted: set --kl-where loss"
     yield (
-        bool(row.shaping),
+        bool(algorithm.shaping),
         f"{compares}, to which a reward for length adds nothing: set --overlong-cache 0, leave out --length-reward, "
         "and return it as a part of your own",
     )
 
 
-def _contradictions_of_replay(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
-    kl, replay, rollouts = row.kl, row.replay, run.prompts * run.group
+def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    kl, replay, rollouts = algorithm.kl, algorithm.replay, run.prompts * run.group
     yield (
-        replay is not None and row.trust_region is not None,
+        replay is not None and algorithm.trust_region is not None,
         "its step is bounded on tokens of the policy before it, and older weights have sampled others: leave out --replay",
     )
     yield (
-        replay is not None and ((kl is not None and kl.where == "reward") or isinstance(row.critic, Value)),
+        replay is not None and ((kl is not None and kl.where == "reward") or isinstance(algorithm.critic, Value)),
         "of rollouts of earlier steps neither a KL nor a state's value is known: "
         "leave out --replay, or --kl-where reward and --advantage gae",
     )
@@ -236,8 +246,8 @@ def _contradictions_of_replay(row: Algorithm, run: RL) -> Iterator[tuple[bool, s
     )
 
 
-def _contradictions_of_critic(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
-    critic, shared = row.critic, run.critic == "shared"
+def _contradictions_of_critic(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    critic, shared = algorithm.critic, run.critic == "shared"
     own = [name for name in ("critic", "critic_lr", "critic_model") if getattr(run, name) is not None]
     told = ", ".join(f"--{name.replace('_', '-')}" for name in own)
     yield critic is None and bool(own), f"it has no critic, {told} would change nothing: --advantage gae brings one"
@@ -255,37 +265,37 @@ def _contradictions_of_critic(row: Algorithm, run: RL) -> Iterator[tuple[bool, s
         shared and isinstance(critic, SoftQ),
         "its moving-average targets need a backbone of the critic's own: leave out --critic shared",
     )
-    yield shared and row.trust_region is not None, "a trust region is for the policy alone: --critic separate"
+    yield shared and algorithm.trust_region is not None, "a trust region is for the policy alone: --critic separate"
     yield (
         shared and bool(run.critic_model),
         "a shared critic has the policy's backbone: leave out --critic-model",
     )
 
 
-def _contradictions_of_sharding(row: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     yield (
-        run.shard and row.trust_region is not None,
+        run.shard and algorithm.trust_region is not None,
         "its step is found from whole gradients, and no process has one: leave out --shard",
     )
     yield (
-        run.shard and Need.GRADIENT_NORM in row.needs,
+        run.shard and Need.GRADIENT_NORM in algorithm.needs,
         "it weighs rollouts by their own gradients, which no process has whole: leave out --shard, or choose another "
         "baseline",
     )
 
 
-def _without_effect(row: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
-    """Settings that were chosen and would change nothing."""
+def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
+    """Yield the chosen settings that would have no effect."""
     own = ("branches", "branch_first", "branch_tokens", "branch_threshold", "branch_credit")
     branching = [f"--{name.replace('_', '-')}" for name in own if run.chooses(name)]
     yield (
-        bool(branching) and row.branching is not None and (single_turn or run.max_turns == 1),
+        bool(branching) and algorithm.branching is not None and (single_turn or run.max_turns == 1),
         f"{', '.join(branching)} would have no effect: rollouts branch behind answers of tools, and here an episode is one "
         "reply: leave it out",
     )
     clips = [f"--{name.replace('_', '-')}" for name in ("clip_low", "clip_high", "clip_dual") if run.chooses(name)]
     yield (
-        bool(clips) and row.surrogate.clips and row.on_policy and row.old == "start",
+        bool(clips) and algorithm.surrogate.clips and algorithm.on_policy and algorithm.old == "start",
         f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
         "clipped; take several, such as --minibatches 4, or leave it out",
     )

@@ -1,8 +1,8 @@
-"""The processes that share a run: how this one joins them, and what becomes of it when another one fails.
+"""The process group of a run: joining it, and ending when another process fails.
 
-Each process does all that a run of one process does, with two exceptions: it plays its share of the groups, and computes its
-share of the micro-batches. What decides (filters, credit, order, health) is computed by each of them from the same numbers.
-The first one alone writes and speaks.
+Each process does all that a run of one process does, with two exceptions: it samples its share of the groups, and computes
+its share of the micro-batches. All decisions (filters, credit, order, health) are computed by each of them from the same
+numbers. Only the first one writes files and prints.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from posttrain.runs.terminal.notices import held
 
 
 @contextmanager
-def together(config: Training) -> Iterator[World]:
-    """The world of this process: alone, or one of those that torchrun or `--processes` has started.
+def open_world(config: Training) -> Iterator[World]:
+    """Yield the world of this process: alone, or one of those that torchrun or `--processes` has started.
 
-    What is told before the run is described is held back until then. Raises UserError where another process has failed,
-    with what it said.
+    Messages before the description of the run are held back until then. Raises UserError where another process has failed,
+    with its message.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if config.processes > 1:
@@ -54,7 +54,7 @@ def together(config: Training) -> Iterator[World]:
         world = joined(config.device, config.collective_timeout)
         try:
             yield world
-            world.gather(None)  # nobody leaves while another one may still fail
+            world.gather(None)  # no process leaves while another one may still fail
         except BaseException as error:
             world.fail(error)
             raise

@@ -1,6 +1,6 @@
-"""How an evaluation turns samples into figures: mean reward, accuracy, pass@k, differences of two checkpoints.
+"""Figures of an evaluation: mean reward, accuracy, pass@k, differences of two checkpoints.
 
-It decides that the task is the unit: every task counts once however many samples it has.
+The task is the unit: every task counts once, whatever the number of its samples.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from posttrain.core.types import UserError, succeeds
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n samples, drawn without replacement, hold at least one of the c correct ones.
+    """Return the chance that k of n samples, drawn without replacement, hold at least one of the c correct ones.
 
     1 - C(n - c, k) / C(n, k), the unbiased estimate of arXiv:2107.03374; in whole numbers, so it is exact to the last
-    bit. ValueError if k > n: the samples are too few to say.
+    bit. ValueError if k > n: there are too few samples.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs k from 1 to the number of samples, {n}")
@@ -34,16 +34,17 @@ def summary(
     success: float | None = 1.0,
     level: float = LEVEL,
 ) -> dict[str, Any]:
-    """The figures of an evaluation. `per_task_rewards` holds, for each task, the valid rewards of its samples.
+    """Compute the figures of an evaluation. `per_task_rewards` holds, for each task, the valid rewards of its samples.
 
-    A sample is right if its reward is at least `success`; None: nothing says so, and there is only the reward. The result:
+    A sample is right if its reward is at least `success`; None: no reward defines it, and there is only the reward. The
+    result:
 
         {"tasks": 100, "samples": 800,
          "reward": {"mean": 0.52, "low": 0.44, "high": 0.60, "tasks": 100},
          "accuracy": {...}, "pass@4": {...}}
 
-    Where there is no interval, low and high are None, and "why" says why. Tasks without a valid sample are left out, and
-    from pass@k those with fewer than k; "tasks" says how many remained. UserError if none did.
+    Where there is no interval, low and high are None, and "why" is the reason. Tasks without a valid sample are left out,
+    and from pass@k those with fewer than k; "tasks" is the number that remained. UserError if none did.
     """
     groups = [np.asarray(rewards, dtype=np.float64) for rewards in per_task_rewards if len(rewards)]
     if not groups:
@@ -52,7 +53,7 @@ def summary(
         )
     result: dict[str, Any] = {"tasks": len(groups), "samples": sum(map(len, groups))}
     means = [float(rewards.mean()) for rewards in groups]
-    found = share_interval(means, level=level) if _told_right(groups) else mean_interval(means, level)
+    found = share_interval(means, level=level) if _is_binary(groups) else mean_interval(means, level)
     result["reward"] = stated(float(np.mean(means)), found, tasks=len(means))
     if success is None:
         return result
@@ -69,9 +70,9 @@ def summary(
 def differences(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], success: float | None = 1.0, level: float = LEVEL
 ) -> dict[str, dict[str, Any]]:
-    """Of the same tasks, the valid rewards of two checkpoints: the first minus the second, in reward and in accuracy."""
+    """Compute the differences of two checkpoints on the same tasks, first minus second, in reward and in accuracy."""
     first, second = ([np.asarray(pair[side], dtype=np.float64) for pair in pairs] for side in (0, 1))
-    found = {"reward": _difference(first, second, level, _told_right([*first, *second]))}
+    found = {"reward": _difference(first, second, level, _is_binary([*first, *second]))}
     if success is not None:
         own, theirs = ([succeeds(rewards, success) for rewards in side] for side in (first, second))
         found["accuracy"] = _difference(own, theirs, level, share=True)
@@ -83,8 +84,8 @@ def _difference(first: list[Any], second: list[Any], level: float, share: bool) 
     return stated(float(np.mean(a)) - float(np.mean(b)), paired_interval(a, b, level, share=share), tasks=len(a))
 
 
-def _told_right(groups: Sequence[Any]) -> bool:
-    """Whether rewards say nothing but right and wrong: then their mean is a share."""
+def _is_binary(groups: Sequence[Any]) -> bool:
+    """Whether all rewards are 0 or 1, right or wrong: then their mean is a share."""
     return all(bool(np.isin(rewards, (0.0, 1.0)).all()) for rewards in groups)
 
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint has learned from tasks that are held out here, by what the runs say that it goes back to."""
+"""Check that a checkpoint has not learned from the held-out tasks, by the records of the runs that it descends from."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from posttrain.runs.run_reading import read_run, split_of
 OLDEST = 16  # runs that are followed back from a checkpoint
 
 
-def seen(model: str, tasks: str, held_out: float, split_seed: int) -> str | None:
-    """Why the tasks of this file that are held out may not be new to a checkpoint, in words; None where nothing says so.
+def overlap(model: str, tasks: str, held_out: float, split_seed: int) -> str | None:
+    """Return the reason why the held-out tasks of this file may not be new to a checkpoint, in words; None if there is none.
 
     A run with the same seed that held out as much, or more, has not seen them: a share is part of every greater one.
     """
@@ -35,9 +35,9 @@ def seen(model: str, tasks: str, held_out: float, split_seed: int) -> str | None
 
 
 def split_seed_of(model: str, tasks: str) -> tuple[Path, int] | None:
-    """The run that a checkpoint is of, or the next before it that held out tasks, and the seed that decided which.
+    """Return the checkpoint's run, or the nearest ancestor that held out tasks, and the seed of that split.
 
-    The first that learned from this very file, if there is one: the same prompts in another file are held out alike.
+    A run that learned from this very file comes first: the same prompts in another file are held out alike.
     """
     own, found = _digest(tasks), [(folder, run) for folder, run in _ancestry(Path(model)) if split_of(run["config"])[0]]
     alike = [one for one in found if own is not None and _learned(one[1], own)]
@@ -45,19 +45,19 @@ def split_seed_of(model: str, tasks: str) -> tuple[Path, int] | None:
 
 
 def _digest(tasks: str) -> str | None:
-    """Of a file of tasks."""
+    """Return the digest of a file of tasks."""
     known = fingerprint.of_path(Path(tasks)) if Path(tasks).is_file() else None
     return None if known is None else str(known["digest"])
 
 
 def _learned(run: Row, digest: str) -> bool:
-    """Whether its tasks are those of this file."""
+    """Whether the run's tasks are those of this file."""
     given = run.get("inputs", {}).get("tasks")
     return isinstance(given, Mapping) and given.get("digest") == digest
 
 
 def _ancestry(model: Path) -> Iterator[tuple[Path, Row]]:
-    """The run that a checkpoint is of, the run whose checkpoint that one began with, and so on, as far as they are there."""
+    """Yield the checkpoint's run, the run whose checkpoint that one began with, and so on, as far as they exist."""
     for _ in range(OLDEST):
         folder = next((path for path in (model, *list(model.parents)[:2]) if (path / RUN).is_file()), None)
         if folder is None:

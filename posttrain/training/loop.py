@@ -17,16 +17,16 @@ from posttrain.core.protocols import Learner, Objective, Source
 YOUNG = 50_000  # objects that are made before Python looks for cycles among them: a step makes as many in passing
 
 Hook = Callable[["FinishedStep"], bool | None]
-"""What is called after a step. True: training ends here."""
+"""Hook that is called after a step. It returns True to end training."""
 
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """What a hook sees of a finished step."""
+    """Finished step, the input of hooks."""
 
     step: TrainingStep
     stats: Stats  # of source and updates
-    seconds: dict[str, float]  # "rollout" (the source's part), "update"
+    seconds: dict[str, float]  # "rollout" (the source), "update"
     last: bool  # whether training ends here, as planned or by interruption
     between: float = (
         0.0  # seconds after the update of the step before, until this one: its record, evaluation, checkpoint
@@ -75,7 +75,7 @@ def train(
 
 @contextmanager
 def interruptible(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Within it, Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) asks for an end after the running step.
+    """Within it, Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) requests an end after the running step.
 
     A second Ctrl-C or SIGTERM ends at once. SIGHUP comes twice by itself, from the terminal and from its shell, and is
     left alone where it was ignored (nohup). Handlers only take notes, since they interrupt anything, printing included:

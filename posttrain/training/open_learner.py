@@ -1,4 +1,4 @@
-"""Which learner a run has, and how the models that it holds come into its processes."""
+"""The learner of a run: its class, and loading of its models into the run's processes."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from posttrain.models.checkpoint_location import checkpoint_folder
 
 
 def held_model(config: Training, folder: Path, device: torch.device, world: World) -> Model:
-    """The model of a folder, for the learner: with `--shard`, this process's rows of it, and no more is ever read."""
+    """Load the model of a folder for the learner; with `--shard` this process's rows of it, and no more is ever read."""
     if not config.shard:
         model = load_model(folder, device=device)
         if model.decoder is not None and not config.train_vision:
             model.decoder.freeze_vision()
         return model
-    from posttrain.learners.fsdp import shard  # it brings half of torch.distributed
+    from posttrain.learners.fsdp import shard  # it imports half of torch.distributed
 
     return load_model(folder, device=device, shard=partial(shard, size=world.size, device=device), shares=world.size)
 
 
 def policy(config: Training, folder: Path, device: torch.device, world: World) -> Model:
-    """The model of a folder as it is to be trained: whole, or its adapters, which are new with `--lora`.
+    """Load the model of a folder for training: all weights, or its adapters, which are new with `--lora`.
 
-    Raises UserError where the options say something else than the adapter that is there.
+    Raises UserError where the options contradict the adapter in the folder.
     """
     if config.lora is None and not is_adapter(folder):
         _refuse_without_lora(config)
@@ -89,9 +89,9 @@ def adapt(config: Training, decoder: Backbone, folder: Path) -> None:
 
 
 def reference(config: Training, model: Model, start: Path, world: World, moves: bool = False) -> Model:
-    """What the policy was when the run began, frozen. Beside adapters it is the same weights without them.
+    """Return the policy as it was when the run began, frozen. With adapters it is the same weights without them.
 
-    `moves`: the policy is to become it now and then.
+    `moves`: it is replaced by the policy from time to time.
     """
     if model.decoder is None or model.decoder.lora is None:
         return held_model(config, start, model.head.device, world).requires_grad_(False)
@@ -113,13 +113,13 @@ def _beside_adapters(config: Training, model: Backbone, start: Path, moves: bool
 
 
 def _refuse_without_lora(config: Training) -> None:
-    for name, value, default in _asked(config)[1:]:
+    for name, value, default in _adapter_options(config)[1:]:
         if value != default:
             raise UserError(f"{name} has no effect without --lora RANK: give it, or leave it out")
 
 
-def _asked(config: Training) -> list[tuple[str, Any, Any]]:
-    """(option, its value, its default) of what says how a model is adapted."""
+def _adapter_options(config: Training) -> list[tuple[str, Any, Any]]:
+    """Return (option, its value, its default) of the options of adapters."""
     return [
         ("--lora", config.lora, None),
         ("--lora-alpha", config.lora_alpha, None),
@@ -139,7 +139,7 @@ def _refuse_shards(config: Training) -> None:
 
 
 def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
-    """Raise UserError where the options say something else than the adapter that is there, and goes on."""
+    """Raise UserError where the options contradict the adapter in the folder, whose training continues."""
     lora = decoder.lora
     assert lora is not None
     names = {name.rpartition(".")[2] for adapter in adapters(decoder) for name in adapter.names}
@@ -152,13 +152,13 @@ def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
         lora.quantize,
         lora.dora,
     )
-    for (option, value, default), own in zip(_asked(config), there, strict=True):
+    for (option, value, default), own in zip(_adapter_options(config), there, strict=True):
         asked = named_targets(value, known) if option == "--lora-targets" else value
         if value != default and asked != own:
             told = " ".join(own) if isinstance(own, tuple) else own if isinstance(own, str) else f"{own:g}"
             has = f"with {option} {told}" if own else f"without {option}"
             raise UserError(
-                f"{folder} is an adapter {has}, which goes on: leave the option out, or posttrain merge it "
+                f"{folder} is an adapter {has}, which is continued: leave the option out, or posttrain merge it "
                 "and begin a new one"
             )
 
@@ -166,7 +166,7 @@ def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
 def new_learner(
     config: Training, model: Model, optimization: Optimization, world: World, **options: Any
 ) -> DataParallelLearner:
-    """`options`: what else a learner takes."""
+    """Open the learner of a run. `options`: further arguments of the learner."""
     losses = RouterLosses(config.router_balance, config.router_z)
     if losses and (model.decoder is None or model.decoder.routers is None):
         raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
@@ -189,7 +189,7 @@ def new_learner(
 
 
 def replay_experts(config: RL, model: Model) -> None:
-    """Prepare a policy for `--routing-replay`. Raises UserError where nobody records, or nothing could follow."""
+    """Prepare a policy for `--routing-replay`. Raises UserError where the options or the model do not allow it."""
     if not config.routing_replay:
         return
     if model.decoder is None or model.decoder.routers is None:

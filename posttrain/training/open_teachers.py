@@ -1,4 +1,4 @@
-"""Makes the teachers of a run: which there are, whether they can teach this student, and what is said of them."""
+"""Opens the teachers of a run, checks that they can teach the student, and describes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBED = 3  # tasks whose prompts an endpoint is asked about before the run
 
 @dataclass(frozen=True)
 class OpenTeachers:
-    """The teachers of a run, and those of them whose models the learner is to hold."""
+    """Teachers of a run, and those of them whose models the learner holds."""
 
     teachers: Teachers
     models: dict[str, Model] = field(default_factory=dict)
@@ -38,19 +38,19 @@ class OpenTeachers:
 
 def load_teachers(
     config: Distill,
-    row: Algorithm,
+    algorithm: Algorithm,
     tokenizer: Tokenizer,
     device: torch.device,
     tasks: Sequence[Task],
     opened: ExitStack,
     world: World,
 ) -> OpenTeachers:
-    """The teachers, once it is known that they can teach this student and some of the tasks.
+    """Open the teachers and check that they can teach this student and some of the tasks.
 
-    Raises UserError, in one line, for one of another tokenizer, an endpoint that is asked for whole distributions, and a
-    task whose teacher there is not.
+    Raises UserError, in one line, for a teacher with another tokenizer, an endpoint that is asked for whole distributions,
+    and a task whose teacher does not exist.
     """
-    assert row.teacher is not None
+    assert algorithm.teacher is not None
     models: dict[str, Model] = {}
     remote: dict[str, RemoteTeacher] = {}
     lines = []
@@ -58,7 +58,7 @@ def load_teachers(
         if where.startswith(("http://", "https://")):
             from posttrain.training.sources.remote_teacher import RemoteTeacher  # and with it a library for HTTP
 
-            _refuse_exact(row, option, where)
+            _refuse_exact(algorithm, option, where)
             remote[name] = opened.enter_context(closing(RemoteTeacher(where)))
             lines.append(f"{option} {where} ({remote[name].model}), asked for log-probabilities")
         else:
@@ -68,7 +68,7 @@ def load_teachers(
             model = held_model(config, folder, device, world) if alone else load_model(folder, device=device)
             models[name] = model.requires_grad_(False)
             size = f"{parameters(models[name]):,} parameters, context {models[name].config.context}"
-            lines.append(f"{option} {where}: {size}; its logits are divided by {row.teacher.temperature:g}")
+            lines.append(f"{option} {where}: {size}; its logits are divided by {algorithm.teacher.temperature:g}")
     contexts = {name: model.config.context for name, model in models.items()}
     teachers = Teachers(tokenizer, contexts, remote, choose=bool(config.teachers))
     for task in tasks:
@@ -82,22 +82,23 @@ def load_teachers(
 
 
 def named_teachers(config: Distill) -> Iterator[tuple[str, str, str]]:
-    """(name for the learner, the option, folder or endpoint) of each."""
+    """Return (name for the learner, option, folder or endpoint) of each teacher."""
     default = [(TEACHER, "--teacher", config.teacher)] if config.teacher else []
     others = ((NAMED.format(name), f"--teachers.{name}", where) for name, where in config.teachers.items())
     return chain(default, others)
 
 
-def _refuse_exact(row: Algorithm, option: str, where: str) -> None:
-    assert row.teacher is not None
-    if not row.teacher.sampled:
+def _refuse_exact(algorithm: Algorithm, option: str, where: str) -> None:
+    assert algorithm.teacher is not None
+    if not algorithm.teacher.sampled:
         raise UserError(
-            f"{row.name}: {option} {where} says log-probabilities of single tokens, and {row.teacher.divergence} needs "
-            "whole distributions: take --algorithm distill-k1, or a teacher in a folder"
+            f"{algorithm.name}: {option} {where} gives log-probabilities of single tokens, and "
+            f"{algorithm.teacher.divergence} needs whole distributions: take --algorithm distill-k1, or a teacher in "
+            "a folder"
         )
-    if row.teacher.temperature != 1:
+    if algorithm.teacher.temperature != 1:
         raise UserError(
-            f"{row.name}: {option} {where} says log-probabilities at temperature 1: give --teacher-temperature 1"
+            f"{algorithm.name}: {option} {where} gives log-probabilities at temperature 1: give --teacher-temperature 1"
         )
 
 

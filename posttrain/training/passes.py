@@ -1,4 +1,4 @@
-"""What training on given responses has in common: `sft`, `prefer` and `reward-model` make passes over the rows."""
+"""Common parts of training on given responses: `sft`, `prefer` and `reward-model` make passes over the rows."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from posttrain.training.sources.token_recording import TokenRecording
 
 READ_FOR_REPEATED = 1000  # rows
 LEAST_REPEATED = 8  # characters of a prompt: a response may begin with a shorter one by chance
-SAYS_NOTHING = "in which nothing is said of different responses that are not empty"
+WITHOUT_LABELS = "without a label or comparison of different responses that are not empty"
 
 
 def compared_rows(config: Passes, rows: Any, convert: Convert) -> tuple[Tasks | Stream, Tasks | None]:
-    """Items to learn from, and those that are held out; what says nothing is left out."""
-    found = split_tasks(config, rows, convert=convert, left_out=SAYS_NOTHING)
-    mind_repeated(found[0])
+    """Return preference examples to learn from, and held-out ones; examples without any comparison or label are left out."""
+    found = split_tasks(config, rows, convert=convert, left_out=WITHOUT_LABELS)
+    warn_repeated_prompts(found[0])
     return found
 
 
-def mind_repeated(tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
+def warn_repeated_prompts(tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
     """Warn where some of a prompt's responses begin with the prompt and others do not: what is learned is that difference.
 
-    A prompt that all of them repeat was taken away where the rows were read.
+    A prompt that all of them repeat is removed when the rows are read.
     """
     some = tasks.examples(READ_FOR_REPEATED)
     found = [task for task in some if _repeated_by_some(task)]
@@ -67,18 +67,20 @@ def must_end(config: Passes, tasks: Tasks | Stream) -> None:
 
 
 def check(items: ExampleStream[Any], held_out: ExampleStream[Any] | None) -> None:
-    """Raise UserError where nothing of the rows fits, before a run's folder is made."""
+    """Raise UserError where no row fits, before a run's folder is made."""
     for made in filter(None, (items, held_out)):
         made.check()
 
 
 def updates(config: Passes, made: ExampleStream[Any]) -> int:
-    """Optimizer updates of the run."""
+    """Return the number of optimizer updates of the run."""
     return config.steps or max(1, round(steps_per_epoch(made, config.rows) * config.epochs))
 
 
-def showing(config: Passes, learner: Learner, tokens_per_microbatch: int, read: Read = "next") -> ExampleRecording:
-    """Who records some of the rows."""
+def example_recording(
+    config: Passes, learner: Learner, tokens_per_microbatch: int, read: Read = "next"
+) -> ExampleRecording:
+    """Return the recording of some of the rows."""
     return ExampleRecording(_recording(config), learner, tokens_per_microbatch, read)
 
 
@@ -94,11 +96,11 @@ def sizes(
     noun: str,
     device: torch.device,
 ) -> list[str]:
-    """What runs, in words. `tasks`: to train on, and held out; `noun`: what a step has `--rows` of."""
+    """Describe the sizes of the run. `tasks`: to train on, and held out; `noun`: the unit of `--rows`."""
     between = f", {build.backend(compiles())} between matrix products" if device.type == "cpu" else ""
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",
         f"{steps} steps of {config.rows} {noun}, micro-batches of {microbatch_tokens(config, device)} tokens{between}",
-        *([] if isinstance(config, RewardModelling) else _recording(config).told(frozenset(), reference=True)),
+        *([] if isinstance(config, RewardModelling) else _recording(config).describe(frozenset(), reference=True)),
     ]

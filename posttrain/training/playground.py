@@ -1,7 +1,7 @@
-"""Where episodes are played: the environment and the services of a verb, opened, rehearsed and closed in one place.
+"""Environment and services of a verb, opened, rehearsed and closed in one place.
 
-Training, evaluation, sampling and chat ask a `Playground` for the player of a checkpoint. Whatever is wrong with an
-environment, a reward model or an endpoint is told here, before anything is sampled.
+Training, evaluation, sampling and chat ask a `Playground` for the player of a checkpoint. Errors of an environment, a reward
+model or an endpoint are reported here, before anything is sampled.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from posttrain.training.setup import rehearse
 
 @dataclass(frozen=True)
 class Known:
-    """A model that is to play, without its weights."""
+    """Model that will sample, without its weights."""
 
     tokenizer: Tokenizer
     chat: Chatting  # how plain prompts reach it
-    lines: Sequence[str]  # what is to be said of that
+    lines: Sequence[str]  # the description of it
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class Playground:
     sampling: Sampling
     too_long: TooLong = "refuse"
     bounds: EpisodeLimits = EpisodeLimits()
-    about: tuple[str, ...] = ()  # what the environment stands on
-    models: tuple[Known, ...] = ()  # those that are to play
-    world: World = field(default_factory=Alone)  # the processes that play together
+    about: tuple[str, ...] = ()  # the description of the environment
+    models: tuple[Known, ...] = ()  # the models that will sample
+    world: World = field(default_factory=Alone)  # the processes that share the episodes
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
-        """Who plays with what this engine samples; `context`: tokens that its model reads."""
+        """Return a player with this engine; `context`: tokens that its model reads."""
         bounds = context, self.too_long, self.bounds, self.services
         return Player(self.pool, engine, tokenizer, self.sampling, *bounds, self.world)
 
     @property
     def lines(self) -> list[str]:
-        """What answers, in words."""
+        """Lines that describe the environment and the services."""
         return [*self.about, *(f"{name}: {service.description}" for name, service in self.services.named.items())]
 
 
@@ -81,8 +81,10 @@ def open_playground(
     models: Sequence[Path] = (),
     world: World | None = None,
 ) -> Iterator[Playground]:
-    """The playground of a verb. `env`: the environment, if it is given as an object; `folder`: of the run; `models`:
-    folders of those that are to play, of which what is known without their weights comes with it.
+    """Open the playground of a verb.
+
+    `env`: the environment, if it is given as an object; `folder`: of the run; `models`: folders of the models that will
+    sample, which come with it without their weights.
 
     Raises UserError for a service that cannot be opened, or an environment that cannot start.
     """
@@ -97,12 +99,12 @@ def open_playground(
         told = tuple(about(env or config.env))
         pool = opened.enter_context(EnvPool(env or config.env, *limits))
         players = tuple(
-            _tried(config, model, pool, tasks, services, warn if not place else None)
+            _rehearsed_model(config, model, pool, tasks, services, warn if not place else None)
             for place, model in enumerate(models)
-        )  # what is wrong with the tasks is told once
+        )  # errors of tasks are reported once
         if not players:
             rehearse(pool, tasks, services=services)
-        if isinstance(config, Sample):  # its episodes say themselves how they are sampled
+        if isinstance(config, Sample):  # its requests set their own sampling
             yield Playground(pool, services, Sampling(), config.too_long, about=told, models=players)
             return
         sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
@@ -112,7 +114,7 @@ def open_playground(
         yield Playground(pool, services, sampling, config.too_long, bounds, told, players, world or Alone())
 
 
-def _tried(
+def _rehearsed_model(
     config: RL | Evaluation | Sample,
     folder: Path,
     pool: EnvPool,
@@ -120,7 +122,7 @@ def _tried(
     services: Services,
     tell: Callable[[str], None] | None,
 ) -> Known:
-    """What is known of a model without its weights, once a few tasks were shown to it. `tell`: what warns."""
+    """Rehearse a few tasks and return the model without its weights. `tell`: prints warnings."""
     known = outline(folder, config.chat_template)
     chat = chatting(config, folder, known.tokenizer, known.ends)
     shown = rehearse(pool, chat.of(tasks), tell or (lambda text: None), services, viewer_of(known))
@@ -129,14 +131,14 @@ def _tried(
 
 
 def viewer_of(model: Outline) -> Viewer:
-    """Who looks at what is shown to this model."""
+    """Return the viewer of the prompts that this model gets."""
     end = model.tokenizer.eos_id
     return Viewer(model.tokenizer, model.context, () if end is None else (end,))
 
 
 @contextmanager
 def open_dialogue(config: Chat, env: Env, device: torch.device) -> Iterator[Playground]:
-    """The playground of a chat. `env` asks a person, so it runs in this process and is not rehearsed.
+    """Open the playground of a chat. `env` asks a person, so it runs in this process and is not rehearsed.
 
     Raises UserError for a service that cannot be opened.
     """
@@ -147,9 +149,9 @@ def open_dialogue(config: Chat, env: Env, device: torch.device) -> Iterator[Play
 def open_services(
     config: RL | SFT | Evaluation | Check | Sample | Label | Chat, device: torch.device, resumed: bool = False
 ) -> Services:
-    """The services that the options name, each tried once. What costs least is looked at first.
+    """Open the services that the options name, each tried once. The cheapest are tried first.
 
-    A resumed run may go on with an endpoint that is down: its journal has the answers until it stopped.
+    A resumed run may continue with an endpoint that is down: its journal has the answers until it stopped.
     """
     services = Services()
     try:
@@ -184,14 +186,14 @@ def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Service
 
         judge = services.named[name] = Judge(recipe, name)
         if (problem := judge.problem()) is not None:
-            _tell_problem(problem, resumed)
+            _warn_or_refuse(problem, resumed)
 
 
-def _tell_problem(problem: str, resumed: bool) -> None:
-    """A service that is down."""
+def _warn_or_refuse(problem: str, resumed: bool) -> None:
+    """Warn of a service that is down when a run is resumed; else raise UserError."""
     if not resumed:
         raise UserError(problem)
-    warn(f"{problem}; the run goes on with the answers that it has, and what it asks beyond them is invalid")
+    warn(f"{problem}; the run continues with the answers that it has, and further requests are invalid")
 
 
 def _open_retrievers(
@@ -203,11 +205,11 @@ def _open_retrievers(
 
         found = services.named[name] = retriever(place, name)
         if isinstance(found, RemoteRetriever) and (problem := found.problem()) is not None:
-            _tell_problem(problem, resumed)
+            _warn_or_refuse(problem, resumed)
 
 
-def counted(services: Services) -> Sequence[str]:
-    """What the services counted, a line each, for the end of an evaluation."""
+def service_counts(services: Services) -> Sequence[str]:
+    """Return the counts of the services, one line each, for the end of an evaluation."""
     counts = services.counts()
     lines = []
     for name in services.named:

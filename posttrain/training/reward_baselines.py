@@ -1,6 +1,6 @@
-"""What a reward model has to beat: rules of length, and a classifier that sees words without their order.
+"""Baselines of reward models: rules of length, and a classifier that sees words without their order.
 
-A comparison is (place of the better response, place of the worse, share) among the texts of an item.
+A comparison is (place of the better response, place of the worse, share) among the texts of a preference example.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class ComparedTexts:
-    """The texts of an item, and which is better than which."""
+    """Texts of a preference example, and their comparisons."""
 
     texts: Texts
     pairs: Sequence[Pair]
 
 
 def longer_wins(item: ComparedTexts) -> list[float]:
-    """Of each pair, 1 where the better text is the longer one in words, 0 where it is the shorter, 0.5 for a tie."""
+    """Return for each pair 1 where the better text is the longer one in words, 0 where it is the shorter, 0.5 for a tie."""
     lengths = [len(WORD.findall(text)) for text in item.texts]
     return [_won(lengths[better] - lengths[worse]) for better, worse in item.pairs]
 
 
 @dataclass(frozen=True)
 class Perceptron:
-    """Weights of words, averaged over all examples, each as it was judged (Freund and Schapire 1999; Collins 2002)."""
+    """Averaged perceptron: weights of words, averaged over their values at all examples (Freund and Schapire 1999;
+    Collins 2002).
+    """
 
     weights: dict[str, float]
 
     @staticmethod
     def learned(items: Sequence[ComparedTexts], seed: int = 0) -> Perceptron:
-        """From the differences in word counts of compared texts."""
+        """Train a perceptron on the differences in word counts of compared texts."""
         differences = [_difference(item, pair) for item in items for pair in item.pairs][:MOST]
         weights: dict[str, float] = {}
         weighed: dict[str, float] = {}  # sum of each update times the number of the example that it was made at
@@ -58,7 +60,7 @@ class Perceptron:
         return Perceptron({word: value - weighed[word] / max(1, seen) for word, value in weights.items()})
 
     def wins(self, item: ComparedTexts) -> list[float]:
-        """Of each pair, 1 where the better text scores higher, 0 where it scores lower, 0.5 for a tie."""
+        """Return for each pair 1 where the better text scores higher, 0 where it scores lower, 0.5 for a tie."""
         scores = [sum(self.weights.get(w, 0.0) for w in _words(text)) for text in item.texts]
         return [_won(scores[better] - scores[worse]) for better, worse in item.pairs]
 

@@ -1,6 +1,7 @@
-"""Measures a reward model on held-out items, beside rules and a bag of words, with intervals clustered by prompt.
+"""Evaluation of a reward model on held-out preference examples, beside rules and a bag of words.
 
-It also finds what takes the mean score over the training rows to 0, which is written into every checkpoint.
+Intervals are clustered by prompt. The evaluation also finds the offset that takes the mean score over the training rows to
+0, which is written into every checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.algorithms.links import SquaredError
-from posttrain.algorithms.reward_model_table import ScoringObjective
+from posttrain.algorithms.reward_model_table import RewardModelObjective
 from posttrain.core.batch import Stats
 from posttrain.core.intervals import ratio_interval, share_interval, stated
 from posttrain.core.types import Item
@@ -22,21 +23,21 @@ from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longe
 from posttrain.training.sources.preferences import PreferenceExamples
 from posttrain.training.sources.reward_examples import RewardExamples
 
-AT_ONCE = 256  # items that are laid into micro-batches together
-CENTRED_ON = 128  # training items whose mean score is the offset
+AT_ONCE = 256  # preference examples that are packed into micro-batches together
+CENTRED_ON = 128  # training examples whose mean score is the offset
 PARTS = 4  # of the comparisons, by their margin
 BINS = 10  # of the probability that the better response wins
 
 
 class Scored:
-    """Called at each evaluation; `report` is what the last one found."""
+    """Evaluation of a reward model, called at each evaluation step; `report` has the figures of the last one."""
 
     def __init__(
         self,
         source: RewardExamples,
         unseen: PreferenceExamples | None,
         learner: LocalLearner,
-        objective: ScoringObjective,
+        objective: RewardModelObjective,
         model: RewardModel,
     ) -> None:
         self.source, self.unseen, self.learner, self.objective, self.model = source, unseen, learner, objective, model
@@ -62,11 +63,11 @@ class Scored:
             stats.add(f"eval/{name.replace(' ', '_')}", figure["mean"])
 
     def offset(self) -> float:
-        """What services add. Comparisons leave it free what a score of 0 is; labels do not."""
-        return 0.0 if self.objective.row.link.reads_labels else -self.mean()
+        """Offset that services add to scores. Comparisons do not define a score of 0; labels do."""
+        return 0.0 if self.objective.algorithm.link.reads_labels else -self.mean()
 
     def mean(self) -> float:
-        """Mean score of `CENTRED_ON` training items from all over, under the weights as they are."""
+        """Return the mean score of `CENTRED_ON` training examples, spread over all of them, under the current weights."""
         if self._centre[0] != self.learner.version:
             seen = self._items(self.source.items, CENTRED_ON)
             scores = [score for of_item in self._scores([item for _, item in seen]) for score in of_item]
@@ -80,7 +81,7 @@ class Scored:
         return [(place, item) for place in places for item in (items[place],) if item is not None]
 
     def _scores(self, items: Sequence[Item]) -> list[list[float]]:
-        """Of each item, the scores of its responses (or of their steps), in order."""
+        """Return the scores of the responses (or of their steps) of each preference example, in order."""
         found: list[list[float]] = [[] for _ in items]
         for first in range(0, len(items), AT_ONCE):
             for places, batch in self.source.batches(items[first : first + AT_ONCE]):
@@ -124,7 +125,7 @@ class Scored:
 
     def _labelled(self, items: Sequence[Item], scores: Sequence[list[float]]) -> dict[str, Any]:
         labels = [[value for own in item.labels for value in own] for item in items]
-        if isinstance(self.objective.row.link, SquaredError):
+        if isinstance(self.objective.algorithm.link, SquaredError):
             errors = [[(s - y) ** 2 for s, y in zip(a, b, strict=True)] for a, b in zip(scores, labels, strict=True)]
             mean = float(np.mean([y for own in labels for y in own]))
             constant = [[(y - mean) ** 2 for y in own] for own in labels]
@@ -151,14 +152,16 @@ class Scored:
 
 
 def _figure(values: Sequence[Sequence[float]], share: bool = True) -> dict[str, Any]:
-    """The mean over all, with an interval clustered by item."""
+    """Return the mean over all, with an interval clustered by preference example."""
     sums, counts = [sum(own) for own in values], [float(len(own)) for own in values]
     interval = (share_interval if share else ratio_interval)(sums, counts, of="items")
     return stated(sum(sums) / max(1.0, sum(counts)), interval)
 
 
 def _calibration_error(margins: np.ndarray[Any, Any]) -> float:
-    """Expected calibration error of sigma(|margin|) as the probability that the higher score is right, in equal bins."""
+    """Return the expected calibration error of sigma(|margin|) as the probability that the higher score is right, in equal
+    bins.
+    """
     confidence = 1 / (1 + np.exp(-np.abs(margins)))
     right = np.where(margins == 0, 0.5, margins > 0)
     bins = np.minimum(((confidence - 0.5) * 2 * BINS).astype(int), BINS - 1)
@@ -169,7 +172,7 @@ def _calibration_error(margins: np.ndarray[Any, Any]) -> float:
 
 
 def _by_margin(margins: np.ndarray[Any, Any]) -> list[dict[str, float]]:
-    """Accuracy of equal parts of the comparisons, by the absolute difference of scores, the smallest first."""
+    """Return the accuracy of equal parts of the comparisons, by the absolute difference of scores, the smallest first."""
     ordered = margins[np.argsort(np.abs(margins), kind="stable")]
     parts = [part for part in np.array_split(ordered, PARTS) if len(part)]
     return [
@@ -183,7 +186,7 @@ def _by_margin(margins: np.ndarray[Any, Any]) -> list[dict[str, float]]:
 
 
 def _area(pairs: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Chance that a good one scores above a bad one, ties counting half."""
+    """Return the chance that a good response scores above a bad one (area under the ROC curve), ties counting half."""
     good = np.sort([s for own in pairs for s, y in own if y > 0.5])
     bad = np.array([s for own in pairs for s, y in own if y <= 0.5])
     if not len(good) or not len(bad):

@@ -1,4 +1,4 @@
-"""What every verb begins with: device, rows, environment, the checks that are better told before a run than within it."""
+"""Common start of all verbs: device, rows, environment, and the checks before a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.terminal.notices import tell, warn
 from posttrain.system.user_code import load_named
-from posttrain.training.held_out_check import seen
+from posttrain.training.held_out_check import overlap
 from posttrain.training.sources.length_filter import Prompts, TooLong
 
 TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word which it does not contain
@@ -42,7 +42,7 @@ SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\b
 
 
 def prepare(config: Training | Evaluation | Sample) -> torch.device:
-    """Threads, seed of the global generator (nothing should draw from it) and the device."""
+    """Set the threads and the seed of the global generator (nothing should draw from it), and return the device."""
     use_threads(config.threads)
     build.use(config.compiled)
     torch.manual_seed(config.seed if isinstance(config.seed, int) else config.seed[0])
@@ -50,7 +50,7 @@ def prepare(config: Training | Evaluation | Sample) -> torch.device:
 
 
 def use_threads(count: int | None) -> None:
-    """None: as many as torch chose. Raises UserError for more than could be of use."""
+    """Set the number of threads; None: as many as torch chose. Raises UserError for more than could be of use."""
     if count:
         cores = os.cpu_count() or 1
         if count > max(64, 4 * cores):
@@ -59,7 +59,7 @@ def use_threads(count: int | None) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto": a CUDA device if there is one. Raises UserError if it cannot be used.
+    """Return the device of that name; "auto": a CUDA device if there is one. Raises UserError if it cannot be used.
 
     Of several processes of a machine each takes a CUDA device of its own, as far as there are enough.
     """
@@ -77,7 +77,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def microbatch_tokens(config: Training, device: torch.device) -> int:
-    """Tokens of a micro-batch. On a CPU larger ones would leave its caches: more memory, and slower rather than faster."""
+    """Return the tokens of a micro-batch. On a CPU larger ones would leave its caches: more memory, and slower."""
     return config.tokens_per_microbatch or (1024 if device.type == "cpu" else 8192)
 
 
@@ -90,16 +90,16 @@ def load_tasks(
     convert: Convert | None = None,
     left_out: str = "",
 ) -> Tasks | Stream:
-    """The tasks of a verb, of `rows` that are given or of `config.tasks`.
+    """Load the tasks of a verb, from `rows` that are given or from `config.tasks`.
 
-    Rows from elsewhere are converted by the `row_to_task` that stands beside the environment, or by `convert`; rows that
-    are given are taken as they are, or converted by the latter. An environment that makes its own prompts needs none.
-    `left_out`: which rows `convert` leaves out, in words.
+    Rows of `config.tasks` are converted by the `row_to_task` beside the environment, or by `convert`; given rows are taken
+    unchanged, or converted by `convert`. An environment that makes its own prompts needs none. `left_out`: which rows
+    `convert` leaves out, in words.
     """
     spec = env or config.env or None
     doing("reading rows" if rows is not None else f"reading {config.tasks}")
     if convert is None and spec is not None:
-        function = load_env(spec)  # its mistakes are told before anything heavy starts
+        function = load_env(spec)  # its errors are reported before anything heavy starts
         need = () if need == ("prompt",) and is_generator_env(function) else need
         convert = load_converter(spec) if rows is None else None
     if rows is None:
@@ -128,7 +128,7 @@ def split_tasks(
     convert: Convert | None = None,
     left_out: str = "",
 ) -> tuple[Tasks | Stream, Tasks | None]:
-    """The tasks to train on, and those that are held out."""
+    """Return the tasks to train on, and those that are held out."""
     if not config.held_out:
         return load_tasks(config, rows, env, need, None, convert, left_out), None
     seed = config.seed if config.split_seed is None else config.split_seed
@@ -136,14 +136,14 @@ def split_tasks(
         rows is None
         and config.model
         and not config.resume
-        and (why := seen(config.model, config.tasks, config.held_out, seed))
+        and (why := overlap(config.model, config.tasks, config.held_out, seed))
     ):
         warn(why)
     return hold_out(load_tasks(config, rows, env, need, seed, convert, left_out), config.held_out, seed)
 
 
 def amount(tasks: Tasks | Stream) -> str:
-    """How many there are, and which columns were read as what, in words."""
+    """Describe the number of tasks, and the columns that they were read from."""
     if isinstance(tasks, Stream):
         return f"tasks without end ({tasks.taken()})"
     left_out = f"{tasks.left_out} rows left out {tasks.conversion.left_out}".rstrip()
@@ -159,14 +159,14 @@ def rehearse(
     services: Services | None = None,
     viewer: Viewer | None = None,
 ) -> Turn | None:
-    """Play up to three tasks with sample replies, so that a broken environment is told before anything heavy starts.
+    """Run up to three tasks with sample replies, so that a broken environment is reported before anything heavy starts.
 
-    Returns what it shows first.
+    Returns the first turn that it shows.
 
-    One that can score none of them is warned of: it may be right in that, of what a model says it may score more. Raises
-    UserError if the environment cannot even start: it does not import, or no task's episode shows a first turn, or it asks
-    a service that is not among `services`. These are not asked: an example of their answers is fed. `viewer`: the model
-    to be, of whose chat template it is also a UserError not to show what the environment shows.
+    An environment that can score none of them gets a warning, no error: it may score more of a model's replies. Raises
+    UserError if the environment cannot even start: it does not import, or no task's episode shows a first turn, or it asks a
+    service that is not among `services`. Services are not asked: an example of their answers is fed. `viewer`: the model
+    that will sample; it is also a UserError if its chat template does not show the environment's messages.
     """
     services = services or Services()
     pool.ready()
@@ -177,7 +177,7 @@ def rehearse(
             shown, event, turn = _rehearsed(pool, services, task, reply, seen)
             first = first or turn
             if viewer is not None and seen is not None and not begun and not pool.single_turn:
-                mind_unknown_episodes(viewer.tokenizer, seen.texts, warn)
+                warn_unknown_tokens_in_episodes(viewer.tokenizer, seen.texts, warn)
             begun = begun or shown
             if event is None or not isinstance(event.reward, Invalid):
                 return first
@@ -194,25 +194,27 @@ def rehearse(
 
 
 def _sample_replies(task: Task) -> list[str]:
-    """What a model might say: the task's own answer, where it has one, and some usual forms."""
+    """Return possible replies of a model: the task's own answer, where it has one, and some usual forms."""
     own = [str(task[name]) for name in ("response", "answer") if isinstance(task.get(name), str | int | float)]
     return [*filter(str.strip, own), *SAMPLE_REPLIES]
 
 
-def mind_unknown(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
-    """Warn where the tokenizer has no tokens for a good part of what some of the tasks say: the model cannot read it."""
+def warn_unknown_tokens(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
+    """Warn where the tokenizer has no tokens for a good part of the text of some tasks: the model cannot read it."""
     if tokenizer.unknown_id is not None:
         texts = (text for task in tasks.examples(READ_FOR_UNKNOWN) for text in texts_of(task))
-        _mind_unknown(tokenizer, texts, "the tasks' text", warn)
+        _warn_unknown_tokens(tokenizer, texts, "the tasks' text", warn)
 
 
-def mind_unknown_episodes(tokenizer: TextEncoder, texts: Iterable[str], warn: Callable[[str], None] = warn) -> None:
-    """The same of what an environment shows."""
+def warn_unknown_tokens_in_episodes(
+    tokenizer: TextEncoder, texts: Iterable[str], warn: Callable[[str], None] = warn
+) -> None:
+    """Warn where the tokenizer has no tokens for a good part of the texts that an environment shows."""
     if tokenizer.unknown_id is not None:
-        _mind_unknown(tokenizer, texts, "what the environment shows", warn)
+        _warn_unknown_tokens(tokenizer, texts, "what the environment shows", warn)
 
 
-def _mind_unknown(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
+def _warn_unknown_tokens(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
     unknown = tokenizer.unknown_id
     assert unknown is not None
     encoded = [(text, tokenizer.encode(text)) for text in texts]
@@ -226,14 +228,14 @@ def _mind_unknown(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn:
         )
 
 
-def mind_messages(tokenizer: Tokenizer, tasks: Tasks | Stream) -> None:
+def require_chat_template(tokenizer: Tokenizer, tasks: Tasks | Stream) -> None:
     """Raise UserError, before a model is loaded, where rows are messages and the tokenizer has no template for them."""
     if tokenizer.chat_template is None and (task := next((t for t in tasks.examples() if t.get("messages")), None)):
-        tokenizer.render(task["messages"])  # which says how to get one
+        tokenizer.render(task["messages"])  # its message names the fix
 
 
 def texts_of(task: Task) -> list[str]:
-    """What a task says to the model, and what the model is to say."""
+    """Yield the texts of a task: its prompt, and the response to learn."""
     said: list[Any] = [task.get("prompt"), task.get("response"), *(task["replies"] if is_script(task) else ())]
     said += [message["content"] for message in task.get("messages") or ()]
     for response in task.get("responses") or ():
@@ -244,7 +246,7 @@ def texts_of(task: Task) -> list[str]:
 def _rehearsed(
     pool: EnvPool, services: Services, task: Task, reply: str, seen: Seen | None
 ) -> tuple[bool, Done | None, Turn | None]:
-    """One episode: whether it showed a turn or asked something, its end if that came, and its first turn."""
+    """Run one episode; return whether it showed a turn or asked a service, its end if it came, and its first turn."""
     pool.start(0, task)
     first: Turn | None = None
     for turns in range(TRIAL_TURNS + 1):
@@ -256,31 +258,31 @@ def _rehearsed(
             raise UserError(f"the environment {problem}")
         if turns < TRIAL_TURNS:
             pool.send(
-                0, services.named[event.service].example() if isinstance(event, Ask) else _said(event, reply, seen)
+                0, services.named[event.service].example() if isinstance(event, Ask) else _reply_to(event, reply, seen)
             )
     pool.drop(0)
     return True, None, first
 
 
-def _said(turn: Turn, reply: str, seen: Seen | None) -> Reply:
-    """The reply to a turn. Raises UserError where the model to be cannot be shown the turn."""
+def _reply_to(turn: Turn, reply: str, seen: Seen | None) -> Reply:
+    """Return the reply to a turn. Raises UserError where the turn cannot be shown to the model."""
     if seen is None:
         return Reply(reply)
     seen.show(turn)
-    if seen.problem is not None and not turn.whole:  # what a program says is its own affair: that episode is invalid
+    if seen.problem is not None and not turn.whole:  # the template cannot show this turn: the episode is invalid
         raise UserError(seen.problem)
     return seen.say(reply) or Reply(reply)
 
 
 def fitting(tasks: Tasks | None, pool: EnvPool, tokenizer: Tokenizer, too_long: TooLong) -> list[Task]:
-    """The tasks whose prompts fit, as far as that can be told before they are played."""
+    """Return the tasks whose prompts fit, as far as that is known before their episodes."""
     if tasks is None or not pool.single_turn:
         return list(tasks or ())
     return Prompts(tasks, tokenizer, too_long).fitting()
 
 
 def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end a reply. Raises UserError if there is none: nothing would ever stop; and for another's tokenizer."""
+    """Return the ids that end a reply. Raises UserError if there is none, or if the tokenizer is not the model's."""
     if tokenizer.vocab_size > MOST_BEYOND * model.config.vocab:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary {model.config.vocab:,}: they do not "
@@ -297,7 +299,7 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def watch_lengths(config: Training, context: int) -> TooLong:
-    """What becomes of rows that are longer than `context` tokens, told with the warnings until a display takes over."""
+    """Return the treatment of rows that are longer than `context` tokens; it prints warnings until a display takes over."""
     return TooLong(config.too_long, context, (lambda text: None) if config.quiet else tell)
 
 
@@ -318,13 +320,13 @@ def parameters(model: Model) -> int:
 
 
 def size_of(model: Model) -> str:
-    """How many parameters a model has, and how many of them learn, in words."""
+    """Describe the numbers of parameters of a model and of those that are trained."""
     count, learning = parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"{count:,} parameters" + (f" of which {learning:,} learn" if learning < count else "")
 
 
-def beyond(max_tokens: int, context: int) -> list[str]:
-    """A line for the user where no reply can be as long as --max-tokens allows; else []."""
+def reply_length_note(max_tokens: int, context: int) -> list[str]:
+    """Return a line for the user where no reply can be as long as --max-tokens allows; else []."""
     if max_tokens < context:
         return []
     return [

@@ -1,8 +1,8 @@
 """The course of a run, from its first or resumed step to its end: record, evaluate, save, show.
 
 Decides what a run leaves in its directory and when, how it goes on after a kill, and that nothing is lost when it ends
-before its time. A run stands on the disk as its last checkpoint and what was recorded until then; a resumed one begins
-there and repeats, byte for byte, what had come after.
+before its time. On disk a run is its last checkpoint and the record until then; a resumed one begins there and repeats, byte
+for byte, what had come after.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from posttrain.system.worker_thread import WorkerThread
 from posttrain.training.loop import FinishedStep, interruptible, train
 
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
-LATELY = 5  # steps that it is measured over
+RECENT_STEPS = 5  # steps that it is measured over
 NOTICED = 1.0  # seconds that they take at least, so that toy runs are not bothered
 
 
 @dataclass
 class Run:
-    """A finished (or interrupted) run."""
+    """Finished (or interrupted) run."""
 
     path: Path
     checkpoint: Path | None  # the newest one: a Hugging Face folder
@@ -50,18 +50,18 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step, as in metrics.jsonl."""
+        """Metrics, one dict per step, as in metrics.jsonl."""
         return read_metrics(self.path)
 
     @property
     def final(self) -> dict[str, Any]:
-        """The final figures, as in run.json."""
+        """Final figures, as in run.json."""
         final: dict[str, Any] = read_run(self.path).get("final", {})
         return final
 
 
 class Trainer:
-    """A run from its first or resumed step to its end: record, evaluate, save, show."""
+    """Trainer of a run from its first or resumed step to its end: record, evaluate, save, show."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Trainer:
         measure: Callable[[Stats], Sequence[Outcome] | None] | None,
         steps: int,
     ) -> None:
-        """`measure` evaluates on held-out tasks, and gives what it played; `steps` is the number of the last step."""
+        """`measure` evaluates on held-out tasks and returns its rollouts; `steps` is the number of the last step."""
         self.world = run.world
         self.opened, self.learner, self.source, self.tokenizer = run, learner, source, tokenizer
         self.config: Training = run.config
@@ -86,13 +86,13 @@ class Trainer:
         self.ill: str | None = None  # what the health check stops the run for
         self.done = 0  # the last whole step: trained and recorded
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
-        self.lately: deque[tuple[float, float]] = deque(maxlen=LATELY)  # seconds: of waiting, of the whole step
-        self.told = False  # whether something was said of waiting
-        self.told_invalid = False  # and of invalid rewards
+        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: of waiting, of the whole step
+        self.noted_waiting = False  # whether a note on waiting was shown
+        self.noted_invalid = False  # and of invalid rewards
         self.stopping = False  # whether any process was asked to stop
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
-        """Train to the end or to an interruption. `sizes` and `formula` say of what and how; shown and recorded."""
+        """Train to the end or to an interruption. `sizes` and `formula` describe it; they are shown and recorded."""
         if self.saved:
             self._restore(self.saved)
         self.record = self.opened.open({"sizes": sizes, "objective": formula})
@@ -104,7 +104,7 @@ class Trainer:
             self._begin([*(line.partition("   [")[0] for line in formula), *_options(self.config), *sizes])
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
-                self._settle()
+                self._wait_for_checkpoint()
                 stopped = self.stopping and self.done < self.steps and self.ill is None
         except BaseException as error:
             self.display.close()
@@ -127,7 +127,7 @@ class Trainer:
         return Run(self.folder, self.world.gather(self.saved)[0], stopped, self.ill)
 
     def _close(self) -> None:
-        """The end of the record, and its curves."""
+        """Close the record and draw its curves."""
         with writing(self.folder):
             self.record.close((read_metrics(self.folder) or [{}])[-1])
         try:
@@ -173,7 +173,7 @@ class Trainer:
                 if played:
                     self.record.evaluated(0, played)
                 self.record.metrics(0, stats.means())
-                self._look(0, stats.means())
+                self._check_health(0, stats.means())
         if self.done < self.steps:
             first = self.done + 1
             train(
@@ -187,16 +187,16 @@ class Trainer:
             )
 
     def _stop(self, asked: bool) -> bool:
-        """Whether to end behind this step: if any process was asked to, all do."""
+        """Whether to end after this step: if any process was interrupted, all end."""
         self.stopping = self.stopping or any(self.world.gather(asked))
         return self.stopping
 
     def _after(self, trained: FinishedStep) -> bool:
-        """Record a step. Returns whether the run is to end here."""
+        """Record a step. Return whether the run ends here."""
         number, config = trained.step.number, self.config
         stats = trained.stats
         if self.saving is not None and self.saving.done():
-            self._settle()
+            self._wait_for_checkpoint()
         due = config.eval_every and number % config.eval_every == 0
         held_out = self.measure(stats) if self.measure and (due or number == self.steps) else None
         if trained.step.played:
@@ -209,17 +209,17 @@ class Trainer:
                 self.record.evaluated(number, held_out)
             self.record.metrics(number, metrics)
             self.record.timing(number, timing)
-            self._look(number, metrics)
+            self._check_health(number, metrics)
         self.done, self.whole = number, (self.learner.version, self.source.state())
         self.display.step(number, metrics, timing)
-        self._mind_invalid(trained)
-        self._mind_waiting(timing.get("seconds/waiting", 0.0), sum(trained.seconds.values()))
+        self._note_invalid(trained)
+        self._note_waiting(timing.get("seconds/waiting", 0.0), sum(trained.seconds.values()))
         if trained.last or self.ill or number % config.save_every == 0:
             self._save()
         return self.ill is not None
 
-    def _look(self, number: int, metrics: dict[str, float]) -> None:
-        """Say, write down or stop for what the health check finds."""
+    def _check_health(self, number: int, metrics: dict[str, float]) -> None:
+        """Check the run's health; show and record the findings, or end the run."""
         if self.health is None:
             return
         found = self.health.look(number, metrics)
@@ -230,24 +230,24 @@ class Trainer:
             if finding.fatal or (self.config.health == "stop" and not finding.good):
                 self.ill = finding.message
 
-    def _mind_invalid(self, trained: FinishedStep) -> None:
-        """Say once why a reward was invalid: a few of them do not end a run, and are shown as a share alone."""
+    def _note_invalid(self, trained: FinishedStep) -> None:
+        """Show once why a reward was invalid: a few invalid rewards do not end a run, and appear as a share alone."""
         reasons = [r.reward.reason for r in trained.step.played if isinstance(r.reward, Invalid)]
-        if reasons and not self.told_invalid:
-            self.told_invalid = True
+        if reasons and not self.noted_invalid:
+            self.noted_invalid = True
             self.display.note(
                 f"step {trained.step.number}: {len(reasons)} of {len(trained.step.played)} rewards are invalid, the first "
                 f"because: {reasons[0]}"
             )
 
-    def _mind_waiting(self, waiting: float, whole: float) -> None:
-        """Say once that steps spend their time on environments, with the option that helps."""
-        self.lately.append((waiting, whole))
-        waited, took = (sum(column) for column in zip(*self.lately, strict=True))
-        if not self.told and len(self.lately) == LATELY and took > NOTICED and waited > WAITING * took:
-            self.told = True
+    def _note_waiting(self, waiting: float, whole: float) -> None:
+        """Show once that steps spend their time on environments, with the option that helps."""
+        self.recent.append((waiting, whole))
+        waited, took = (sum(column) for column in zip(*self.recent, strict=True))
+        if not self.noted_waiting and len(self.recent) == RECENT_STEPS and took > NOTICED and waited > WAITING * took:
+            self.noted_waiting = True
             self.display.note(
-                f"{waited / took:.0%} of the last {LATELY} steps' time went into waiting for rewards and tools; "
+                f"{waited / took:.0%} of the last {RECENT_STEPS} steps' time went into waiting for rewards and tools; "
                 "more processes do them side by side: --env-workers"
             )
 
@@ -255,7 +255,7 @@ class Trainer:
         if self.world.rank:
             self.learner.save(None)
             return
-        self._settle()
+        self._wait_for_checkpoint()
         with writing(self.folder):
             self.record.flush()
         draft = checkpoints.Draft(self.folder, self.done, self._write)
@@ -263,8 +263,8 @@ class Trainer:
         self._beside = self._beside or WorkerThread("saving")
         self.saving = self._beside.call(lambda: draft.finish(self.config.keep, lambda folder: state(folder / TRAINING)))
 
-    def _settle(self) -> None:
-        """Return once the last checkpoint would outlive a power cut."""
+    def _wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is safely on disk."""
         saving, self.saving = self.saving, None
         if saving is not None:
             self.saved = saving.result()
@@ -274,15 +274,15 @@ class Trainer:
         self.tokenizer.save(folder)
 
     def _rescue(self) -> str:
-        """After a user's mistake: save the last whole step, if no update came since. Returns how to go on."""
+        """Save the last whole step after a user's mistake, if no update came since. Return how to continue."""
         with suppress(UserError):
-            self._settle()
+            self._wait_for_checkpoint()
         saved = checkpoints.step_of(self.saved) if self.saved else 0
         here = not self.config.shard  # and else it takes all processes
         if here and self.done > saved and self.learner.version == self.whole[0]:
             with suppress(UserError):  # the disk is full, which is perhaps why we are here
                 self._save()
-                self._settle()
+                self._wait_for_checkpoint()
         if self.saved is None:
             return "no step was saved: fix it and begin again with --overwrite"
         step = checkpoints.step_of(self.saved)
@@ -291,7 +291,7 @@ class Trainer:
 
 
 def _timing(trained: FinishedStep) -> dict[str, float]:
-    """A line of timing.jsonl: all of a step that depends on the clock."""
+    """Return a line of timing.jsonl: all of a step that depends on the clock."""
     seconds = {**trained.step.seconds, **trained.seconds}
     timing = {f"seconds/{name}": value for name, value in seconds.items()}
     taken = max(1e-9, sum(trained.seconds.values()))
@@ -312,7 +312,7 @@ def _timing(trained: FinishedStep) -> dict[str, float]:
 
 
 def _options(config: Training) -> list[str]:
-    """The options that were chosen, in a line. What the others are stands in run.json."""
+    """Return the options that were chosen, in one line. run.json has all of them."""
     default, chosen = as_dict(type(config)()), as_dict(config)
     named: list[str] = []
     for name, value in chosen.items():

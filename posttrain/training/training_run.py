@@ -1,4 +1,4 @@
-"""A run of any verb that trains: the verb builds the parts, and this puts them together, from the lock to the last file.
+"""Run of any verb that trains: the verb builds the parts, and this module assembles them, from the lock to the last file.
 
 A verb is an entry of `config/verbs.py` and a function (`RunContext`) -> `RunParts`.
 """
@@ -19,7 +19,7 @@ from posttrain.core.protocols import Learner, Objective, Source
 from posttrain.core.types import Outcome
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder, begin
-from posttrain.training.distributed_setup import together
+from posttrain.training.distributed_setup import open_world
 from posttrain.training.setup import prepare
 from posttrain.training.trainer import Run, Trainer
 
@@ -41,7 +41,7 @@ class RunContext(Generic[AnyTraining]):
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run, as its verb builds them."""
+    """Parts of a run, built by its verb."""
 
     source: Source
     objective: Objective
@@ -63,7 +63,7 @@ def run_training(config: AnyTraining, rows: Any = None, env: Callable[..., Any] 
     Raises UserError for a mistake of the caller's.
     """
     build: Callable[[RunContext[AnyTraining]], RunParts] = load(VERBS[config.verb].function)
-    with together(config) as world, begin(config, rows, env, world) as run, ExitStack() as resources:
+    with open_world(config) as world, begin(config, rows, env, world) as run, ExitStack() as resources:
         validate(run.config)
         parts = build(RunContext(run, prepare(run.config), resources, rows, env))
         trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, parts.measure, parts.steps)

@@ -582,9 +582,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "off-policy-pg",
         {"advantage": "gae"},
-        "a discounted advantage does not say: --weight-at token with --ratio sequence-sum",
+        "a discounted advantage does not define: --weight-at token with --ratio sequence-sum",
     ),
-    ("off-policy-pg", {"top_entropy": 0.5}, "--top-entropy does not say"),
+    ("off-policy-pg", {"top_entropy": 0.5}, "--top-entropy does not define"),
     ("reinforce", {"replay": 200, "kl": 0.1, "kl_where": "reward"}, "leave out --replay, or --kl-where reward"),
     (
         "ppo",
@@ -607,14 +607,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"minibatches": 4, "clip_high": 0.2, "settings": {"surrogate.high": 0.3}},
         "--clip-high 0.2 and --set surrogate.high=0.3 are the same setting: leave one of them out",
     ),
-    ("grpo", {"settings": {"surogate.high": 1}}, "no part .*'surogate'; did you mean 'surrogate.high'"),
+    ("grpo", {"settings": {"surogate.high": 1}}, "no component .*'surogate'; did you mean 'surrogate.high'"),
     ("grpo", {"settings": {"surrogate.high": "much"}}, "surrogate.high is a number, not 'much'"),
     ("grpo", {"settings": {"surrogate.high.x": 1}}, "surrogate.high is a single value"),
     ("grpo", {"settings": {"advantage.eps": 0}}, "advantage.eps must be above 0"),
     ("grpo", {"settings": {"critic.lam": 1.0}}, "there is no critic to change"),
     ("grpo", {"settings": {"shaping.soft-overlang.cache": 3}}, "did you mean 'soft-overlong'"),
-    ("grpo", {"settings": {"shaping.soft-overlong": 3}}, "say which setting of soft-overlong: limit, cache"),
-    ("grpo", {"settings": {"name": "mine"}}, "no part is called 'name'"),
+    ("grpo", {"settings": {"shaping.soft-overlong": 3}}, "name a setting of soft-overlong: limit, cache"),
+    ("grpo", {"settings": {"name": "mine"}}, "no component 'name'"),
     # numbers
     ("ppo", {"gamma": 1.5}, "--gamma must be at least 0 and at most 1, not 1.5"),
     ("ppo", {"gae_lambda": -0.1}, "--gae-lambda must be at least 0"),
@@ -722,7 +722,7 @@ def test_row_of_one_s_own_is_described_and_trained_with_like_any_other(
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("mine.py:number", "7 (int), not a row: make it an Algorithm"),
+        ("mine.py:number", "7 (int), not an algorithm: make it an Algorithm"),
         ("mine.py:absent", "absent"),
         ("nowhere.py:mine", "nowhere.py"),
         ("grop", "did you mean 'grpo'"),
@@ -810,7 +810,9 @@ def test_row_of_one_s_own_with_one_part_for_several_or_several_for_one_is_refuse
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("posttrain.algorithms.all_algorithms.load_named", lambda name: replace(TABLE["grpo"], **wrong))
-    with pytest.raises(UserError, match="grpo: (surrogate must be a part|ratio must be a tuple of parts) of kind"):
+    with pytest.raises(
+        UserError, match="grpo: (surrogate must be a component|ratio must be a tuple of components) of kind"
+    ):
         find("own.py:row")
 
 

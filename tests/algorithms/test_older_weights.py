@@ -79,12 +79,10 @@ def test_plain_policy_gradients_are_corrected_for_replayed_rollouts(name: str, h
     assert row.correction == Correction("truncate", 10.0)
     chosen = row_of(name, replay=512, epochs=4, correction="icepop", **how)
     assert chosen.correction == Correction("icepop", 2.0)
-    with pytest.raises(UserError, match="--replay .*for which nothing accounts.*--correction"):
+    with pytest.raises(UserError, match="--replay .*which nothing corrects.*--correction"):
         row_of(name, replay=512, epochs=4, correction="none", **how)
     assert row_of(name, epochs=4, **how).correction == Correction()
-    with pytest.raises(
-        UserError, match="4 updates per step .*for which nothing accounts.*--surrogate clip.*--epochs 1"
-    ):
+    with pytest.raises(UserError, match="4 updates per step .*which nothing corrects.*--surrogate clip.*--epochs 1"):
         row_of(name, epochs=4, correction="none", **how)
 
 
@@ -93,7 +91,7 @@ def test_the_ratio_of_replayed_rollouts_is_to_the_policy_that_sampled_them() -> 
     assert row.old == "sampler" and row.correction is None and not row.looks_back
     with pytest.raises(UserError, match="--old-policy sampler"):
         row_of("dr-grpo", replay=512, correction="truncate")
-    with pytest.raises(UserError, match="for which nothing accounts"):
+    with pytest.raises(UserError, match="which nothing corrects"):
         row_of("dr-grpo", replay=512, old_policy="start")
     with pytest.raises(UserError, match="leave out --replay"):
         row_of("trpo", replay=512)
@@ -107,24 +105,24 @@ def test_products_that_nothing_clips_are_taken_to_whoever_sampled(way: str) -> N
     assert row_of("off-policy-pg").old == "start", "within a step the two are the same"
 
 
-@pytest.mark.parametrize("way", ["--ahead", "--tokens-per-step"])
+@pytest.mark.parametrize("way", ["--async-steps", "--tokens-per-step"])
 def test_a_ratio_to_the_start_of_the_step_accounts_for_the_step_s_own_updates_alone(way: str) -> None:
     assert row_of("dr-grpo", old_policy="start", epochs=4).correction is None
-    with pytest.raises(UserError, match=f"rollouts of {way} were sampled by older weights, for which nothing accounts"):
+    with pytest.raises(UserError, match=f"rollouts of {way} were sampled by older weights, which nothing corrects"):
         row_of("dr-grpo", old_policy="start", **OLDER[way])
 
 
 NO_SUMS: dict[str, tuple[str, dict[str, Any]]] = {
     "a discounted advantage": ("off-policy-pg", {"advantage": "to-go", "gamma": 0.9}),
     "rollouts that branch": ("off-policy-pg", {"branches": 1}),
-    "what a teacher says of single tokens": ("distill-k1", {"surrogate": "weighted", "weight_at": "reward"}),
+    "a teacher's reward of single tokens": ("distill-k1", {"surrogate": "weighted", "weight_at": "reward"}),
 }
 
 
 @pytest.mark.parametrize("what", NO_SUMS)
 def test_advantages_that_are_no_sums_of_rewards_are_not_weighed_where_rewards_are_earned(what: str) -> None:
     name, how = NO_SUMS[what]
-    with pytest.raises(UserError, match=f"weighs each reward where it is earned, which {what} does not say"):
+    with pytest.raises(UserError, match=f"weighs each reward where it is earned, which {what} does not define"):
         row_of(name, **how)
 
 
@@ -164,13 +162,13 @@ def steps(row: Algorithm, count: int, ahead: int = 0) -> list[Stats]:
     player = new_player(digits, learner.model, 6)
     if ahead:
         player = replace(player, engine=LocalEngine(own_copy(learner.model), WORDS, own=True))
-    how = {"ahead": ahead, "last": count}
+    how = {"async_steps": ahead, "last": count}
     source = RLSource(tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0, **how)
     found: list[Stats] = []
     try:
         train(learner, source, PolicyObjective(row), [lambda t: found.append(t.stats)], first=1, steps=count)
     finally:
-        source.stock.close()
+        source.queue.close()
     return found
 
 
@@ -178,7 +176,7 @@ def steps(row: Algorithm, count: int, ahead: int = 0) -> list[Stats]:
 def test_no_update_takes_tokens_of_other_weights_for_its_own(how: dict[str, Any]) -> None:
     """Also where an option brings them that nobody has thought of: versions are compared at the update itself."""
     row = change(find("gpg"), how)
-    with pytest.raises(AssertionError, match="nothing accounts for the weights that sampled"):
+    with pytest.raises(AssertionError, match="nothing corrects for the weights that sampled"):
         steps(row, 2)
     assert len(steps(row_of("gpg", prompts=2, group=3, **how), 2)) == 2
 
@@ -186,7 +184,7 @@ def test_no_update_takes_tokens_of_other_weights_for_its_own(how: dict[str, Any]
 def test_a_ratio_to_the_start_of_the_step_lets_no_update_take_tokens_of_older_weights() -> None:
     row = row_of("dr-grpo", old_policy="start", prompts=2, group=3, minibatches=2)
     assert len(steps(row, 2)) == 2
-    with pytest.raises(AssertionError, match="nothing accounts for the weights that sampled"):
+    with pytest.raises(AssertionError, match="nothing corrects for the weights that sampled"):
         steps(row, 2, ahead=1)
 
 

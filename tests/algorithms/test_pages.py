@@ -8,26 +8,26 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.all_algorithms import EVERY, beside
 from posttrain.algorithms.describe import (
     as_data,
     axes,
     cited,
+    components,
     describe,
     differences,
     index,
     objective,
     page,
-    parts,
     requirements,
     settings,
 )
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.policy_table import TABLE
-from posttrain.algorithms.preference import Preference
+from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.preference_table import PREFERENCES
-from posttrain.algorithms.reward_model_table import SCORINGS
-from posttrain.algorithms.row import Row
+from posttrain.algorithms.reward_model_table import REWARD_MODELS
 from posttrain.algorithms.settings import change
 from posttrain.cli.main import main
 
@@ -36,7 +36,7 @@ ALL = pytest.mark.parametrize("row", EVERY.values(), ids=lambda r: r.name)
 
 
 @ALL
-def test_page_of_every_row_is_what_the_table_says(row: Row) -> None:
+def test_page_of_every_row_is_what_the_table_says(row: AlgorithmBase) -> None:
     written = (PAGES / f"{row.name}.md").read_text(encoding="utf-8")
     assert written == page(row, beside(row)), "write it again: posttrain algorithms --pages docs/algorithms"
 
@@ -49,7 +49,7 @@ def test_page_that_leads_to_all_others_is_what_the_tables_say() -> None:
 
 
 @ALL
-def test_page_fits_one_screen_and_its_curve_exists(row: Row) -> None:
+def test_page_fits_one_screen_and_its_curve_exists(row: AlgorithmBase) -> None:
     text = page(row, beside(row))
     assert text.count("\n") <= 50
     curve = f"curves/{row.name}.png"
@@ -62,8 +62,8 @@ def test_no_page_is_left_of_a_row_that_is_gone() -> None:
 
 
 @ALL
-def test_every_part_names_its_formula_and_where_it_comes_from(row: Row) -> None:
-    for what, formula, source in parts(row):
+def test_every_part_names_its_formula_and_where_it_comes_from(row: AlgorithmBase) -> None:
+    for what, formula, source in components(row):
         assert formula and (source or what == "updates per step"), (row.name, what)
     text = "\n".join(describe(row))
     assert row.name in text and objective(row) in text
@@ -79,17 +79,17 @@ def test_difference_from_itself_is_nothing_and_from_grpo_what_the_papers_changed
 
 
 @ALL
-def test_data_of_a_row_is_json_with_every_default(row: Row) -> None:
+def test_data_of_a_row_is_json_with_every_default(row: AlgorithmBase) -> None:
     data = as_data(row)
     assert json.loads(json.dumps(data)) == data
-    assert data["name"] == row.name and data["paper"] == row.paper and len(data["parts"]) == len(parts(row))
+    assert data["name"] == row.name and data["paper"] == row.paper and len(data["parts"]) == len(components(row))
     known = {"epochs", "surrogate"} if isinstance(row, Algorithm) else {"link", "denominator"}
-    known |= {"link.beta", "score"} if isinstance(row, Preference) else set()
+    known |= {"link.beta", "score"} if isinstance(row, PreferenceAlgorithm) else set()
     assert known <= data["settings"].keys()
 
 
 @ALL
-def test_settings_as_they_are_listed_change_nothing_when_they_are_given(row: Row) -> None:
+def test_settings_as_they_are_listed_change_nothing_when_they_are_given(row: AlgorithmBase) -> None:
     given = dict(line.split()[0].split("=", 1) for line in settings(row))
     assert change(row, given) == row
     assert given.keys() == as_data(row)["settings"].keys()
@@ -115,30 +115,33 @@ def test_algorithms_verb_finds_rows_of_both_kinds_and_names_both_where_there_is_
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(
         "from posttrain.algorithms.links import Hinge\n"
-        "from posttrain.algorithms.preference import Preference\n"
-        "mine = Preference('mine', 'Mine', link=Hinge(0.5))\n"
+        "from posttrain.algorithms.preference import PreferenceAlgorithm\n"
+        "mine = PreferenceAlgorithm('mine', 'Mine', link=Hinge(0.5))\n"
         "nothing = 3\n"
     )
     assert main(["algorithms", "own.py:mine"]) == 0
     assert "max(0, 1 - x), x = 0.5 (s_w - s_l)" in capsys.readouterr().out
     assert main(["algorithms", "own.py:nothing"]) == 2
     told = capsys.readouterr().err
-    assert "an Algorithm(...) of posttrain.algorithms.policy or a Preference(...)" in told and told.count("\n") == 1
+    assert (
+        "an Algorithm(...) of posttrain.algorithms.policy or a PreferenceAlgorithm(...)" in told
+        and told.count("\n") == 1
+    )
     assert main(["algorithms", "simp"]) == 2
     told = capsys.readouterr().err
     assert "did you mean 'simpo'? posttrain algorithms lists all" in told
 
 
 def test_names_of_the_tables_are_different() -> None:
-    assert len(EVERY) == len(TABLE) + len(PREFERENCES) + len(SCORINGS)
+    assert len(EVERY) == len(TABLE) + len(PREFERENCES) + len(REWARD_MODELS)
 
 
 @pytest.mark.parametrize("row", PREFERENCES.values(), ids=lambda r: r.name)
-def test_options_on_a_page_give_the_formula_that_stands_beside_them(row: Preference) -> None:
+def test_options_on_a_page_give_the_formula_that_stands_beside_them(row: PreferenceAlgorithm) -> None:
     for option, said, source in axes(row):
         name, _, value = option.removeprefix("--").partition(" ")
         changed = change(row, {name: value or "true"})
-        assert source and any(formula in said for _, formula, _ in parts(changed)), option
+        assert source and any(formula in said for _, formula, _ in components(changed)), option
     offered = {option.split()[0] for option, _, _ in axes(row)}
     assert ("--divergence" in offered) == ("ref" in row.score.formula)
     assert ("--tail" in offered) == (row.name not in ("orpo", "kto"))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.comparison_weights import PerComparison, PerPrompt
 from posttrain.algorithms.links import LINKS, Pairs, PlackettLuce, Sigmoid
-from posttrain.algorithms.preference import Preference, PreferenceObjective
+from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.responses import LogRatio, Odds
 from posttrain.algorithms.settings import change
@@ -55,7 +55,7 @@ class Case:
     reference: Reference
     learner: LocalLearner
 
-    def source(self, row: Preference, tokens: int = 10**6) -> Comparisons:
+    def source(self, row: PreferenceAlgorithm, tokens: int = 10**6) -> Comparisons:
         reference = self.reference if Need.REFERENCE in row.needs else None
         return Comparisons(_nothing(), row, self.learner, 8, tokens, 0, reference)
 
@@ -110,13 +110,15 @@ def case(world: World | None = None) -> Case:
     return Case(items, Reference(range(len(items)), arrays_of(said)), learner)
 
 
-def through_the_library(case: Case, row: Preference, order: Sequence[int], tokens: int) -> tuple[float, Tensor, Stats]:
+def through_the_library(
+    case: Case, row: PreferenceAlgorithm, order: Sequence[int], tokens: int
+) -> tuple[float, Tensor, Stats]:
     clear(case.learner)
     batches = case.source(row, tokens).batches(order, [case.items[i] for i in order], COEFFICIENTS)
     return added(case.learner, row, batches)
 
 
-def added(learner: LocalLearner, row: Preference, batches: Sequence[Batch]) -> tuple[float, Tensor, Stats]:
+def added(learner: LocalLearner, row: PreferenceAlgorithm, batches: Sequence[Batch]) -> tuple[float, Tensor, Stats]:
     total, stats, objective = 0.0, Stats(), PreferenceObjective(row)
     for batch in batches:
         loss = objective(learner._outputs(learner.model, batch, objective.wants), batch, stats)
@@ -140,7 +142,7 @@ def asked(case: Case) -> list[Asked]:
     return found
 
 
-def same(case: Case, row: Preference, expected: Callable[[list[Asked]], Tensor]) -> None:
+def same(case: Case, row: PreferenceAlgorithm, expected: Callable[[list[Asked]], Tensor]) -> None:
     """Loss and gradient of the library are those of the transcription."""
     clear(case.learner)
     loss = expected(asked(case))
@@ -154,7 +156,7 @@ def same(case: Case, row: Preference, expected: Callable[[list[Asked]], Tensor])
 
 
 @ROWS
-def test_loss_and_gradient_equal_a_transcription_of_the_paper(row: Preference) -> None:
+def test_loss_and_gradient_equal_a_transcription_of_the_paper(row: PreferenceAlgorithm) -> None:
     same(case(), row, LOSSES[row.name])
 
 
@@ -162,11 +164,11 @@ def test_every_row_has_its_transcription() -> None:
     assert LOSSES.keys() == PREFERENCES.keys()
 
 
-def changed(name: str = "dpo", **settings: Any) -> Preference:
+def changed(name: str = "dpo", **settings: Any) -> PreferenceAlgorithm:
     return change(PREFERENCES[name], settings)
 
 
-AXES: dict[str, tuple[Preference, comparisons.Loss]] = {
+AXES: dict[str, tuple[PreferenceAlgorithm, comparisons.Loss]] = {
     "forward KL": (changed(divergence="forward-kl"), comparisons.diverging("forward-kl")),
     "Jensen-Shannon": (changed(divergence="jensen-shannon"), comparisons.diverging("jensen-shannon")),
     "alpha": (changed(divergence="alpha", **{"score.alpha": 0.7}), comparisons.diverging("alpha")),
@@ -329,7 +331,9 @@ def test_prompts_are_shared_within_an_item_and_between_items_and_one_item_may_st
     assert len(whole.layout.tokens) < used < sum(len(t) for item in plain.items for t in item.responses)
 
 
-def updated(row: Preference, world: World | None, fed: Callable[[list[Batch]], list[Batch]]) -> dict[str, Tensor]:
+def updated(
+    row: PreferenceAlgorithm, world: World | None, fed: Callable[[list[Batch]], list[Batch]]
+) -> dict[str, Tensor]:
     own = case()
     learner = LocalLearner(tiny(WORDS, dtype=torch.float64), Optimization(lr=1e-3), world=world)
     items = replace(own, learner=learner)
@@ -373,7 +377,7 @@ PAIRS: list[Row] = [
 ]
 
 
-def from_rows(row: Preference, tokens: int = 10**6) -> Comparisons:
+def from_rows(row: PreferenceAlgorithm, tokens: int = 10**6) -> Comparisons:
     learner = LocalLearner(tiny(WORDS, dtype=torch.float64), Optimization(lr=1e-3))
     tasks = to_tasks(PAIRS, convert=to_item)
     items = PreferenceExamples(tasks, WORDS, (WORDS.eos_id or 0,), WORDS.vocab_size, TooLong("skip", 64, print))
@@ -472,7 +476,7 @@ def test_shift_of_bco_is_the_running_mean_of_earlier_rewards_as_they_were_compar
             pairs = [(0, 1), (0, 2), (1, 2)] if len(own) == 3 else [(0, 1)]
             for i, j in pairs:
                 rewards += [0.1 * desensitised(own[i], own[j], tail), 0.1 * desensitised(own[j], own[i], tail)]
-        stats = learner.update(batches, PreferenceObjective(source.row))
+        stats = learner.update(batches, PreferenceObjective(source.algorithm))
         source.learned(step, stats)
         again = replace(source, rewards=(0.0, 0.0))
         again.restore(source.state())

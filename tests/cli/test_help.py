@@ -62,7 +62,7 @@ def test_whole_help_has_every_option_once_under_its_heading(
         wanted[o.group].add(f"--{o.name.rstrip('_').replace('_', '-')}")
     for flag in kind.flags():
         wanted["algorithm"].add(f"--{flag.replace('_', '-')}")
-    if kind.row is not None:
+    if kind.algorithm_kind is not None:
         wanted["algorithm"].add("--set")
     wanted.setdefault("record", set()).add("--config")
     assert {heading: set(names) for heading, names in whole.items()} == wanted

@@ -18,7 +18,7 @@ from posttrain.data.labels import to_labelled
 from posttrain.data.preference_examples import MOST, to_compared, to_item, to_judged
 from posttrain.data.tasks import to_tasks
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.passes import mind_repeated
+from posttrain.training.passes import warn_repeated_prompts
 from posttrain.training.sources.length_filter import Policy, TooLong
 from posttrain.training.sources.preferences import PreferenceExamples
 
@@ -457,8 +457,8 @@ def test_prompts_that_only_some_responses_repeat_are_counted() -> None:
         ("What", "no"),
     ]
     rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
-    mind_repeated(to_tasks(rows, convert=to_compared), told.append)
+    warn_repeated_prompts(to_tasks(rows, convert=to_compared), told.append)
     [line] = told
     assert line.startswith("in 2 of 5 rows that were looked at") and repr(prompt) in line
-    mind_repeated(to_tasks(rows[1:3], convert=to_compared), told.append)
+    warn_repeated_prompts(to_tasks(rows[1:3], convert=to_compared), told.append)
     assert len(told) == 1

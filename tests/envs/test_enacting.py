@@ -26,7 +26,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_reading import read_file, rows_of
 from posttrain.runs.terminal.printing import sample
-from posttrain.training.sources.demonstrations import cut, enacted_texts, enacting, stored
+from posttrain.training.sources.demonstrations import cut, demonstration_runner, episode_texts, stored
 from posttrain.training.sources.example_stream import progress
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.sft_source import Transcripts
@@ -42,7 +42,7 @@ def spans(transcript: Transcript) -> list[tuple[str, list[int]]]:
 
 def made(env: Any, tokenizer: Tokenizer, rows: list[Task], **how: Any) -> list[Any]:
     with EnvPool(env, 0) as pool:
-        enact = enacting(pool, tokenizer, [1])
+        enact = demonstration_runner(pool, tokenizer, [1])
         tasks = to_tasks(rows, need=NEED)
         return list(Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), True, enact, **how))
 
@@ -62,7 +62,7 @@ def test_what_a_policy_said_is_imitated_token_for_token(tokenizer: Tokenizer) ->
             if not all(said) or rollout.stop.truncated:
                 continue
             tried += 1
-            [(again, reward)] = enacting(pool, tokenizer, engine.eos_ids)({**rollout.task, "replies": said})
+            [(again, reward)] = demonstration_runner(pool, tokenizer, engine.eos_ids)({**rollout.task, "replies": said})
             assert reward == rollout.reward
             for mine, theirs in zip(again, rollout.transcripts, strict=True):
                 assert mine.tokens == theirs.tokens
@@ -130,7 +130,7 @@ def test_rows_with_replies_need_an_environment(tokenizer: Tokenizer) -> None:
 def test_episodes_of_too_little_reward_are_left_out(tokenizer: Tokenizer) -> None:
     rows = [{**ROW, "id": "a", "replies": ["2"]}, {**ROW, "id": "b", "replies": ["3"]}]
     with EnvPool(looking_up, 0) as pool:
-        tasks, enact = to_tasks(rows, need=NEED), enacting(pool, tokenizer, [1])
+        tasks, enact = to_tasks(rows, need=NEED), demonstration_runner(pool, tokenizer, [1])
         episodes = Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), True, enact, min_reward=1.0)
         for _ in range(2):  # one that comes again is counted once
             assert [made is not None for made in episodes] == [True, False]
@@ -275,7 +275,7 @@ def test_an_episode_of_just_the_reward_asked_for_is_learned_from_and_others_are_
     rows = [{**ROW, "id": "a", "replies": ["2"]}, {**ROW, "id": "b", "replies": ["3"]}]
     with EnvPool(looking_up, 0) as pool:
         tasks = to_tasks(rows, need=NEED)
-        enact = enacting(pool, tokenizer, [1])
+        enact = demonstration_runner(pool, tokenizer, [1])
         found = Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), True, enact, min_reward=1.0)
         assert [one is not None for one in found] == [True, False] and found.unwanted == 1
         stats = Stats()
@@ -290,7 +290,7 @@ def not_the_replies(task: Task) -> Generator[str, Reply, float]:
 
 def test_an_environment_does_not_see_what_it_is_to_be_told(tokenizer: Tokenizer) -> None:
     with EnvPool(not_the_replies, 0) as pool:
-        [(_, reward)] = enacting(pool, tokenizer, [1])({**ROW, "replies": ["2"]})
+        [(_, reward)] = demonstration_runner(pool, tokenizer, [1])({**ROW, "replies": ["2"]})
     assert reward == 1.0
 
 
@@ -347,7 +347,7 @@ def test_after_a_row_that_cannot_be_played_the_next_one_is_played_as_ever(tokeni
     right: Task = {**ROW, "replies": ["7", "2"]}
     for workers in (0, 1):
         with EnvPool(looking_up, workers) as pool:
-            enact = enacting(pool, tokenizer, [1])
+            enact = demonstration_runner(pool, tokenizer, [1])
             [expected] = enact(right)
             for task in wrong:
                 with pytest.raises(UserError):
@@ -398,7 +398,7 @@ def test_a_tokenizer_waits_for_few_episodes_that_cannot_be_played(tokenizer: Tok
         return [([shown], 1.0)]
 
     rows: list[Task] = [{**ROW, "id": str(i)} for i in range(9)]
-    assert list(enacted_texts(enact, tokenizer, rows)) == ["0", "3"]
+    assert list(episode_texts(enact, tokenizer, rows)) == ["0", "3"]
     assert tried == list("0123456")
 
 
@@ -409,9 +409,9 @@ def test_what_a_tokenizer_reads_is_played_where_it_can_be_interrupted(
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         threads.add(threading.current_thread())
-        return enacting(*args, **kwargs)
+        return demonstration_runner(*args, **kwargs)
 
-    monkeypatch.setattr(sft_verb, "enacting", noted)
+    monkeypatch.setattr(sft_verb, "demonstration_runner", noted)
     sft(nim_rows(4), env="nim", out=str(tmp_path / "run"), vocab=300, hidden=16, layers=1, heads=2, steps=1, rows=2,
         quiet=True)  # fmt: skip
     assert threads == {threading.main_thread()}

@@ -11,7 +11,7 @@ from posttrain.core.types import Invalid, Reply, Task, UserError
 from posttrain.data.tasks import to_tasks
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.setup import mind_unknown, rehearse
+from posttrain.training.setup import rehearse, warn_unknown_tokens
 
 TASKS: list[Task] = [{"id": str(i), "prompt": f"{i}+1=", "answer": answer} for i, answer in enumerate(["1", "", "3"])]
 
@@ -27,7 +27,7 @@ def said(env: Any, seconds: float = 5.0) -> list[str]:
 def test_text_that_the_tokenizer_has_no_tokens_for_is_warned_of(letters: str, share: str | None) -> None:
     warnings: list[str] = []
     tasks = to_tasks([{"prompt": f"{i}+{i}=", "response": str(i)} for i in range(10)], need=("prompt", "response"))
-    mind_unknown(Tokenizer.train([letters], 50, "characters"), tasks, warnings.append)
+    warn_unknown_tokens(Tokenizer.train([letters], 50, "characters"), tasks, warnings.append)
     assert bool(warnings) == (share is not None)
     if share is not None:
         assert (
@@ -39,13 +39,13 @@ def test_text_that_the_tokenizer_has_no_tokens_for_is_warned_of(letters: str, sh
 def test_a_character_that_is_rare_among_the_tasks_is_not_worth_a_warning() -> None:
     warnings: list[str] = []
     tasks = to_tasks([{"prompt": f"{i:030}" + "x" * (i == 7)} for i in range(20)])
-    mind_unknown(Tokenizer.train(["0123456789"], 50, "characters"), tasks, warnings.append)
+    warn_unknown_tokens(Tokenizer.train(["0123456789"], 50, "characters"), tasks, warnings.append)
     assert warnings == []
 
 
 def test_tokenizer_that_knows_every_byte_has_nothing_to_warn_of() -> None:
     warnings: list[str] = []
-    mind_unknown(Tokenizer.train(["abc"], 300), to_tasks([{"prompt": "\u4f60\u597d"}]), warnings.append)
+    warn_unknown_tokens(Tokenizer.train(["abc"], 300), to_tasks([{"prompt": "\u4f60\u597d"}]), warnings.append)
     assert warnings == []
 
 

@@ -250,11 +250,11 @@ def test_an_evaluation_tells_the_sides_apart(tokenizer: Tokenizer, tmp_path: Pat
 
 
 def test_demonstrations_of_sides_are_those_of_the_winner_where_a_least_reward_is_asked(tokenizer: Tokenizer) -> None:
-    from posttrain.training.sources.demonstrations import enacting
+    from posttrain.training.sources.demonstrations import demonstration_runner
 
     task = nim.tasks(1, 0, stones=9)[0]
     with EnvPool(nim.nim, workers=0) as pool:
-        sides = enacting(pool, tokenizer, (0,))(task)
+        sides = demonstration_runner(pool, tokenizer, (0,))(task)
     assert sorted(reward for _, reward in sides) == [-1.0, 1.0]
     said = [[tokenizer.decode([t.tokens[i]]) for t in own for i in t.scored.tolist()] for own, _ in sides]
     assert [[token for token in own if token.isdigit()] for own in said] == [

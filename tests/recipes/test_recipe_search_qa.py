@@ -24,7 +24,7 @@ from posttrain.envs.play.service_client import Services
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import PassageIndex, open_index
 from posttrain.services.retriever import retriever
-from posttrain.training.sources.demonstrations import enacting
+from posttrain.training.sources.demonstrations import demonstration_runner
 
 QUESTIONS = [
     {
@@ -74,7 +74,7 @@ def test_what_is_imitated_is_what_is_played(recipe: ModuleType, index: PassageIn
         asking.named["retriever"] = retriever(str(index.folder))
         engine = Scripted(tokenizer, rows[0]["replies"])
         [rollout] = Player(pool, engine, tokenizer, Sampling(), 4096, services=asking).play([Episode(task, "t", 0)])
-        [([shown], reward)] = enacting(pool, tokenizer, [1], asking)(task)
+        [([shown], reward)] = demonstration_runner(pool, tokenizer, [1], asking)(task)
     assert rollout.rewards["exact"] == rollout.rewards["form"] == reward == 1
     [played] = rollout.transcripts
     assert shown.tokens == played.tokens and shown.scored.tolist() == played.scored.tolist()

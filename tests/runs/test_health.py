@@ -18,7 +18,7 @@ import pytest
 
 import posttrain
 from posttrain.algorithms.policy import Algorithm
-from posttrain.algorithms.preference import Preference
+from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.settings import flags
 from posttrain.cli.inspect_commands import rollouts
 from posttrain.config.training import RL, Prefer
@@ -411,7 +411,11 @@ def test_messages_are_of_two_lines_and_name_options_that_exist() -> None:
     found += find(rows(BOTH_FALL))
     found += find(rows({"routing/entropy": [0.9**n for n in range(20)], "routing/busiest": [0.9] * 20}))
     assert {finding.name for finding in found} == CHECKS.keys() - {"held_out"}
-    options = {field.name for field in (*fields(RL), *fields(Prefer))} | set(flags(Algorithm)) | set(flags(Preference))
+    options = (
+        {field.name for field in (*fields(RL), *fields(Prefer))}
+        | set(flags(Algorithm))
+        | set(flags(PreferenceAlgorithm))
+    )
     for finding in found:
         assert finding.message.count("\n") == 1
         for option in re.findall(r"--([a-z-]+)", re.sub(SHOWN, "", finding.message)):

@@ -278,15 +278,15 @@ def test_a_sample_has_eight_groups_by_the_seed_alone_and_none_are_taken_of_ids_a
 
 
 def test_what_recording_takes_beyond_the_row_is_said_before_the_run() -> None:
-    assert TokenRecording().told(frozenset(), False) == [] == TokenRecording("tokens").told(frozenset(), False)
-    assert TokenRecording("full").told(frozenset({"entropy"}), True) == []
-    (said,) = TokenRecording("full", after=True).told(frozenset(), False)
+    assert TokenRecording().describe(frozenset(), False) == [] == TokenRecording("tokens").describe(frozenset(), False)
+    assert TokenRecording("full").describe(frozenset({"entropy"}), True) == []
+    (said,) = TokenRecording("full", after=True).describe(frozenset(), False)
     assert (
         "entropy of every token" in said
         and "no reference" in said
         and "a forward pass a step for --record-after" in said
     )
-    assert "(8 groups)" in TokenRecording(after=True).told(frozenset(), True)[0]
+    assert "(8 groups)" in TokenRecording(after=True).describe(frozenset(), True)[0]
 
 
 def outcomes(tokenizer: Tokenizer, algorithm: Algorithm, env: Any, **how: Any) -> list[Outcome]:

@@ -347,13 +347,13 @@ def test_a_stop_string_that_begins_in_one_piece_ends_the_reply_in_the_next(
 @pytest.mark.parametrize(
     ("asked", "single", "told"),
     [
-        ({"tokens_per_step": 4}, False, "one of several turns cannot be left"),
+        ({"tokens_per_step": 4}, False, "one of several turns cannot be interrupted"),
         ({"tokens_per_step": 256}, True, "would have no effect"),
         ({"tokens_per_step": 4, "algorithm": "dapo"}, True, "cannot be replaced"),
         (
             {"tokens_per_step": 4, "algorithm": "reinforce", "settings": {"correction": "none"}},
             True,
-            "for which nothing accounts",
+            "which nothing corrects",
         ),
     ],
 )
@@ -385,8 +385,8 @@ def test_older_weights_are_corrected_for_or_the_ratio_is_to_the_policy_that_samp
 @pytest.mark.parametrize(
     ("row", "settings", "told"),
     [
-        ("reinforce", {"correction": "none"}, "for which nothing accounts"),
-        ("grpo", {"old_policy": "start"}, "for which nothing accounts"),
+        ("reinforce", {"correction": "none"}, "which nothing corrects"),
+        ("grpo", {"old_policy": "start"}, "which nothing corrects"),
         ("grpo", {"old_policy": "sampler", "correction": "truncate"}, "nothing to correct"),
         ("reinforce", {"old_policy": "sampler", "correction": "truncate"}, "no ratio"),
     ],

@@ -171,7 +171,7 @@ def test_an_outage_costs_no_labels_and_is_continued(place: Path, monkeypatch: py
         "    down = task['id'] == '1' and os.path.exists('down')\n"
         "    return Invalid('the service is down') if down else float(len(reply))\n"
     )
-    refused(lambda: label("may.py:reward"), "nothing of items 2 to 2", "the service is down", "--resume")
+    refused(lambda: label("may.py:reward"), "nothing of rows 2 to 2", "the service is down", "--resume")
     assert len(read("out.jsonl")) == 1
     (place / "down").unlink()
     label("may.py:reward", resume=True)

@@ -35,7 +35,7 @@ from posttrain.models.native.decoder_writer import save_model
 from posttrain.training import open_learner, training_run
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.preferences import PreferenceExamples
-from posttrain.training.sources.reference_cache import Reference, mismatched, refer
+from posttrain.training.sources.reference_cache import Reference, mismatched, reference_logps
 from posttrain.training.verbs import prefer
 
 PAIRS = [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": "no" * (i % 3 + 1)} for i in range(12)]
@@ -68,7 +68,7 @@ def items_of(rows: Sequence[dict[str, Any]], context: int = 64) -> PreferenceExa
 
 def found(asked: Asked, rows: Sequence[dict[str, Any]] = PAIRS, weights: str = "w", drift: bool = False) -> Reference:
     items = items_of(rows)
-    return refer(items, range(len(items)), weights, asked, 50, torch.device("cpu"), drift)
+    return reference_logps(items, range(len(items)), weights, asked, 50, torch.device("cpu"), drift)
 
 
 def test_log_probabilities_are_those_of_each_response_alone() -> None:
@@ -142,7 +142,7 @@ def test_a_row_that_only_lends_its_response_to_another_prompt_is_in_the_name_too
     """A run that is shorter than an epoch visits some rows; the next one's response is read behind the last one's prompt."""
     for last in ("10", "a much longer one"):
         items = items_of([*PAIRS[:5], {**PAIRS[5], "chosen": last}])
-        reference = refer(items, range(5), "w", Asked(), 50, torch.device("cpu"), drift=True)
+        reference = reference_logps(items, range(5), "w", Asked(), 50, torch.device("cpu"), drift=True)
         assert len(reference.of_mismatched(4)) == sum(t.n_scored for t in mismatched(items, 4))
 
 

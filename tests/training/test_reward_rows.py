@@ -20,7 +20,12 @@ from torch import Tensor
 
 from posttrain.algorithms.comparison_weights import PerPrompt
 from posttrain.algorithms.links import Pairs
-from posttrain.algorithms.reward_model_table import SCORINGS, ScorePenalty, Scoring, ScoringObjective
+from posttrain.algorithms.reward_model_table import (
+    REWARD_MODELS,
+    RewardModelAlgorithm,
+    RewardModelObjective,
+    ScorePenalty,
+)
 from posttrain.algorithms.settings import change
 from posttrain.core.batch import Preferences, Stats
 from posttrain.core.protocols import Alone, World
@@ -172,9 +177,9 @@ def smoothed(better: Tensor, worse: Tensor, margin: float) -> Tensor:
     return 0.9 * won(better, worse, margin) - 0.1 * sigma(-(better - worse - margin)).log()
 
 
-BT = SCORINGS["bradley-terry"]
+BT = REWARD_MODELS["bradley-terry"]
 Rows = Sequence[Mapping[str, Any]]
-CASES: dict[str, tuple[Scoring, Rows, Callable[[Rows, Score], Tensor]]] = {
+CASES: dict[str, tuple[RewardModelAlgorithm, Rows, Callable[[Rows, Score], Tensor]]] = {
     "bradley-terry": (BT, COMPARED, lambda rows, score: bradley_terry(rows, score, won)),
     "bradley-terry with penalties": (
         change(replace(BT, penalty=ScorePenalty()), {"margin": 0.5}),
@@ -184,10 +189,12 @@ CASES: dict[str, tuple[Scoring, Rows, Callable[[Rows, Score], Tensor]]] = {
     "bradley-terry smoothed": (
         change(BT, {"link.smoothing": 0.1}), PAIRS, lambda rows, score: bradley_terry(rows, score, smoothed)
     ),
-    "k-wise": (SCORINGS["k-wise"], COMPARED, k_wise),
-    "plackett-luce": (SCORINGS["plackett-luce"], COMPARED, plackett_luce),
-    "outcome": (SCORINGS["outcome"], LABELLED, lambda rows, score: pointwise(rows, score, entropy)),
-    "regression": (SCORINGS["regression"], GRADED, lambda rows, score: pointwise(rows, score, lambda s, y: (s - y) ** 2)),
+    "k-wise": (REWARD_MODELS["k-wise"], COMPARED, k_wise),
+    "plackett-luce": (REWARD_MODELS["plackett-luce"], COMPARED, plackett_luce),
+    "outcome": (REWARD_MODELS["outcome"], LABELLED, lambda rows, score: pointwise(rows, score, entropy)),
+    "regression": (
+        REWARD_MODELS["regression"], GRADED, lambda rows, score: pointwise(rows, score, lambda s, y: (s - y) ** 2)
+    ),
 }  # fmt: skip
 SHAPES = [ScoreShape(), ScoreShape("mean", "mlp")]
 
@@ -197,7 +204,7 @@ def new_model(shape: ScoreShape, seed: int = 3) -> RewardModel:
     return model.double()
 
 
-def source(row: Scoring, rows: Rows, shape: ScoreShape, tokens: int = 10**6) -> RewardExamples:
+def source(row: RewardModelAlgorithm, rows: Rows, shape: ScoreShape, tokens: int = 10**6) -> RewardExamples:
     tasks = to_tasks([dict(r, id=str(i)) for i, r in enumerate(rows)], convert=to_item)
     assert WORDS.eos_id is not None
     items = PreferenceExamples(tasks, WORDS, (WORDS.eos_id,), WORDS.vocab_size, TooLong("refuse", 64, print))
@@ -234,7 +241,7 @@ def alone(model: RewardModel) -> Score:
 
 
 def learned(
-    row: Scoring,
+    row: RewardModelAlgorithm,
     rows: Rows,
     shape: ScoreShape,
     order: Sequence[int] | None = None,
@@ -247,7 +254,7 @@ def learned(
     items = all_items(made)
     batches = [batch for _, batch in made.batches([items[i] for i in order or range(len(items))])]
     own = batches if world is None or world.size == 1 else batches[world.rank :: world.size]
-    objective = ScoringObjective(row, mean=shape.pooling == "mean")
+    objective = RewardModelObjective(row, mean=shape.pooling == "mean")
     kept: list[Tensor] = []
     step = learner.optimizer.step
     learner.optimizer.step = lambda *a, **k: (kept.append(gathered(learner)), step())[1]  # type: ignore[method-assign]
@@ -307,7 +314,7 @@ def test_two_processes_give_the_gradient_of_one(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_prompt_that_responses_share_is_laid_once() -> None:
-    made = source(SCORINGS["k-wise"], SEVERAL, ScoreShape())
+    made = source(REWARD_MODELS["k-wise"], SEVERAL, ScoreShape())
     [(places, batch)] = made.batches(all_items(made))
     assert sorted(places) == list(range(len(SEVERAL)))
     prompts = {r["prompt"] for r in SEVERAL}
@@ -319,11 +326,11 @@ def test_a_prompt_that_responses_share_is_laid_once() -> None:
 def test_weights_of_prompts_do_not_depend_on_how_much_was_compared() -> None:
     """Of a ranking of four, one of two and a tie alone, the first two weigh the same; the last does not exist."""
     rows = [SEVERAL[0], SEVERAL[3]]
-    made = source(SCORINGS["k-wise"], rows, ScoreShape())
+    made = source(REWARD_MODELS["k-wise"], rows, ScoreShape())
     [(_, batch)] = made.batches(all_items(made))
     assert batch.preferences is not None
     weights = sorted(batch.preferences.weight.tolist())
-    assert weights == pytest.approx([0.1] * 5 + [0.5]) and isinstance(made.row.denominator, PerPrompt)
+    assert weights == pytest.approx([0.1] * 5 + [0.5]) and isinstance(made.algorithm.denominator, PerPrompt)
     tie = {"prompt": "t", "responses": ["b", "q"], "pairs": [[0, 1]], "preferred": [0]}
     assert to_item(tie) is None
 
@@ -334,12 +341,12 @@ def test_plackett_luce_of_a_ranking_is_the_likelihood_of_its_order() -> None:
     b, cc, dd = (alone(model)("a", text)[0].item() for text in row["responses"])
     first = math.exp(dd) / (math.exp(dd) + math.exp(b) + math.exp(cc))
     second = math.exp(b) / (math.exp(b) + math.exp(cc))
-    loss, _ = learned(SCORINGS["plackett-luce"], [row], ScoreShape())
+    loss, _ = learned(REWARD_MODELS["plackett-luce"], [row], ScoreShape())
     assert loss == pytest.approx(-(math.log(first) + math.log(second)) / 2, abs=1e-12)
 
 
 def test_plackett_luce_bears_scores_of_any_size() -> None:
-    link = SCORINGS["plackett-luce"].link
+    link = REWARD_MODELS["plackett-luce"].link
     better = torch.tensor([900.0, -900.0, 0.0], dtype=torch.float64, requires_grad=True)
     worse = torch.tensor([-900.0, 900.0, 0.0], dtype=torch.float64)
     loss = link.compare(Pairs(better, worse, torch.zeros(3), torch.tensor([0, 1, 2]), {}))
@@ -351,7 +358,7 @@ def test_plackett_luce_bears_scores_of_any_size() -> None:
 def test_figures_of_a_step_are_those_of_its_scores() -> None:
     row, rows, _ = CASES["k-wise"]
     model, made = new_model(ScoreShape()), source(row, rows, ScoreShape(), 17)
-    objective, stats = ScoringObjective(row), Stats()
+    objective, stats = RewardModelObjective(row), Stats()
     learner = LocalLearner(model, Optimization())
     for _, batch in made.batches(all_items(made)):
         (outputs,) = learner.evaluate([batch], want=objective.wants)
@@ -369,12 +376,12 @@ def test_equal_scores_are_half_right() -> None:
     of = torch.tensor
     said = Preferences(of([0, 2]), of([1, 0]), of([0.0] * 2), of([0.5] * 2), of([], dtype=torch.int64), of([]), of([]))
     stats = Stats()
-    ScoringObjective(SCORINGS["bradley-terry"]).measure(of([1.0, 1.0, 3.0], dtype=torch.float64), said, stats)
+    RewardModelObjective(REWARD_MODELS["bradley-terry"]).measure(of([1.0, 1.0, 3.0], dtype=torch.float64), said, stats)
     assert stats.means() == {"score": pytest.approx(5 / 3), "accuracy": 0.75, "margin": 1.0}
 
 
 def test_where_a_step_is_read_does_not_tell_whether_it_is_the_last() -> None:
     """A solution is cut behind its mistake: an end of its own would give the mistake away."""
-    made = source(SCORINGS["outcome"], [r for r in LABELLED if "steps" in r], ScoreShape())
+    made = source(REWARD_MODELS["outcome"], [r for r in LABELLED if "steps" in r], ScoreShape())
     [(_, batch)] = made.batches(all_items(made))
     assert batch.target.tolist() == WORDS.encode("\n") * 8

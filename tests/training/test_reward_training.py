@@ -294,7 +294,11 @@ BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([STEPS], {"algorithm": "outcome", "pooling": "mean"}, "leave out --pooling mean"),
     ([PAIR, {**LABEL, "prompt": "z"}], {"too_long": "refuse"}, "row 2: bradley-terry compares responses"),
     ([LABEL, {**GRADE, "prompt": "z"}], {"algorithm": "outcome", "too_long": "refuse"}, "row 2: outcome learns"),
-    ([{**PAIR, "rejected": "b"}], {}, "1 of 1 rows were left out, in which nothing is said of different responses"),
+    (
+        [{**PAIR, "rejected": "b"}],
+        {},
+        "1 of 1 rows were left out, without a label or comparison of different responses",
+    ),
     ([{**PAIR, "chosen": "x" * 100}], {}, "nothing fits|longer|context"),
 ]
 
@@ -316,7 +320,10 @@ def test_equal_responses_ties_and_empty_ones_are_left_out_and_counted(tmp_path: 
     ]
     run = posttrain.reward_model([*pairs(4), *nothing], start, out=str(tmp_path / "run"), **QUICK)
     sizes = "\n".join(json.loads((run.path / "run.json").read_text())["sizes"])
-    assert "3 rows left out" in sizes and "in which nothing is said of different responses that are not empty" in sizes
+    assert (
+        "3 rows left out" in sizes
+        and "without a label or comparison of different responses that are not empty" in sizes
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"pooling": "mean", "head": "mlp"}], ids=["linear at the end", "ours"])

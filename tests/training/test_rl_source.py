@@ -308,18 +308,18 @@ def test_step_without_any_signal_is_still_an_update_with_gradient_zero(tokenizer
 def test_tasks_of_an_epoch_are_all_played_once(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("grpo"))
     played = [
-        e.task["id"] for number in (1, 2) for e in experience.stock.collector.episodes(number, 3 * number - 3, 3)[0]
+        e.task["id"] for number in (1, 2) for e in experience.queue.collector.episodes(number, 3 * number - 3, 3)[0]
     ]
     assert sorted(set(played)) == [t["id"] for t in TASKS] and all(played.count(t["id"]) == 4 for t in TASKS)
     again = [
-        e.task["id"] for number in (3, 4) for e in experience.stock.collector.episodes(number, 3 * number - 3, 3)[0]
+        e.task["id"] for number in (3, 4) for e in experience.queue.collector.episodes(number, 3 * number - 3, 3)[0]
     ]
     assert sorted(again) == sorted(played) and again != played
 
 
 def test_a_task_that_comes_twice_in_a_step_makes_two_groups(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("grpo"), size=(4, 2))  # 6 tasks: step 2 spans two epochs
-    episodes, cursor = experience.stock.collector.episodes(2, 4, 4)
+    episodes, cursor = experience.queue.collector.episodes(2, 4, 4)
     assert cursor == 8
     assert len({e.group for e in episodes}) == 4 and len({e.seed for e in episodes}) == 8
 
@@ -638,7 +638,7 @@ def test_gradients_of_policy_and_critic_are_clipped_apart_by_the_norm_that_is_lo
 
 def test_mismatch_to_the_sampler_is_measured_over_the_whole_step(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo"), budget=20)
-    generator, exact = torch.Generator().manual_seed(0), experience.stock.collector.player.engine.poll
+    generator, exact = torch.Generator().manual_seed(0), experience.queue.collector.player.engine.poll
     noise: list[float] = []
 
     def distorted() -> list[Completion]:
@@ -649,7 +649,7 @@ def test_mismatch_to_the_sampler_is_measured_over_the_whole_step(tokenizer: Toke
             completion.logp[:] = (torch.tensor(completion.logp) - off).tolist()  # type: ignore[index]
         return done
 
-    experience.stock.collector.player.engine.poll = distorted  # type: ignore[method-assign]
+    experience.queue.collector.player.engine.poll = distorted  # type: ignore[method-assign]
     _, (seen,) = run(experience, steps=1)
     gap = torch.tensor(noise, dtype=torch.float64)  # learner minus sampler
     assert seen["groups/no_signal"] == 0, "every token is to be fed"

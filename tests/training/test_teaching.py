@@ -328,7 +328,7 @@ def test_evaluation_reports_the_exact_divergence_whatever_the_row(place: Path) -
         (["--teacher", "http://localhost:9/v1"], "needs whole distributions: take --algorithm distill-k1"),
         (
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1", "--temperature", "0.7"],
-            "says log-probabilities at temperature 1: give --teacher-temperature 1",
+            "gives log-probabilities at temperature 1: give --teacher-temperature 1",
         ),
         (
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1"],

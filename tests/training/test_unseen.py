@@ -11,7 +11,7 @@ from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.runs import fingerprint
 from posttrain.runs.run_record import RunRecord
-from posttrain.training.held_out_check import seen, split_seed_of
+from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.setup import split_tasks
 from posttrain.training.verbs.evaluate import _held_out
 
@@ -50,27 +50,29 @@ def test_runs_with_one_split_seed_hold_out_the_same_tasks_whatever_their_seeds()
 def test_a_checkpoint_that_has_learned_held_out_tasks_is_named_with_the_split_it_kept(tasks: Path) -> None:
     run_of("one", tasks, seed=1)
     for model in ("one", "one/checkpoints/step-000001"):
-        said = seen(model, "tasks.jsonl", 0.2, 0)
+        said = overlap(model, "tasks.jsonl", 0.2, 0)
         assert (
             said is not None and said.startswith("one was trained on some") and "--held-out 0.2 --split-seed 1" in said
         )
-        assert seen(model, "tasks.jsonl", 0.2, 1) is None and seen(model, "tasks.jsonl", 0.1, 1) is None
-        assert seen(model, "tasks.jsonl", 0.3, 1) is not None, "it held out less"
-        assert seen(model, "tasks.jsonl", 0.0, 0) is None, "whoever holds nothing out evaluates on what was learned"
+        assert overlap(model, "tasks.jsonl", 0.2, 1) is None and overlap(model, "tasks.jsonl", 0.1, 1) is None
+        assert overlap(model, "tasks.jsonl", 0.3, 1) is not None, "it held out less"
+        assert overlap(model, "tasks.jsonl", 0.0, 0) is None, "whoever holds nothing out evaluates on what was learned"
     run_of("none", tasks, held_out=0.0)
-    assert "trained on all of tasks.jsonl" in str(seen("none", "tasks.jsonl", 0.2, 0))
+    assert "trained on all of tasks.jsonl" in str(overlap("none", "tasks.jsonl", 0.2, 0))
     tasks.write_text(tasks.read_text() + '{"prompt": "more", "response": "1"}\n')
-    assert seen("one", "tasks.jsonl", 0.2, 0) is None, "other tasks"
-    assert seen("one", "an-org/a-dataset", 0.2, 0) is None and seen("an-org/a-model", "tasks.jsonl", 0.2, 0) is None
+    assert overlap("one", "tasks.jsonl", 0.2, 0) is None, "other tasks"
+    assert (
+        overlap("one", "an-org/a-dataset", 0.2, 0) is None and overlap("an-org/a-model", "tasks.jsonl", 0.2, 0) is None
+    )
 
 
 def test_a_run_answers_for_the_runs_that_it_began_with(tasks: Path) -> None:
     run_of("start", tasks, split_seed=3)
     run_of("next", tasks, split_seed=5, model="start")
-    assert str(seen("next", "tasks.jsonl", 0.2, 5)).startswith("start was trained on some")
-    assert str(seen("next", "tasks.jsonl", 0.2, 3)).startswith("next was trained on some")
+    assert str(overlap("next", "tasks.jsonl", 0.2, 5)).startswith("start was trained on some")
+    assert str(overlap("next", "tasks.jsonl", 0.2, 3)).startswith("next was trained on some")
     run_of("circle", tasks, split_seed=5, model="circle")
-    assert seen("circle", "tasks.jsonl", 0.2, 5) is None
+    assert overlap("circle", "tasks.jsonl", 0.2, 5) is None
 
 
 def test_an_evaluation_holds_out_what_the_run_of_its_checkpoint_held_out(tasks: Path) -> None:

@@ -1,1 +1,1 @@
-"""Where training steps come from: rollouts or rows in, weighted micro-batches out."""
+"""Sources of training steps: rollouts or rows in, weighted micro-batches out."""

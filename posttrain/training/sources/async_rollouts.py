@@ -1,10 +1,10 @@
-"""Plays the steps of a run, each before it is learned from, or several steps before.
+"""Rollouts of the steps of a run, sampled directly before the update of the step, or several steps ahead (asynchronous).
 
-Decided here: which weights sample what. The rollouts of step n are sampled by the weights after step n - 1 - k, where k is
-how far ahead is played: by count, never by the clock, so a run with k > 0 is as repeatable as one without. The first steps,
-for which there are no such weights, are sampled by those that the run begins with, or is continued with behind its end.
-With k > 0 playing goes on in a thread of its own beside the updates, with a copy of the weights; what was played and not
-learned from yet is training state.
+This module defines the weights that sample each step. The rollouts of step n are sampled by the weights after step n - 1 -
+k, where k is the number of asynchronous steps. It counts steps, never time, so a run with k > 0 is as repeatable as one
+without. The first steps, for which there are no such weights, are sampled by those that the run begins with, or by those it
+is continued with after its end. With k > 0 a thread of its own samples during the updates, with a copy of the weights.
+Rollouts that no update has learned from yet are training state.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from posttrain.training.sources.collector import Collected, Collector, Mark
 from posttrain.training.sources.rollout_state import restored, stored
 
 T = TypeVar("T")
-END_SECONDS = 10.0  # for the thread to notice that nobody waits for what it plays
+END_SECONDS = 10.0  # for the thread to notice that its rollouts are not awaited any more
 
 
 @dataclass(frozen=True)
 class PlayedStep:
-    """A step that has been played."""
+    """Step with its rollouts."""
 
     number: int
     after: Mark  # how far the collector was then
     collected: Collected
     stats: Stats
     seconds: Mapping[str, float]  # "load", "play", and of that those in which all waited for environments or services
-    counts: Mapping[str, float]  # of services and engines; as seconds, not known of what was played before a resumption
-    work: Mapping[str, float]  # what the engine counted in it: see `engines.pace`
+    counts: Mapping[str, float]  # of services and engines; as seconds, unknown for steps sampled before a resumption
+    work: Mapping[str, float]  # what the engine counted in it: see `engines.throughput`
 
 
 class StepQueue:
-    """Steps that are played, or being played, and not learned from yet. All it remembers is in `state`."""
+    """Queue of steps that are sampled, or being sampled, and not learned from yet. All its memory is in `state`."""
 
     def __init__(self, collector: Collector, groups: DynamicSampling | None, async_steps: int, last: int) -> None:
-        """`groups`: which are replaced; `async_steps`: steps; `last`: the number of the run's last step."""
+        """`groups`: dynamic sampling, or None; `async_steps`: steps; `last`: the number of the run's last step."""
         self.groups, self.async_steps, self.last = groups, async_steps, last
         self._learned = Mark()  # how far the collector was behind the last step that was learned from
         self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
@@ -58,7 +58,7 @@ class StepQueue:
         self.collector = collector
 
     def take(self, number: int, learner: Learner) -> PlayedStep:
-        """The rollouts of a step. Those that the weights as they are may sample are begun before it is waited for."""
+        """Return the rollouts of a step. Steps that the current weights sample are begun before it waits for this one."""
         begun = [number + place for place in range(len(self._steps))]
         copied: Model | None = None
         for coming in range(number + len(begun), min(number + self.async_steps, max(self.last, number)) + 1):
@@ -73,8 +73,8 @@ class StepQueue:
         self._learned = played.after
         return played
 
-    def aside(self, play: Callable[[Any], T]) -> T:
-        """What `play(player)` gives, once everything that was begun before has been played."""
+    def run_between_steps(self, play: Callable[[Any], T]) -> T:
+        """Return the result of `play(player)`, run after everything that was begun before."""
         player = self.collector.player
         return play(player) if self._thread is None else self._thread.call(lambda: play(player)).result()
 
@@ -82,10 +82,10 @@ class StepQueue:
         return {**self._learned.state(), **({"ahead": list(self._steps)} if self._steps else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`. Raises ValueError, LookupError or TypeError if it is of no such stock."""
+        """Restore a `state`. Raises ValueError, LookupError or TypeError if it is none of such a queue."""
         self._learned = self.collector.restore(state)
         for row in state.get("ahead", ()):
-            if row is None:  # it failed, and ended the run: it is played anew, with the weights that there are
+            if row is None:  # it failed and ended the run: it is sampled again, with the current weights
                 break
             played = self._restored(row)
             if self._steps and played.number != self._steps[-1].result().number + 1:
@@ -93,7 +93,7 @@ class StepQueue:
             self._steps.append(_Step(_made(played)))
 
     def close(self) -> None:
-        """What is being played is given up."""
+        """Stop, and give up the steps that are being sampled."""
         if self._thread is not None:
             self._thread.close(END_SECONDS)
 
@@ -116,19 +116,19 @@ class StepQueue:
         return PlayedStep(number, self.collector.mark, collected, stats, seconds, self._counts(), work)
 
     def _work(self) -> dict[str, float]:
-        """What the engine has counted so far."""
+        """Return the counts of the engine so far."""
         engine = self.collector.player.engine
         return dict(engine.pace()) if isinstance(engine, Paced) else {}
 
     def _counts(self) -> dict[str, float]:
-        """Of services, and of engines where there are several."""
+        """Return the counts of services, and of engines where there are several."""
         engine, services = self.collector.player.engine, self.collector.player.services
         engines = engine.counts() if isinstance(engine, Counting) else {}
         told = {f"services/{name}": value for name, value in services.counts().items()}
         return {**told, **{f"engines/{name}": value for name, value in engines.items()}}
 
     def _waited(self) -> dict[str, float]:
-        """Seconds so far in which nothing was sampled, because of environments or of services."""
+        """Return the seconds so far in which nothing was sampled, because of environments or of services."""
         player = self.collector.player
         asked = {"services": player.services.waited} if player.services else {}
         return {"waiting": player.pool.waited, **asked}
@@ -145,7 +145,7 @@ class StepQueue:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that is being played, or has been. In a state it stands for its rollouts."""
+    """Step that is being sampled, or has been. In a state it is stored as its rollouts."""
 
     result_of: Future[PlayedStep]
 
@@ -153,7 +153,7 @@ class _Step:
         return self.result_of.result()
 
     def plain(self) -> dict[str, Any] | None:
-        """As JSON holds it; None if it failed: then the run has ended with its error."""
+        """Return the step as JSON data; None if it failed: then the run has ended with its error."""
         try:
             played = self.result()
         except (Exception, CancelledError):

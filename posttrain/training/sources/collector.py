@@ -1,4 +1,4 @@
-"""Decides what a step plays, and which of its rollouts are kept: tasks in their order, groups replaced where a row asks."""
+"""Collection of a step's rollouts: tasks in their order, and groups that dynamic sampling replaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from posttrain.training.sources.scoreboard import Left, describe, refuse_broken,
 
 @dataclass(frozen=True)
 class Size:
-    """How large a step is."""
+    """Size of a step."""
 
     prompts: int  # tasks per step
     group: int  # rollouts per task
@@ -31,17 +31,17 @@ class Size:
 
 @dataclass(frozen=True)
 class Collected:
-    """The rollouts of a step."""
+    """Rollouts of a step."""
 
     played: list[Rollout]
     kept: list[Rollout]  # those to learn from
     left: Left  # what became of the others
-    places: dict[str, int]  # where the task of each group stands
+    places: dict[str, int]  # the place of each group's task
 
 
 @dataclass(frozen=True)
 class Open:
-    """A group of which some reply is not whole yet."""
+    """Group with a reply that is not whole yet."""
 
     group: str
     place: int  # of its task
@@ -62,7 +62,7 @@ def _member(member: Rollout | Episode) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a collector is."""
+    """Position of a collector."""
 
     cursor: int = 0  # tasks drawn so far
     open: tuple[Open, ...] = ()
@@ -76,7 +76,7 @@ class Mark:
 
 @dataclass
 class Collector:
-    """Plays the steps' episodes. All it remembers is how many tasks it has drawn, and groups that are not whole yet."""
+    """Collector of the rollouts of steps. Its memory is the number of tasks drawn, and groups that are not whole yet."""
 
     tasks: Placed
     player: Player
@@ -99,7 +99,7 @@ class Collector:
             )
 
     def collect(self, number: int, groups: DynamicSampling | None, stats: Stats) -> Collected:
-        """The rollouts of step `number`. With `groups`, those without signal are replaced, within its budget."""
+        """Return the rollouts of step `number`. With `groups`, groups without signal are replaced, within its budget."""
         budget = self.size.prompts * (groups.rounds if groups else 1)
         if self.too_long is not None:
             self.too_long.take()  # what was met elsewhere
@@ -136,7 +136,7 @@ class Collector:
         return Collected(played, kept, left, places)
 
     def _whole(self, begun: list[Episode]) -> list[Rollout]:
-        """Begin these episodes and go on with those that are not whole; the rollouts of the groups that then are."""
+        """Begin these episodes and continue those that are not whole; return the rollouts of whole groups."""
         members: dict[str, list[Rollout | Episode]] = {
             group: list(found.members) for group, found in self._open.items()
         }
@@ -160,7 +160,7 @@ class Collector:
         return Mark(self.cursor, tuple(self._open.values()))
 
     def restore(self, state: Mapping[str, Any]) -> Mark:
-        """Go on from a mark, given as JSON holds it. Raises ValueError, LookupError or TypeError if it is none."""
+        """Continue from a mark, given as JSON data. Raises ValueError, LookupError or TypeError if it is none."""
         cursor = state["cursor"]
         if type(cursor) is not int or cursor < 0:
             raise ValueError(f"{cursor!r} tasks played")
@@ -170,7 +170,7 @@ class Collector:
         return self.mark
 
     def task_of(self, group: str, place: int) -> Task:
-        """The task of a group. Raises ValueError if it is another one."""
+        """Return the task of a group. Raises ValueError if the group is of another task."""
         task = self.tasks[place]
         if not group.startswith(f"{task['id']}#"):
             raise ValueError(f"the group {group!r} is of another task than {task['id']!r}")
@@ -193,13 +193,13 @@ class Collector:
         return Open(group, place, members)
 
     def _fits(self, place: int) -> bool:
-        """Whether a prompt does, where that can be told before it is played."""
+        """Whether a prompt fits, as far as that is known before its episode."""
         if self.too_long is None or not self.player.pool.single_turn:
             return True
         return Prompts(self.tasks, self.player.tokenizer, self.too_long).fits(place)
 
     def episodes(self, number: int, first: int, count: int) -> tuple[list[Episode], int]:
-        """What step `number` plays: `count` tasks, each once per member of its group; and the cursor after them.
+        """Return the episodes of step `number`, `count` tasks with one episode per member of the group, and the next cursor.
 
         They are those from `first` on in the epochs' permutations. For one whose prompt does not fit the next is taken.
         """
@@ -217,14 +217,14 @@ class Collector:
 def _informative(
     rollouts: list[Rollout], scores: Scores, groups: DynamicSampling, spent: bool
 ) -> tuple[list[Rollout], Left]:
-    """The rollouts of groups that dynamic sampling keeps, and what became of the others. `spent`: its budget."""
+    """Return the rollouts of groups that dynamic sampling keeps, and the fates of the others. `spent`: no budget is left."""
     kept, left = [], dict[int, tuple[Fate, str]]()
     columns = groups(scores).tolist(), equal_rewards(scores).tolist(), scores.reward.tolist()
     for rollout, keep, equal, reward in zip(rollouts, *columns, strict=True):
         if keep:
             kept.append(rollout)
             continue
-        why = f"all rewards of its group are {reward:g}" if equal else groups.outside
-        why += "; the budget was spent, so no other group was played" if spent else "; another group took its place"
+        why = f"all rewards of its group are {reward:g}" if equal else groups.exclusion_reason
+        why += "; the budget was spent, so no other group was sampled" if spent else "; another group took its place"
         left[id(rollout)] = Fate.REPLACED, why
     return kept, left

@@ -1,4 +1,4 @@
-"""From rollouts to what a loss needs of each of their tokens: scoreboard, advantages, the models' view of them.
+"""Credit assignment: from rollouts to the inputs of the loss, the scoreboard, advantages and outputs of the models.
 
 S    rollouts of an optimizer batch    n_i    scored tokens of rollout i
 """
@@ -23,12 +23,12 @@ from posttrain.training.sources.scoreboard import scoreboard
 from posttrain.training.sources.teacher_targets import Teachers
 
 EVALUATED = {Need.VALUE: "value", Need.ENTROPY: "entropy", Need.KL: "kl"}
-"""What is asked of the learner at rollout time -> the field of `Outputs` that has it."""
+"""Output of the learner at rollout time -> its field of `Outputs`."""
 
 
 @dataclass(frozen=True)
 class Credited:
-    """Rollouts with what a loss needs of each."""
+    """Rollouts with the inputs of the loss for each."""
 
     rollouts: Sequence[Rollout]
     scores: Scores
@@ -38,7 +38,7 @@ class Credited:
     selected: Sequence[Tensor] = ()  # bool [n_i], which tokens have kept their advantage; (): all
 
     def of(self, rows: Tensor) -> Credited:
-        """Some of them: rows int64 [S']."""
+        """Return the rollouts at these places, int64 [S']."""
         chosen = rows.tolist()
 
         def some(columns: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
@@ -55,7 +55,7 @@ class Credited:
 
 
 def credit(
-    row: Algorithm,
+    algorithm: Algorithm,
     rollouts: Sequence[Rollout],
     learner: Learner,
     tokens_per_microbatch: int,
@@ -64,40 +64,40 @@ def credit(
     stats: Stats,
     teachers: Teachers | None = None,
 ) -> Credited:
-    """Scoreboard and advantages of these rollouts, by what the row's parts need."""
+    """Compute the scoreboard and the advantages of these rollouts, as far as the algorithm's components need them."""
     if not rollouts:
         return Credited([], scoreboard([]), {"advantage": []}, {})
-    needs = row.needs
+    needs = algorithm.needs
     want = frozenset(field for need, field in EVALUATED.items() if need in needs)
     own = view(learner, rollouts, tokens_per_microbatch, want=want) if want or Need.OLD in needs else {}
     views = {"old": own["logp"]} if own else {}
     if Need.REFERENCE in needs:
         views["reference"] = view(learner, rollouts, tokens_per_microbatch, of="reference")["logp"]
-    penalty, value = _penalty(row, own, views, coefficients), own.get("value", [])
+    penalty, value = _penalty(algorithm, own, views, coefficients), own.get("value", [])
     scores = scoreboard(rollouts, penalty, value, success, Need.PARTS in needs)
     added: Tensor | None = None
-    if row.shaping:
-        added = torch.stack([shape(scores) for shape in row.shaping]).sum(0)
+    if algorithm.shaping:
+        added = torch.stack([shape(scores) for shape in algorithm.shaping]).sum(0)
         stats.add("reward/shaping", added.sum().item(), len(added))
         scores = replace(scores, reward=scores.reward + added)
     if Need.GRADIENT_NORM in needs:
         alone = [pack([r.transcripts], [i], learner.device) for i, r in enumerate(rollouts)]
         scores = replace(scores, squared_gradient_norm=learner.squared_gradients(alone))
-    fields = {"advantage": per_token(row.advantage(scores), scores)}
-    if row.branching is not None:
-        fields["advantage"] = row.branching.shared(fields["advantage"], scores)
-    if row.looks_back:
+    fields = {"advantage": per_token(algorithm.advantage(scores), scores)}
+    if algorithm.branching is not None:
+        fields["advantage"] = algorithm.branching.shared(fields["advantage"], scores)
+    if algorithm.looks_back:
         fields["old_logp"] = views["old"]
     if "reference" in views:
         fields["ref_logp"] = views["reference"]
     if Need.TEACHER in needs:
         assert teachers is not None, "somebody must teach"
         fields["teacher_logp"] = teachers.logp(learner, rollouts, tokens_per_microbatch)
-    if row.critic is not None:
-        fields |= _returns(row, scores, stats)
+    if algorithm.critic is not None:
+        fields |= _returns(algorithm, scores, stats)
     chosen: list[Tensor] = []
-    if row.select is not None:
-        chosen = row.select(own["entropy"])
+    if algorithm.select is not None:
+        chosen = algorithm.select(own["entropy"])
         fields["advantage"] = [a * keep for a, keep in zip(fields["advantage"], chosen, strict=True)]
     every = torch.cat(fields["advantage"])
     stats.add("advantage/abs", every.abs().sum().item(), len(every))
@@ -106,13 +106,13 @@ def credit(
 
 
 def _penalty(
-    row: Algorithm,
+    algorithm: Algorithm,
     own: Mapping[str, list[Tensor]],
     views: Mapping[str, list[Tensor]],
     coefficients: Mapping[str, float],
 ) -> list[Tensor]:
-    """What a KL in the reward takes off each token's, [n_i] for each rollout; [] where there is none."""
-    kl = row.kl
+    """Return the KL penalty in the reward of each token, [n_i] for each rollout; [] where there is none."""
+    kl = algorithm.kl
     if kl is None or kl.where != "reward":
         return []
     exact = kl.estimator == "exact"
@@ -120,10 +120,10 @@ def _penalty(
     return [coefficients["kl"] * x.cpu() for x in found]
 
 
-def _returns(row: Algorithm, scores: Scores, stats: Stats) -> dict[str, list[Tensor]]:
-    """The critic's values of rollout time and the returns it is to learn, where it learns returns."""
-    assert row.critic is not None
-    aim = row.critic.targets(row.advantage, scores)
+def _returns(algorithm: Algorithm, scores: Scores, stats: Stats) -> dict[str, list[Tensor]]:
+    """Return the critic's values of rollout time and its target returns, where it learns returns."""
+    assert algorithm.critic is not None
+    aim = algorithm.critic.targets(algorithm.advantage, scores)
     if aim is None:
         return {}
     target, value = torch.cat(aim), torch.cat([v.double().cpu() for v in scores.value])

@@ -1,4 +1,4 @@
-"""Episodes to imitate: rows with the replies of one are played through its environment, rollouts are taken as they stand."""
+"""Episodes to imitate: rows with replies are run through their environment, recorded rollouts are taken unchanged."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ MOST_FAILED = 3  # episodes in a row: so many look like all of them
 ENDLESS = 1 << 30  # tokens: whether a demonstration fits is seen to where it is learned from
 
 Enact = Callable[[Task], list[tuple[list[Transcript], float]]]
-"""Plays a task with its own `replies`: what is to be imitated of each side, context by context, and what the side earned."""
+"""Runs a task with its own `replies`; returns the transcripts to imitate of each side, by context, and its reward."""
 
 
-def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], services: Services | None = None) -> Enact:
-    """Through this environment. It raises UserError where replies and environment do not fit together.
+def demonstration_runner(
+    pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], services: Services | None = None
+) -> Enact:
+    """Return a function that runs demonstrations through this environment.
 
-    `services`: who answers what the environment asks.
+    It raises UserError where replies and environment do not fit together. `services` answer the environment's requests.
     """
     services = services or Services()
 
@@ -34,13 +36,13 @@ def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], servic
         player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS, services=services)
         try:
             rollouts = player.play([Episode(own, str(task.get("id")), 0)])
-        except UserError:  # in the middle of it; the next row may be played nevertheless
+        except UserError:  # in the middle of it; the next row may succeed nevertheless
             pool.clear()
             raise
         earned = [rollout.reward for rollout in rollouts if not isinstance(rollout.reward, Invalid)]
         for rollout in rollouts:
             if isinstance(rollout.reward, Invalid):
-                raise UserError(f"the environment cannot be played with its replies: {rollout.reward.reason}")
+                raise UserError(f"the environment does not run with its replies: {rollout.reward.reason}")
         if engine.left:
             total = len(task["replies"])
             raise UserError(f"the environment ends after {total - engine.left} of its {total} replies")
@@ -49,12 +51,12 @@ def enacting(pool: EnvPool, tokenizer: Tokenizer, eos_ids: Sequence[int], servic
     return enact
 
 
-def enacted_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> Iterator[str]:
-    """All that such episodes show and say, a context at a time: what a tokenizer that is to read them is trained on.
+def episode_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> Iterator[str]:
+    """Yield all texts of such episodes, one context at a time, to train a tokenizer on.
 
-    `tokenizer`: by which they are played, one that knows every byte. Tasks without replies, and those that cannot be played,
-    give nothing: what is wrong with them is told where they are learned from. After `MOST_FAILED` of these in a row no more
-    are played: each may have taken all the time that an environment has.
+    `tokenizer`: the one that they run with, which knows every byte. Tasks without replies, and those whose episodes fail,
+    yield nothing: their errors are reported where they are learned from. After `MOST_FAILED` consecutive failures no more
+    are run: each may have taken all the time that an environment has.
     """
     failed = 0
     for task in filter(is_script, tasks):
@@ -72,7 +74,7 @@ def enacted_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> 
 
 
 def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:
-    """The same tokens, those learned from as a demonstration's."""
+    """Return the same tokens, the trainable ones as those of a demonstration."""
     found = []
     for transcript in transcripts:
         other = Transcript()
@@ -92,7 +94,7 @@ def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:
 
 
 def stored(task: Task, tokenizer: Tokenizer) -> tuple[list[Transcript], float | None]:
-    """What a rollout of a run's record says, and its reward, None where that is invalid.
+    """Return the transcripts of a recorded rollout, and its reward, None where that is invalid.
 
     Raises UserError if it is damaged, or was made with another tokenizer.
     """
@@ -113,7 +115,7 @@ def stored(task: Task, tokenizer: Tokenizer) -> tuple[list[Transcript], float | 
 
 
 def cut(transcripts: Sequence[Transcript], length: int | None) -> list[Transcript]:
-    """Without what lies beyond `length` tokens of each. Raises UserError if nothing is left to learn."""
+    """Cut each transcript to its first `length` tokens. Raises UserError if nothing is left to learn."""
     if length is None:
         return list(transcripts)
     found = []

@@ -1,8 +1,8 @@
-"""How different the replies of a group are: a group whose members all say the same has nothing left to compare.
+"""Diversity of the replies of a group: a group whose members are all alike has nothing left to compare.
 
-Decides what counts as different: distinct n-grams (distinct-n of Li et al. 2016, arXiv:1510.03055) and, in place of
+The measures are distinct n-grams (distinct-n of Li et al. 2016, arXiv:1510.03055) and, in place of
 self-BLEU, the mean similarity of two replies of a group, which is 2 x their longest common subsequence / the sum of
-their lengths. All of it is on token ids, so that no text is decoded.
+their lengths. All of them are on token ids, so that no text is decoded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TOKENS = 1024  # looked at in a reply, the first ones: comparing two grows with 
 
 
 def diversity(groups: Sequence[Sequence[Sequence[int]]]) -> dict[str, tuple[float, float]]:
-    """(sum, count) of each measure, for `Stats.merge`; a count of 0 where nothing can be said.
+    """Return (sum, count) of each measure, for `Stats.merge`; a count of 0 where it is not defined.
 
     `groups`: for each group the sampled token ids of its replies.
 
     diversity/distinct_1, diversity/distinct_2: distinct tokens, and pairs of neighbours, of a group / all of them.
-        Near 1: nothing is said twice. Longer replies have lower values, so compare within a run.
+        Near 1: nothing is repeated. Longer replies have lower values, so compare within a run.
     diversity/similarity: over all pairs of one group. 1: the same reply every time; 0: no token in common.
     """
     distinct, total = (0, 0), (0, 0)

@@ -1,6 +1,6 @@
-"""Which given rows of a step are recorded, and the numbers of their tokens: demonstrations, and the responses of items.
+"""Recording of given rows with the values of their tokens: demonstrations, and responses of preference examples.
 
-Nobody plays them, so the record has a sample of them, as many as `TokenRecording` takes groups of a step that plays.
+No rollouts are sampled, so the record has a sample of the rows, as many as `TokenRecording` takes groups of a step of RL.
 
 n_i    scored tokens of a row: of all its transcripts
 """
@@ -35,12 +35,12 @@ EVERY = 10
 
 @dataclass
 class _Row:
-    """A row that is recorded: a rollout of all its transcripts, or one for each response."""
+    """Recorded row: a rollout of all its transcripts, or one for each response."""
 
     outcomes: list[Outcome]
 
     def give(self, name: str, values: NDArray[Any]) -> None:
-        """[n_i]: to each rollout its tokens'."""
+        """Give values [n_i] to the tokens of the rollouts."""
         first = 0
         for outcome in self.outcomes:
             last = first + outcome.rollout.n_scored
@@ -49,9 +49,9 @@ class _Row:
         assert first == len(values)
 
     def judge(self, values: NDArray[Any], read: Read) -> None:
-        """[readings]: the score of a response, before any offset, stands as its reward; those of steps at their ends.
+        """Set scores [readings], before any offset, as the rewards of responses; scores of steps at their ends.
 
-        Of two that were compared, the better one has by how much it is ahead.
+        Of two responses that were compared, the better one has the difference of their scores.
         """
         rollouts = [outcome.rollout for outcome in self.outcomes]
         ends = accumulate((readings(rollout.transcripts[0], read) for rollout in rollouts), initial=0)
@@ -72,7 +72,7 @@ class _Row:
 
 @dataclass
 class ExampleRecording:
-    """Chooses rows of each step, and gathers what its update leaves of them."""
+    """Recording of some rows of each step, with the values that its update computes for them."""
 
     recording: TokenRecording
     learner: Learner
@@ -83,7 +83,7 @@ class ExampleRecording:
     _places: dict[int, int] = field(default_factory=dict)  # place in [S] -> in the step
 
     def choose(self, made: ExampleStream[X], rows: int, number: int, found: Sequence[tuple[int, X]]) -> list[Outcome]:
-        """What is recorded of the rows of a step, whose places are given with them."""
+        """Choose the recorded rows of a step and return their outcomes. The rows come with their places."""
         self._rows = {}
         if self.recording.level != "full" and number % EVERY != 1:
             return []
@@ -98,7 +98,7 @@ class ExampleRecording:
         return [outcome for row in self._rows.values() for outcome in row.outcomes]
 
     def sink(self, order: Sequence[int]) -> TokenSink | None:
-        """Where the update leaves the numbers of these rows: `order[i]` is the place of the i-th in the step."""
+        """Return the sink for the values of these rows: `order[i]` is the place of the i-th in the step."""
         if self.recording.level == "tokens" and self.read == "next":
             return None
         self._places = {i: place for i, place in enumerate(order) if place in self._rows}
@@ -106,7 +106,7 @@ class ExampleRecording:
         return self._sink
 
     def note(self, name: str, values: Mapping[int, Tensor]) -> None:
-        """A column that is known before the update: [n_i] of rows by their places in the step."""
+        """Note a column that is known before the update: [n_i] of rows by their places in the step."""
         mine = [place for place in values if place in self._rows] if self.recording.level != "tokens" else []
         for place, own in zip(mine, on_cpu([values[place] for place in mine]), strict=True):
             self._rows[place].give(name, own)
@@ -134,7 +134,7 @@ class ExampleRecording:
 
 
 def task_of(made: ExampleStream[Any], place: int) -> Task:
-    """Rows without end are not read a second time: such a task has its place alone."""
+    """Return the task at a place. Rows without end are not read a second time: such a task has its place alone."""
     return made.tasks[place] if len(made) < ENDLESS else {"id": str(place)}
 
 
@@ -143,7 +143,7 @@ def _transcripts(row: _Row) -> list[Transcript]:
 
 
 def _outcomes(task: Task, epoch: int, made: Any, tokenizer: Tokenizer) -> list[Outcome]:
-    """Of a demonstration: one of all its transcripts. Of an item: one of each response, with what was said of it."""
+    """Return the outcomes of a row: one of a demonstration; of a preference example one per response, with its label."""
     group = f"{task['id']}#{epoch}"
     if not isinstance(made, Item):
         return [Outcome(_rollout(task, group, list(made), tokenizer))]
@@ -162,7 +162,7 @@ def _outcomes(task: Task, epoch: int, made: Any, tokenizer: Tokenizer) -> list[O
 
 
 def _rollout(task: Task, group: str, transcripts: list[Transcript], tokenizer: Tokenizer) -> Rollout:
-    """As readers know one. Nothing has scored it yet."""
+    """Return a rollout for readers of the record. It has no score yet."""
     turns = [
         PlayedTurn(
             span.kind,

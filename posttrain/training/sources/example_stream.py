@@ -1,4 +1,4 @@
-"""What is learned from rows that need no playing: made of tasks when it is asked for, and which of it a step has."""
+"""Training examples from rows without episodes: made lazily from tasks, with the order in which steps visit them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ REMEMBERED = 1 << 21  # tokens: some 60 MB
 
 
 class ExampleStream(Sequence["X | None"], Generic[X]):
-    """Tasks as what is learned from, each made when it is asked for; None for one that is too long and skipped.
+    """Training examples of tasks, each made on access; None for one that is too long and skipped.
 
-    Those that came first are remembered, `REMEMBERED` tokens of them: what is small is tokenised once.
+    The first ones are cached, `REMEMBERED` tokens of them, so that small data is tokenised once.
     """
 
     noun: ClassVar[str]  # what one of them is called, in messages
@@ -28,7 +28,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
     def __init__(
         self, tasks: Placed, tokenizer: Tokenizer, eos_ids: Sequence[int], vocab: int, too_long: TooLong
     ) -> None:
-        """`vocab`: entries of the model's vocabulary."""
+        """`vocab`: size of the model's vocabulary."""
         self.tasks, self.tokenizer, self.eos_ids, self.vocab, self.too_long = tasks, tokenizer, eos_ids, vocab, too_long
         self._remembered: dict[int, X] = {}
         self._room = REMEMBERED
@@ -39,7 +39,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
 
     @abstractmethod
     def make(self, task: Task, length: int | None) -> X | None:
-        """It, its transcripts cut to their first `length` tokens; None for what is not wanted.
+        """Return the example of a task, its transcripts cut to their first `length` tokens; None for an unwanted one.
 
         Raises UserError if nothing is left to learn.
         """
@@ -75,7 +75,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
         return made
 
     def check(self) -> None:
-        """Raise UserError where nothing fits, before a run's folder is made."""
+        """Raise UserError where no example fits, before a run's folder is made."""
         try:
             draw(len(self), 0, 1, 0, lambda place: self[place] is not None)
         except UserError:
@@ -96,7 +96,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
 
 
 class Memoryless:
-    """The half of a `Source` that a step's number decides alone: nothing is learned from what was learned."""
+    """Mixin of a `Source` without state: a step depends on its number alone."""
 
     def learned(self, step: TrainingStep, stats: Stats) -> None:
         pass
@@ -112,8 +112,8 @@ def steps_per_epoch(made: ExampleStream[X], rows: int) -> int:
     return -(-len(made) // rows)
 
 
-def visited(made: ExampleStream[X], rows: int, seed: int, number: int) -> list[tuple[int, X]]:
-    """(place, what is made of it) of the rows of a step: `rows`, in a new order each epoch, the last step of it short.
+def examples_of_step(made: ExampleStream[X], rows: int, seed: int, number: int) -> list[tuple[int, X]]:
+    """Return (place, example) of the rows of a step: `rows` of them, in a new order each epoch, the last step of it short.
 
     They follow from the number alone. Those that do not fit are missing; a step of which none fits has the next that does.
     """
@@ -129,7 +129,7 @@ def visited(made: ExampleStream[X], rows: int, seed: int, number: int) -> list[t
 
 
 def progress(made: ExampleStream[X], rows: int, number: int, stats: Stats) -> None:
-    """Note how far the run has come, and how many rows of the step did not fit."""
+    """Add the epoch, and the number of the step's rows that did not fit, to the metrics."""
     epoch, part = divmod(number - 1, steps_per_epoch(made, rows))
     stats.add("epoch", epoch + (part + 1) / steps_per_epoch(made, rows))
     stats.add("too_long", made.too_long.take())

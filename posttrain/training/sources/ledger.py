@@ -1,10 +1,10 @@
-"""Keeps account of a step's rollouts: what became of each and why, and the numbers of its tokens that are recorded.
+"""Ledger of a step's rollouts: the fate of each with its reason, and the recorded values of its tokens.
 
-The fates of a step add up to what it played. Flags beside them:
+The fates of a step add up to the rollouts that it sampled. Flags beside them:
 
 moved by KL, entropy, critic, teacher, imitation, action values    no token of it has an advantage, and this moved it
 bounds the step                  likewise, and a trust region measures its KL there
-critic warm-up                   the policy stood still, and the critic alone learned from it
+critic warm-up                   the policy did not move, and the critic alone learned from it
 update skipped                   an update that was given it moved nothing: its gradient was not finite
 
 n_i    scored tokens of rollout i    S    rollouts of an optimizer batch
@@ -46,7 +46,7 @@ OF_CREDIT = {
 
 @dataclass(slots=True)
 class _Account:
-    """What is known of one rollout."""
+    """Account of one rollout."""
 
     rollout: Rollout
     fate: Fate = Fate.UNSELECTED
@@ -65,7 +65,9 @@ class _Account:
         fate, why = (Fate.TRAINED, self._learned(updates)) if self.updates else (self.fate, self.why)
         told = fate, why, tuple(self.flags), self.shaping, self.penalty, self.replayed
         numbers = dict(self.numbers)
-        if self.updates == [1] and "learner" in numbers:  # with the weights that the step began with: it says the same
+        if (
+            self.updates == [1] and "learner" in numbers
+        ):  # with the weights that the step began with: the values are the same
             numbers.pop("before", None)
         return Outcome(self.rollout, self.advantage, *told, numbers=numbers)
 
@@ -82,14 +84,14 @@ class _Account:
 
 @dataclass(frozen=True)
 class _Fed:
-    """An update, and the accounts of the rollouts that its batches know by these places."""
+    """Update with the accounts of its rollouts, by their places in its batches."""
 
     sink: TokenSink
     accounts: Mapping[int, _Account]
 
 
 def _advantages(credited: Credited) -> tuple[list[float], list[bool]]:
-    """Of each rollout the mean over its tokens, and whether any token has one. All at once: there may be thousands."""
+    """Return the mean advantage of each rollout, and whether any token has one. All at once: there may be thousands."""
     columns = credited.per_token["advantage"]
     sizes = credited.scores.length.long().numpy()
     first = np.concatenate([[0], sizes.cumsum()[:-1]])
@@ -98,13 +100,13 @@ def _advantages(credited: Credited) -> tuple[list[float], list[bool]]:
 
 
 class Ledger:
-    """Of one step."""
+    """Ledger of the rollouts of one step."""
 
     def __init__(
-        self, row: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: TokenRecording
+        self, algorithm: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: TokenRecording
     ) -> None:
-        """`left`: what became of rollouts before anything was credited."""
-        self.row, self.number, self.recording = row, number, recording
+        """`left`: the fate of rollouts that were dropped before credit assignment."""
+        self.algorithm, self.number, self.recording = algorithm, number, recording
         self._accounts = {id(rollout): _Account(rollout) for rollout in played}  # in their order
         for key, (fate, why) in left.items():
             self._accounts[key].fate, self._accounts[key].why = fate, why
@@ -124,7 +126,7 @@ class Ledger:
     # -- before the updates --------------------------------------------------------------------------------------------
 
     def credit(self, credited: Credited) -> None:
-        """Note what the rollouts that are left have earned."""
+        """Note the advantages of the remaining rollouts."""
         if not credited.rollouts:
             return
         self._credited = credited
@@ -148,12 +150,12 @@ class Ledger:
                 account.why = "its advantage is 0"
 
     def choose(self, parts: Sequence[Credited]) -> None:
-        """Draw the groups whose numbers are recorded, once it is known what each update learns from."""
+        """Draw the groups whose token values are recorded, once the rollouts of each update are known."""
         again = [self._enter(part) for part in parts]
         drawn = [self._accounts[id(rollout)] for part in parts for rollout in part.rollouts]
         # of those that are moved, where only some are taken: of the others there is little to see
         full = self.recording.level == "full"
-        groups = {a.rollout.group for a in drawn if full or a.moved or self.row.moves_every_token}
+        groups = {a.rollout.group for a in drawn if full or a.moved or self.algorithm.moves_every_token}
         if full and self._credited is not None:
             groups |= {rollout.group for rollout in self._credited.rollouts}
         self._chosen = self.recording.chosen(self.number, groups)
@@ -163,9 +165,9 @@ class Ledger:
             self._note(part, rows)
 
     def _enter(self, part: Credited) -> list[int]:
-        """Open accounts for rollouts of earlier steps that this update drew; their places in it.
+        """Add rollouts of earlier steps that this update drew to the ledger; return their places in it.
 
-        Their tasks are not kept with them, and a run that was continued has to record the same.
+        Their tasks are not kept with them, and a continued run has to record the same.
         """
         again = [i for i, rollout in enumerate(part.rollouts) if id(rollout) not in self._accounts]
         means, moved = _advantages(part) if again else ([], [])
@@ -176,7 +178,7 @@ class Ledger:
         return again
 
     def _note(self, credited: Credited, rows: Iterable[int]) -> None:
-        """What is known of these rollouts' tokens before the updates."""
+        """Note the values of these rollouts' tokens that are known before the updates."""
         chosen = [i for i in rows if credited.rollouts[i].group in self._chosen]
         columns = {OF_CREDIT[name]: values for name, values in credited.per_token.items() if name in OF_CREDIT}
         views = {"before": credited.views.get("old"), "reference": credited.views.get("reference")}
@@ -195,7 +197,7 @@ class Ledger:
     # -- the updates ---------------------------------------------------------------------------------------------------
 
     def feed(self, part: Credited, fed: Sequence[int], coefficients: Mapping[str, float], routers: bool) -> TokenSink:
-        """Note which rollouts the next update is given, by their places in `part`; where it leaves what it computes.
+        """Note the rollouts of the next update, by their places in `part`; return the sink for the values that it computes.
 
         `routers`: whether the learner adds losses of routers.
         """
@@ -211,26 +213,28 @@ class Ledger:
         return sink
 
     def _flags(self, part: Credited, i: int, coefficients: Mapping[str, float]) -> list[str]:
-        """What moves a rollout, where it is not its advantage."""
-        row, success = self.row, part.scores.success
-        critic = ["moved by critic"] if row.critic is not None else []
-        penalised = row.kl is not None and row.kl.where == "loss" and coefficients.get("kl", row.kl.beta)
-        bonus = row.entropy is not None and coefficients.get("entropy", row.entropy.coefficient)
-        imitated = row.imitation is not None and success is not None and bool(success[i])
+        """Return the flags of a rollout that something other than its advantage moves."""
+        algorithm, success = self.algorithm, part.scores.success
+        critic = ["moved by critic"] if algorithm.critic is not None else []
+        penalised = (
+            algorithm.kl is not None and algorithm.kl.where == "loss" and coefficients.get("kl", algorithm.kl.beta)
+        )
+        bonus = algorithm.entropy is not None and coefficients.get("entropy", algorithm.entropy.coefficient)
+        imitated = algorithm.imitation is not None and success is not None and bool(success[i])
         said = {
             "moved by KL": penalised,
             "moved by entropy": bonus,
-            "moved by teacher": row.teacher,
+            "moved by teacher": algorithm.teacher,
             "moved by imitation": imitated,
-            "moved by action values": row.surrogate.wants,
-            "bounds the step": row.trust_region,
+            "moved by action values": algorithm.surrogate.wants,
+            "bounds the step": algorithm.trust_region,
         }
         return [*(name for name, there in said.items() if there), *critic]
 
     # -- behind them ---------------------------------------------------------------------------------------------------
 
     def settle(self, learner: Learner, tokens_per_microbatch: int) -> None:
-        """Take over what the updates have left, once all are done."""
+        """Collect the values of the updates, once all are done."""
         for update in self._updates:
             found = update.sink.settle()
             for place, account in update.accounts.items():
@@ -247,7 +251,7 @@ class Ledger:
             self._look_again(learner, tokens_per_microbatch)
 
     def _look_again(self, learner: Learner, tokens_per_microbatch: int) -> None:
-        """One forward pass under the weights that the step ends with."""
+        """Run one forward pass under the weights that the step ends with."""
         chosen = [a for a in self._accounts.values() if a.rollout.group in self._chosen and a.advantage is not None]
         if chosen:
             seen = view(learner, [a.rollout for a in chosen], tokens_per_microbatch)["logp"]
@@ -255,6 +259,6 @@ class Ledger:
                 account.numbers["after"] = values
 
     def outcomes(self) -> list[Outcome]:
-        """Of all that were played, in their order, and of those that were replayed and fed, behind them."""
+        """Return the outcomes of all sampled rollouts in their order, followed by the replayed ones that were fed."""
         accounts = self._accounts.values()
         return [a.outcome(len(self._updates)) for a in accounts if not a.replayed or a.updates]

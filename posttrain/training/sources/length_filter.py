@@ -1,4 +1,4 @@
-"""Decides what becomes of rows that do not fit into the model's context: see `--too-long`."""
+"""Treatment of rows that do not fit into the model's context: see `--too-long`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMED = 3  # rows; further ones are only counted
 
 
 class Placed(Protocol):
-    """Tasks that know where their rows stand."""
+    """Tasks with the places of their rows."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, place: int, /) -> Task: ...
@@ -26,7 +26,7 @@ class Placed(Protocol):
 
 @dataclass
 class TooLong:
-    """The rows that did not fit: refuses them, or counts them and names the first ones by their place."""
+    """Treatment of rows that do not fit: refuses them, or counts them and names the first ones by their place."""
 
     policy: Policy
     context: int  # tokens
@@ -35,7 +35,7 @@ class TooLong:
     _named: set[str] = field(default_factory=set)
 
     def meet(self, where: str, what: str, cut: bool) -> None:
-        """`what` is too long, in words. Raises UserError if such rows are refused."""
+        """Record a row that is too long; `what` describes it. Raises UserError if such rows are refused."""
         told = f"{where}: {what}; the model's context holds {self.context}"
         if self.policy == "refuse":
             raise UserError(f"{told}: shorten it, or have it left out or cut with --too-long skip or truncate")
@@ -46,14 +46,14 @@ class TooLong:
             self.say(f"{told}: it is {'cut' if cut else 'left out'} (--too-long){last}")
 
     def take(self) -> int:
-        """How many there were since the last call."""
+        """Return their number since the last call."""
         count, self.count = self.count, 0
         return count
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Which of some tasks have a prompt that leaves room for a reply, or is cut until it does."""
+    """Tasks whose prompts leave room for a reply, or are cut until they do."""
 
     tasks: Placed
     tokenizer: TextEncoder
@@ -77,5 +77,5 @@ class Prompts:
                 self.fits(place)
 
     def fitting(self) -> list[Task]:
-        """Those that fit, in their order."""
+        """Return the tasks that fit, in their order."""
         return [self.tasks[place] for place in range(len(self.tasks)) if self.fits(place)]

@@ -1,4 +1,4 @@
-"""Decides what each optimizer update of a step learns from, and what every token weighs in it.
+"""Minibatches: the rollouts of each optimizer update of a step, and the weight of every token.
 
 S    rollouts of an optimizer batch    n_i    scored tokens of rollout i
 """
@@ -31,21 +31,23 @@ from posttrain.training.sources.teacher_targets import Teachers
 
 @dataclass(frozen=True)
 class Minibatches:
-    """Makes the updates of steps. Remembers nothing but what a row replays."""
+    """Maker of the updates of steps. Its only memory is the replay buffer."""
 
-    row: Algorithm
+    algorithm: Algorithm
     learner: Learner
     size: Size
     seed: int
     success: float | None
-    texts: Sequence[Sequence[Transcript] | None]  # what a row with a pretraining term imitates beside its rollouts
+    texts: Sequence[
+        Sequence[Transcript] | None
+    ]  # imitated beside the rollouts, by an algorithm with a pretraining term
     buffer: ReplayBuffer | None
     teachers: Teachers | None = None
 
     def updates(
         self, number: int, credited: Credited, coefficients: Mapping[str, float], ledger: Ledger
     ) -> list[Callable[[], list[Batch]]]:
-        """One thunk per optimizer update of step `number`. The ledger is told what each update is given."""
+        """Return one thunk per optimizer update of step `number`. The ledger notes the rollouts of each update."""
         chosen = self._shuffled(number, credited) if self.buffer is None else self._replayed(number, credited)
         ledger.choose(chosen)
         told = dict(coefficients), ledger, self.learner.version
@@ -58,68 +60,70 @@ class Minibatches:
         self._check_older(part, start)
         # The first update is on policy: the old log-probabilities are the current ones.
         batches = self._weighted(part, coefficients, ledger, fresh=place == 0)
-        # While a critic warms up the policy stands still, its text included.
+        # While a critic warms up the policy does not move, nor learn its texts.
         return [*batches, *self._texts(number, place)] if coefficients.get("policy", 1.0) else batches
 
     def _check_older(self, part: Credited, start: int) -> None:
-        """Whatever option brought tokens of other weights than those that learn: the row has a weight for them."""
+        """Assert that the algorithm has an importance weight for tokens of other weights than those that learn."""
         spans = (span for r in part.rollouts for t in r.transcripts for span in t.spans)
         others = {span.version for span in spans if span.version is not None} - {self.learner.version}
-        weighed = self.row.weighs_older or (others <= {start} and self.row.weighs_updates)
-        assert not others or weighed, "nothing accounts for the weights that sampled: see posttrain/training/older.py"
+        weighed = self.algorithm.weighs_older or (others <= {start} and self.algorithm.weighs_updates)
+        assert not others or weighed, (
+            "nothing corrects for the weights that sampled: see posttrain/training/older_weights.py"
+        )
 
     def _shuffled(self, number: int, credited: Credited) -> list[Credited]:
-        """What each update learns from: every rollout once per epoch. Groups stay whole, so their prompts are shared."""
+        """Return the rollouts of each update, every one once per epoch. Groups stay whole, so their prompts are shared."""
         by_group: dict[int, list[int]] = defaultdict(list)
         for index, group in enumerate(credited.scores.group.tolist()):
             by_group[group].append(index)
         members, chosen = list(by_group.values()), []
-        for epoch in range(self.row.epochs if members else 0):
+        for epoch in range(self.algorithm.epochs if members else 0):
             groups = order(len(members), epoch, seed_of(self.seed, "minibatch", number))
-            parts = min(self.row.minibatches, len(groups))
+            parts = min(self.algorithm.minibatches, len(groups))
             for part in range(parts):
                 rows = [i for g in sorted(groups[part::parts]) for i in members[g]]
                 chosen.append(credited.of(torch.tensor(rows)))
         return chosen
 
     def _replayed(self, number: int, credited: Credited) -> list[Credited]:
-        """What each update learns from: drawn from the buffer, as many rollouts as a minibatch of the step has."""
+        """Return the rollouts of each update, drawn from the buffer: as many as a minibatch of the step has."""
         assert self.buffer is not None
         self.buffer.extend(credited.rollouts, credited.per_token["advantage"])
-        row, remembered = self.row, len(self.buffer.rollouts)
-        size = min(remembered, -(-self.size.prompts * self.size.group // row.minibatches))
+        algorithm, remembered = self.algorithm, len(self.buffer.rollouts)
+        size = min(remembered, -(-self.size.prompts * self.size.group // algorithm.minibatches))
         chosen = []
-        for update in range(row.epochs * row.minibatches if remembered else 0):
+        for update in range(algorithm.epochs * algorithm.minibatches if remembered else 0):
             rows = order(remembered, update, seed_of(self.seed, "replay", number))[:size]
             rollouts = [self.buffer.rollouts[i] for i in sorted(rows)]
             fields = {"advantage": [self.buffer.advantages[i] for i in sorted(rows)]}
-            if Need.REFERENCE in row.needs:
+            if Need.REFERENCE in algorithm.needs:
                 budget = self.size.tokens_per_microbatch
                 fields["ref_logp"] = view(self.learner, rollouts, budget, of="reference")["logp"]
             chosen.append(Credited(rollouts, scoreboard(rollouts, success=self.success), fields, {}))
         return chosen
 
     def _weighted(self, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, fresh: bool) -> list[Batch]:
-        """The micro-batches of one update, their weights from the scoreboard of exactly these rollouts.
+        """Return the micro-batches of one update, with weights from the scoreboard of exactly these rollouts.
 
         Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token: then they are not
         even fed. They still count in every denominator. Losses of routers are means over the batch: then all are fed.
         """
-        row = self.row
+        algorithm = self.algorithm
         fields = {name: values for name, values in part.per_token.items() if not (fresh and name == "old_logp")}
         imitate = None
-        if row.imitation is not None:
+        if algorithm.imitation is not None:
             good = part.scores.success
             assert good is not None
-            imitate = row.imitation.coefficient * good / (part.scores.length * good).sum().clamp_min(1.0)
+            imitate = algorithm.imitation.coefficient * good / (part.scores.length * good).sum().clamp_min(1.0)
         everyone = range(len(part.rollouts))
-        every = row.moves_every_token or self.learner.moves_every_token
+        every = algorithm.moves_every_token or self.learner.moves_every_token
         fed = [i for i in everyone if every or bool(part.per_token["advantage"][i].any())]
         transcripts = [part.rollouts[i].transcripts for i in fed]
         sink = ledger.feed(part, fed, coefficients, self.learner.moves_every_token)
-        weight = row.aggregate(part.scores)
+        weight = algorithm.aggregate(part.scores)
         taught = {}
-        if self.teachers is not None and row.teacher is not None and not row.teacher.sampled:
+        if self.teachers is not None and algorithm.teacher is not None and not algorithm.teacher.sampled:
             taught = dict(zip(fed, self.teachers.taught([part.rollouts[i] for i in fed]), strict=True))
         return [
             collate(
@@ -137,11 +141,11 @@ class Minibatches:
         ]
 
     def _texts(self, number: int, place: int) -> list[Batch]:
-        """Micro-batches of the pretraining texts of one update, each token weighing coefficient / tokens."""
-        pretraining = self.row.pretraining
+        """Return micro-batches of the pretraining texts of one update; each token has weight coefficient / tokens."""
+        pretraining = self.algorithm.pretraining
         if pretraining is None:
             return []
-        updates = self.row.epochs * self.row.minibatches
+        updates = self.algorithm.epochs * self.algorithm.minibatches
         first = ((number - 1) * updates + place) * pretraining.rows
         places = [divmod(p, len(self.texts)) for p in range(first, first + pretraining.rows)]
         permutation = {epoch: order(len(self.texts), epoch, self.seed) for epoch in {e for e, _ in places}}

@@ -1,4 +1,4 @@
-"""What the models say of whole rollouts: packed into micro-batches, evaluated, and given back rollout by rollout.
+"""Outputs of the models on whole rollouts: packed into micro-batches, evaluated, and split by rollout.
 
 n_i    scored tokens of rollout i    N    scored tokens of a micro-batch
 """
@@ -24,7 +24,7 @@ def view(
     want: frozenset[str] = frozenset(),
     taught: Sequence[Taught] = (),
 ) -> dict[str, list[Tensor]]:
-    """Field of `Outputs`, "logp" and those of `want` -> [n_i] for each rollout. `taught`: how teachers read them."""
+    """Return the fields of `Outputs`, "logp" and those of `want`, [n_i] for each rollout. `taught`: what teachers read."""
     packed = packs([r.transcripts for r in rollouts], tokens_per_microbatch, learner.device, taught)
     outputs = learner.evaluate(packed, of, want)
 
@@ -41,7 +41,7 @@ def packs(
     device: torch.device,
     taught: Sequence[Taught] = (),
 ) -> list[Packed]:
-    """The rollouts as micro-batches."""
+    """Pack the rollouts into micro-batches."""
     return [
         pack([rollouts[i] for i in index], index, device, [taught[i] for i in index] if taught else ())
         for index in split_microbatches(rollouts, tokens_per_microbatch)
@@ -49,7 +49,7 @@ def packs(
 
 
 def by_rollout(parts: Sequence[tuple[Tensor, Tensor]], count: int) -> list[Tensor]:
-    """Per-token values of micro-batches [(rollout [N], value [N])] -> one tensor [n_i] per rollout."""
+    """Return one tensor [n_i] per rollout from per-token values of micro-batches [(rollout [N], value [N])]."""
     out: list[Tensor] = [torch.zeros(0)] * count
     for rollout, value in parts:
         rows, sizes = rollout.unique_consecutive(return_counts=True)

@@ -1,8 +1,8 @@
-"""Decides how transcripts become micro-batches: which go together, and how their tokens lie.
+"""Packing of transcripts into micro-batches, and the layout of their tokens.
 
-Tokens are laid end to end without padding. What several transcripts begin with, a prompt or a branch that they share, is
-laid once, and what follows it names it as its prefix. What no scored token depends on (the last token, trailing tool
-text) is not laid at all.
+Tokens are laid end to end without padding. A prompt or a branch that several transcripts share is laid once, and the
+segments after it name it as their prefix. Tokens that no scored token depends on (the last token, trailing tool text) are
+not laid at all.
 
     T    tokens of a micro-batch    N    scored tokens    S    rollouts of the optimizer batch
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def prompt_length(transcript: Transcript) -> int:
-    """How many tokens come before the first sampled (or imitated) one."""
+    """Return the number of tokens before the first sampled (or imitated) one."""
     for span in transcript.spans:
         if span.kind is SpanKind.SAMPLED or span.kind is SpanKind.IMITATED:
             return span.start
@@ -37,12 +37,12 @@ def prompt_length(transcript: Transcript) -> int:
 
 
 Read = Literal["next", "last", "each"]
-"""At which tokens hidden states are read. next: before each scored token, which they predict. last: at the last token of
+"""Tokens at which hidden states are read. next: before each scored token, which they predict. last: at the last token of
 each scored span, such as the end of a reply or of a step of it. each: at every scored token itself."""
 
 
 def needed_length(transcript: Transcript, read: Read = "next") -> int:
-    """How many tokens must be fed: all before the last scored one, which predict it, or with it where it is read itself."""
+    """Return the number of tokens to feed: all before the last scored one, which predict it, or with it if it is read."""
     for span in reversed(transcript.spans):
         if span.learned:
             return span.start + span.length - (read == "next")
@@ -50,19 +50,19 @@ def needed_length(transcript: Transcript, read: Read = "next") -> int:
 
 
 def readings(transcript: Transcript, read: Read) -> int:
-    """How many hidden states of it are read."""
+    """Return the number of hidden states of it that are read."""
     return sum(1 for span in transcript.spans if span.learned) if read == "last" else transcript.n_scored
 
 
 def learned(rollout: Sequence[Transcript]) -> list[Transcript]:
-    """Its transcripts that have a scored token. The others, contexts that are only played, have no gradient."""
+    """Return its transcripts that have a scored token. The others, contexts without trainable tokens, have no gradient."""
     return [t for t in rollout if t.n_scored]
 
 
 def split_microbatches(
     rollouts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int, read: Read = "next"
 ) -> list[list[int]]:
-    """Indices of the rollouts of each micro-batch. Rollouts stay whole and in order; what they share counts once.
+    """Return the indices of the rollouts of each micro-batch. Rollouts stay whole and in order; shared tokens count once.
 
     A micro-batch holds at most `tokens_per_microbatch` tokens beside the prompts of its first rollout, or a single
     rollout that is longer than that: so a long prompt does not drive the rollouts that share it apart. A rollout without
@@ -90,7 +90,7 @@ def split_microbatches(
 
 
 class Taught(NamedTuple):
-    """A rollout as its teacher reads it."""
+    """Rollout as its teacher reads it."""
 
     by: str  # the teacher's name
     transcripts: Sequence[Transcript]  # with the scored tokens of the rollout's own, or these themselves
@@ -103,11 +103,11 @@ def pack(
     taught: Sequence[Taught] = (),
     read: Read = "next",
 ) -> Packed:
-    """The transcripts of these rollouts as a model reads them, `index[i]` being the place of rollout i in [S].
+    """Pack the transcripts of these rollouts for a model, `index[i]` being the place of rollout i in [S].
 
-    Scored tokens keep the order of rollouts, and within one the order of its tokens. With `read` "last", those are the
-    last ones of scored spans alone. `taught`: how a teacher reads each of them; where all have one teacher that reads what
-    the policy does, nothing is laid a second time.
+    Scored tokens keep the order of rollouts, and within one the order of its tokens. With `read` "last", those are the last
+    ones of scored spans alone. `taught`: each rollout as its teacher reads it; where all have one teacher that reads the
+    policy's context, nothing is laid a second time.
     """
     packed = _packed(rollouts, index, device, read)
     return replace(packed, readings=tuple(_readings(packed, rollouts, index, taught, device))) if taught else packed
@@ -120,7 +120,7 @@ def _readings(
     taught: Sequence[Taught],
     device: torch.device | str,
 ) -> Iterator[Reading]:
-    """One for each teacher."""
+    """Yield the readings of each teacher."""
     import torch
 
     for name in dict.fromkeys(t.by for t in taught):
@@ -198,12 +198,12 @@ def collate(
     read: Read = "next",
     sink: TokenSink | None = None,
 ) -> Batch:
-    """One whole micro-batch of some rollouts, `index[i]` being the place of rollout i in the optimizer batch [S].
+    """Build one whole micro-batch of some rollouts, `index[i]` being the place of rollout i in the optimizer batch [S].
 
     weight, imitate   [S], the share in the loss, and in its likelihood term, of each token of a rollout.
     fields            of `Batch`: one value for each scored token, [n_i] for each rollout of the optimizer batch.
-    taught            how a teacher reads each of these rollouts: see `pack`.
-    sink              where what is computed of single tokens goes.
+    taught            each of these rollouts as its teacher reads it: see `pack`.
+    sink              receives the values computed for single tokens.
     """
     import torch
 
@@ -237,25 +237,25 @@ def collate(
 
 
 class _Piece(NamedTuple):
-    """A run of tokens of a transcript that others may have too."""
+    """Run of tokens of a transcript that others may have too."""
 
-    key: int  # equal where all that stands before it, its tokens and the media among them are
+    key: int  # equal where everything before it, its tokens and their media are equal
     first: int  # place in the transcript
     length: int
 
 
 class _Keys:
-    """Numbers the runs of tokens of some transcripts."""
+    """Numbering of the runs of tokens of some transcripts."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], int] = {}
 
     def of(self, transcript: Transcript, first: int, last: int, before: int = -1) -> int:
-        """Of the run from `first` to `last` behind the one with the number `before` (-1: none)."""
+        """Return the number of the run from `first` to `last` behind the one with the number `before` (-1: none)."""
         return self._known.setdefault(self._contents(transcript, first, last, before), len(self._known))
 
     def find(self, transcript: Transcript, first: int, last: int, before: int) -> int | None:
-        """The same; None for a run that is new."""
+        """Return the number as `of` does; None for a run that is new."""
         return self._known.get(self._contents(transcript, first, last, before))
 
     @staticmethod
@@ -267,7 +267,7 @@ class _Keys:
 
 
 def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
-    """The pieces of each transcript, up to its last token that is needed.
+    """Return the pieces of each transcript, up to its last token that is needed.
 
     Transcripts are cut behind their prompt, and where any that begins with the same prompt has branched off.
     """
@@ -293,7 +293,7 @@ def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
 
 
 def _families(roots: Sequence[int], cuts: Container[int]) -> Iterable[list[int]]:
-    """Which transcripts begin alike, where some of these branch off."""
+    """Return the groups of transcripts that begin alike, where some of these branch off."""
     families: dict[int, list[int]] = {}
     for number, root in enumerate(roots):
         if root in cuts:
@@ -316,7 +316,7 @@ def _lengthen(family: Sequence[tuple[Transcript, list[_Piece]]], keys: _Keys) ->
 
 
 def _laid(path: Sequence[_Segment], first: int, last: int) -> list[int]:
-    """Where the tokens from `first` to `last` of a transcript are laid that goes through these segments."""
+    """Return the positions of tokens `first` to `last` of a transcript that goes through these segments."""
     places: list[int] = []
     begin = 0
     for segment in path:
@@ -328,7 +328,7 @@ def _laid(path: Sequence[_Segment], first: int, last: int) -> list[int]:
 
 @dataclass
 class _Segment:
-    """Where a piece, or several that nobody parts, is laid."""
+    """Segment of a micro-batch: a piece, or several that no transcript separates."""
 
     transcript: Transcript  # one that has it
     first: int  # place there
@@ -360,7 +360,7 @@ class _Segment:
 
     @property
     def experts(self) -> NDArray[np.int16] | None:
-        """[length, layers, k], -1 where no engine told."""
+        """Return the routed experts, [length, layers, k]; -1 where no engine reported them."""
         told = [s for s in self.transcript.spans if s.experts is not None]
         if not told:
             return None
@@ -374,7 +374,7 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _Tree:
-    """The segments of a micro-batch, and those that each transcript goes through."""
+    """Tree of the segments of a micro-batch, and the path of each transcript."""
 
     segments: list[_Segment]
     paths: list[list[_Segment]]
@@ -401,7 +401,7 @@ class _Tree:
 
     @staticmethod
     def _joined(found: list[_Segment], walks: list[list[int]]) -> _Tree:
-        """With every segment that only continues another, and whom nobody else does, laid as one with it."""
+        """Merge every segment that is the only continuation of another with it."""
         place: dict[int, int] = {}
         segments: list[_Segment] = []
         start = 0
@@ -427,14 +427,14 @@ class _Tree:
 
 
 def _positions(segments: Sequence[_Segment]) -> Sequence[int] | Integers:
-    """[T]; [3, T] where any transcript has three rows: text alone stands at one place in all of them."""
+    """Return positions [T]; [3, T] where any transcript has three rows: text alone has the same position in all of them."""
     if all(s.transcript.positions is None for s in segments):
         return [place for s in segments for place in range(s.first, s.first + s.length)]
     return np.concatenate([np.broadcast_to(s.position, (3, s.length)) for s in segments], axis=-1)
 
 
 def _experts(segments: Sequence[_Segment]) -> NDArray[np.int16]:
-    """[T, layers, k]"""
+    """Return the routed experts, [T, layers, k]."""
     known = [s.experts for s in segments]
     shape = next(x.shape[1:] for x in known if x is not None)
     whole = [

@@ -1,6 +1,6 @@
-"""The source of comparisons: rows become items, items micro-batches, and what is compared is weighed over the whole batch.
+"""Source of comparisons: rows become preference examples, and these micro-batches, weighted over the whole batch.
 
-N    scored tokens of a micro-batch    R    responses in it    S    items of the optimizer batch
+N    scored tokens of a micro-batch    R    responses in it    S    preference examples of the optimizer batch
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posttrain.algorithms.comparison_weights import Denominator
 from posttrain.algorithms.links import PreferenceLink
-from posttrain.algorithms.preference import Preference
+from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.responses import Responses
 from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
@@ -24,14 +24,14 @@ from posttrain.core.types import Comparison, Item, Task, Transcript, UserError
 from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import ExampleStream, progress, visited
+from posttrain.training.sources.example_stream import ExampleStream, examples_of_step, progress
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import Read, collate, readings, split_microbatches
 from posttrain.training.sources.reference_cache import Reference, mismatched
 
 
 class PreferenceExamples(ExampleStream[Item]):
-    """Tasks of `data.items` as items."""
+    """Preference examples of the tasks of `data.preference_examples`."""
 
     noun = "longest of prompt and response"
 
@@ -42,14 +42,14 @@ class PreferenceExamples(ExampleStream[Item]):
         eos_ids: Sequence[int],
         vocab: int,
         too_long: TooLong,
-        mind: Callable[[Task], None] = lambda task: None,
+        check_task: Callable[[Task], None] = lambda task: None,
     ) -> None:
-        """`mind` raises UserError for a task that does not say what is to be learned."""
-        self.mind = mind
+        """`check_task` raises UserError for a task without the comparisons or labels that are to be learned."""
+        self.check_task = check_task
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
     def make(self, task: Task, length: int | None) -> Item:
-        self.mind(task)
+        self.check_task(task)
         pairs = zip(task["responses"], task["cut"], strict=True)
         responses = [self._response(task, said, cut, length) for said, cut in pairs]
         comparisons = [Comparison(int(b), int(w), share, margin) for b, w, share, margin in task["comparisons"]]
@@ -59,7 +59,7 @@ class PreferenceExamples(ExampleStream[Item]):
         return made.responses
 
     def _response(self, task: Task, said: str | list[str], cut: bool, length: int | None) -> Transcript:
-        """Prompt and response, tokenised apart; where it is given in steps, each is a scored span of its own."""
+        """Return the transcript of prompt and response, tokenised apart; each given step is a scored span of its own."""
         if isinstance(said, list):
             return self._steps(task, said, length)
         asked: Task
@@ -71,9 +71,9 @@ class PreferenceExamples(ExampleStream[Item]):
         return last_alone(whole, self.eos_ids if cut else ())
 
     def _steps(self, task: Task, steps: Sequence[str], length: int | None) -> Transcript:
-        """Every step ends with a new line, the last one too.
+        """Return the steps, each ending with a new line, the last one too.
 
-        Solutions are cut behind their first mistake: an end of its own would tell which step that is.
+        Solutions are cut behind their first mistake: an end of its own would reveal that step.
         """
         if length is not None:
             raise UserError("a solution that is cut has lost its steps")
@@ -88,16 +88,16 @@ class PreferenceExamples(ExampleStream[Item]):
 
 @dataclass(frozen=True)
 class ComparisonTargets:
-    """What is said of the responses of some items, as a link reads it."""
+    """Comparisons and labels of the responses of some preference examples, the input of a link."""
 
     link: PreferenceLink
     read: Read
     items: Sequence[Item]
-    weights: list[list[float]]  # of each item: of its comparisons, or of its labels, in their order
-    labels: list[list[tuple[int, float]]]  # of each item: (place of the score in it, label)
+    weights: list[list[float]]  # by preference example: of its comparisons, or of its labels, in their order
+    labels: list[list[tuple[int, float]]]  # by preference example: (place of the score in it, label)
 
     def of(self, index: Sequence[int], device: torch.device) -> Preferences:
-        """Of a micro-batch of these items."""
+        """Return the targets of a micro-batch of these preference examples."""
         of_labels, read = self.link.reads_labels, self.read
         better: list[int] = []
         worse: list[int] = []
@@ -132,7 +132,7 @@ class ComparisonTargets:
     def by(
         link: PreferenceLink, denominator: Denominator, items: Sequence[Item], read: Read = "next"
     ) -> ComparisonTargets:
-        """Weighed over all these items, which are those of an optimizer batch."""
+        """Return the targets weighted over all these preference examples, which are those of an optimizer batch."""
         labels = [_labels(item, read) for item in items]
         if link.reads_labels:
             return ComparisonTargets(link, read, items, denominator([[1.0] * len(own) for own in labels]), labels)
@@ -152,12 +152,12 @@ class ComparisonTargets:
 
 
 def scores(transcript: Transcript, read: Read) -> int:
-    """How many scores a response has."""
+    """Return the number of scores of a response."""
     return readings(transcript, read) if read == "last" else 1
 
 
 def _labels(item: Item, read: Read) -> list[tuple[int, float]]:
-    """(place of a score, label): as the row says, or good for responses that won more than they lost, bad for the others."""
+    """Return (place of a score, label): the row's, or good for responses that won more than they lost, bad for others."""
     if item.labels:
         found, before = [], 0
         for transcript, own in zip(item.responses, item.labels, strict=True):
@@ -173,21 +173,21 @@ def _labels(item: Item, read: Read) -> list[tuple[int, float]]:
 
 @dataclass
 class Comparisons:
-    """See `posttrain.core.protocols.Source`: `rows` items a step, one optimizer update each.
+    """See `posttrain.core.protocols.Source`: `rows` preference examples a step, one optimizer update each.
 
-    `reference`: log-probabilities of all items under it, if the row compares with them. Remembered is the running mean of
-    implicit rewards, where a link subtracts it.
+    `reference`: its log-probabilities of all preference examples, if the algorithm needs them. The state is the running mean
+    of implicit rewards, where a link subtracts it.
     """
 
     items: PreferenceExamples
-    row: Preference
+    algorithm: PreferenceAlgorithm
     learner: Learner
     rows: int
     tokens_per_microbatch: int
     seed: int
     reference: Reference | None = None
     rewards: tuple[float, float] = (0.0, 0.0)  # their sum and number so far
-    showing: ExampleRecording | None = None  # None: none of the rows is recorded
+    recording: ExampleRecording | None = None  # None: none of the rows is recorded
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -195,11 +195,11 @@ class Comparisons:
 
     def produce(self, number: int) -> TrainingStep:
         self.items.too_long.take()
-        found = visited(self.items, self.rows, self.seed, number)
+        found = examples_of_step(self.items, self.rows, self.seed, number)
         stats = Stats()
         progress(self.items, self.rows, number, stats)
         places, items = [place for place, _ in found], [item for _, item in found]
-        shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
+        shown = self.recording.choose(self.items, self.rows, number, found) if self.recording else []
         tokens = sum(item.n_scored for item in items)
         return TrainingStep(number, [lambda: self._update(places, items)], stats, tokens, outcomes=shown)
 
@@ -208,24 +208,24 @@ class Comparisons:
         places: Sequence[int],
         items: Sequence[Item],
         coefficients: Mapping[str, float],
-        showing: ExampleRecording | None = None,
+        recording: ExampleRecording | None = None,
     ) -> list[Batch]:
-        """Micro-batches of these items, their comparisons weighed over all of them; `places` among the rows.
+        """Return micro-batches of these preference examples, comparisons weighted over all of them; `places` among the rows.
 
-        `showing`: who records some of them.
+        `recording`: that of some of them.
         """
-        if showing is not None and self.reference is not None:
-            showing.note("reference", {i: self.reference.of(place) for i, place in enumerate(places)})
+        if recording is not None and self.reference is not None:
+            recording.note("reference", {i: self.reference.of(place) for i, place in enumerate(places)})
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         items, places = [items[i] for i in by_size], [places[i] for i in by_size]
         told, responses = (
-            ComparisonTargets.by(self.row.link, self.row.denominator, items),
+            ComparisonTargets.by(self.algorithm.link, self.algorithm.denominator, items),
             [item.responses for item in items],
         )
         fields = {} if self.reference is None else {"ref_logp": [self.reference.of(place) for place in places]}
-        if self.row.imitation is not None:
+        if self.algorithm.imitation is not None:
             fields["imitate"] = self._imitated(told)
-        sink = showing.sink(by_size) if showing is not None else None
+        sink = recording.sink(by_size) if recording is not None else None
         return [
             collate(
                 [responses[i] for i in index],
@@ -242,15 +242,15 @@ class Comparisons:
 
     def _update(self, places: Sequence[int], items: Sequence[Item]) -> list[Batch]:
         coefficients = {}
-        if Need.DRIFT in self.row.needs:
+        if Need.DRIFT in self.algorithm.needs:
             coefficients["drift"] = self._drift(places)
-        if Need.SHIFT in self.row.needs:
+        if Need.SHIFT in self.algorithm.needs:
             total, count = self.rewards
             coefficients["shift"] = total / count if count else 0.0
-        return self.batches(places, items, coefficients, self.showing)
+        return self.batches(places, items, coefficients, self.recording)
 
     def _drift(self, places: Sequence[int]) -> float:
-        """Mean score of mismatched prompts and responses over the optimizer batch; at least 0."""
+        """Return the mean score of mismatched prompts and responses over the optimizer batch; at least 0."""
         others = [mismatched(self.items, place) for place in places]
         count = sum(map(len, others))
         fields = {}
@@ -263,12 +263,12 @@ class Comparisons:
             (outputs,) = self.learner.evaluate([batch])
             responses = Responses.of(batch)
             everyone = torch.arange(len(responses.length), device=self.device)
-            total += self.row.score(outputs, batch, responses, everyone, None).tolist()
+            total += self.algorithm.score(outputs, batch, responses, everyone, None).tolist()
         return max(0.0, math.fsum(total) / count) if count else 0.0
 
     def _imitated(self, told: ComparisonTargets) -> list[Tensor]:
-        """Of each item, [n]: the share of each of its tokens in the likelihood term."""
-        assert self.row.imitation is not None
+        """Return the share of each token in the likelihood term, [n] for each preference example."""
+        assert self.algorithm.imitation is not None
         good = [
             [
                 _won(item, place) if item.comparisons else dict(told.labels[i]).get(place, 0.0) > 0.5
@@ -279,7 +279,7 @@ class Comparisons:
         lengths = [
             t.n_scored for i, item in enumerate(told.items) for t, g in zip(item.responses, good[i], strict=True) if g
         ]
-        shares = iter(self.row.imitation.shares(lengths)) if lengths else iter(())
+        shares = iter(self.algorithm.imitation.shares(lengths)) if lengths else iter(())
         return [
             torch.cat(
                 [
@@ -291,9 +291,9 @@ class Comparisons:
         ]
 
     def learned(self, step: TrainingStep, stats: Stats) -> None:
-        if self.showing is not None:
-            self.showing.settle(step)
-        if Need.SHIFT in self.row.needs:
+        if self.recording is not None:
+            self.recording.settle(step)
+        if Need.SHIFT in self.algorithm.needs:
             for side in ("chosen", "rejected"):
                 total, count = stats.get(f"implicit_reward/{side}", (0.0, 0.0))
                 self.rewards = (self.rewards[0] + total, self.rewards[1] + count)
@@ -307,7 +307,7 @@ class Comparisons:
 
 
 def _won(item: Item, place: int) -> bool:
-    """Whether a response is better than another one, and worse than none."""
+    """Whether a response is better than another one and worse than none."""
     return any(c.better == place for c in item.comparisons) and not any(c.worse == place for c in item.comparisons)
 
 

@@ -1,7 +1,7 @@
-"""What the reference says of the responses of rows, computed once and kept on disk.
+"""Cache of the reference's log-probabilities of given responses, computed once and kept on disk.
 
-The name of what is kept is a fingerprint of tokens, weights and arithmetic, so that another data set, tokenizer or model
-never meets it; several runs over the same rows share it. After it is made, no second model is in memory.
+The name of an entry is a fingerprint of tokens, weights and arithmetic, so that another data set, tokenizer or model never
+reads it; several runs over the same rows share it. After it is made, no second model is in memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     Evaluate = Callable[[Sequence[Packed]], list[Outputs]]
 
-AT_ONCE = 256  # items whose transcripts are made and sorted together
+AT_ONCE = 256  # preference examples whose transcripts are made and sorted together
 
 
 class Reference:
-    """Log-probabilities of the responses of items, and of other items' responses to their prompts.
+    """Log-probabilities of the responses of preference examples, and of other examples' responses to their prompts.
 
-    n    scored tokens of an item
+    n    scored tokens of a preference example
     """
 
     def __init__(self, places: Sequence[int], arrays: Arrays) -> None:
@@ -40,11 +40,11 @@ class Reference:
         self._arrays = arrays
 
     def of(self, place: int) -> Tensor:
-        """float32 [n], of the responses of an item, one after the other."""
+        """Return those of the responses of a preference example, one after the other, float32 [n]."""
         return self._piece("own", place)
 
     def of_mismatched(self, place: int) -> Tensor:
-        """float32, of its mismatched transcripts, one after the other."""
+        """Return those of its mismatched transcripts, one after the other, float32."""
         return self._piece("mismatched", place)
 
     def _piece(self, name: str, place: int) -> Tensor:
@@ -53,7 +53,7 @@ class Reference:
         return torch.from_numpy(self._arrays[name][first : int(ends[row])])
 
 
-def refer(
+def reference_logps(
     items: ExampleStream[Item],
     places: Sequence[int],
     weights: str,
@@ -62,9 +62,9 @@ def refer(
     device: torch.device,
     drift: bool,
 ) -> Reference:
-    """What a model says of the items at these places, kept from before or found now.
+    """Return a model's log-probabilities of the preference examples at these places, from the cache or computed now.
 
-    `weights`: a fingerprint of it and its arithmetic; `evaluate`: its outputs; `drift`: of mismatched ones too.
+    `weights`: a fingerprint of the model and its arithmetic; `evaluate`: its outputs; `drift`: of mismatched ones too.
     """
 
     def find() -> Arrays:
@@ -83,7 +83,7 @@ def refer(
 
 
 def mismatched(items: ExampleStream[Item], place: int) -> list[Transcript]:
-    """For each response of an item, its prompt with a response of the next item that has another one; [] if none has."""
+    """Return the prompt of a preference example with responses of the next one of another prompt; [] if there is none."""
     item = items[place]
     assert item is not None
     own = item.responses[0]
@@ -117,10 +117,10 @@ def _all(
     tokens_per_microbatch: int,
     device: torch.device,
 ) -> list[Any]:
-    """Log-probabilities of the transcripts of each place, one after the other."""
+    """Compute the log-probabilities of the transcripts of each place, one after the other."""
     found: list[Any] = []
     for first in range(0, len(places), AT_ONCE):
-        doing("computing what the reference says of the rows", first, len(places))
+        doing("computing reference log-probabilities of the rows", first, len(places))
         some = [of(items, place) for place in places[first : first + AT_ONCE]]
         of_each: list[Any] = [np.zeros(0, dtype=np.float32)] * len(some)
         by_size = sorted((i for i in range(len(some)) if some[i]), key=lambda i: max(map(len, some[i])))

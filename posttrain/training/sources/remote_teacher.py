@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible endpoint: token ids go in, their log-probabilities come out.
+"""Teacher behind an OpenAI-compatible endpoint: token ids in, their log-probabilities out.
 
 It asks /completions to echo the prompt with its log-probabilities, which vLLM and its like answer for prompts of token ids.
 The last token of a request is sampled by the endpoint and thrown away, as some refuse to sample none.
@@ -27,7 +27,7 @@ RETRIES = 6  # of a request: half a minute of waiting in all, where the endpoint
 
 
 class Decodes(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """Protocol of the part of a tokenizer that a remote teacher needs."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -36,12 +36,12 @@ class RemoteTeacher:
     """See `posttrain.training.sources.teacher_targets.RemoteTeacherClient`. "http://host:8000/v1", or "...#MODEL" where
     it serves several.
 
-    The key in OPENAI_API_KEY is sent along, if there is one. What an endpoint says need not be the same to the last bit
+    The key in OPENAI_API_KEY is sent along, if there is one. Answers of an endpoint need not be the same to the last bit
     when it is asked again, so a resumed run is exact only as far as the endpoint is.
     """
 
     def __init__(self, address: str) -> None:
-        """Raises UserError if nobody answers there, or not as such an endpoint does."""
+        """Raises UserError if the endpoint does not answer, or not as such an endpoint does."""
         self.address, _, model = address.partition("#")
         self._endpoint = Endpoint(self.address, key_in(KEY), AT_ONCE, None, SECONDS, RETRIES)
         try:
@@ -58,12 +58,12 @@ class RemoteTeacher:
         return self._endpoint.wait_for_all([self._of_transcript(transcript) for transcript in transcripts])
 
     def check(self, tokens: Sequence[int], tokenizer: Decodes) -> None:
-        """Raise UserError unless the endpoint says log-probabilities of prompts, and reads these ids as the student does."""
+        """Raise UserError unless the endpoint returns prompt log-probabilities, and reads these ids as the student does."""
         choice = self._endpoint.wait(self._completed(tokens))
         self._read(choice, tokens)
         said = (choice.get("logprobs") or {}).get("tokens")
         if isinstance(said, list) and len(said) >= len(tokens) and all(isinstance(t, str) for t in said):
-            shown_as_ids = "token_id:"  # what vLLM may be told to do
+            shown_as_ids = "token_id:"  # as an option of vLLM does
             theirs = [t for t in said[: len(tokens)] if not t.startswith(shown_as_ids)]
             ours = tokenizer.decode(list(tokens))
             if len(theirs) == len(tokens) and "".join(theirs).strip() != ours.strip() and "\ufffd" not in ours:
@@ -93,7 +93,7 @@ class RemoteTeacher:
         return found if isinstance(found, dict) else self._refuse(found)
 
     def _read(self, choice: dict[str, Any], tokens: Sequence[int]) -> list[float]:
-        """The log-probability of each token of a prompt, the first one's being unknown."""
+        """Return the log-probability of each token of a prompt, the first one's being unknown."""
         listed = choice.get("prompt_logprobs")
         if listed:  # vLLM's own form: by token id
             found = [(at or {}).get(str(token), {}).get("logprob") for at, token in zip(listed, tokens, strict=False)]
@@ -140,7 +140,7 @@ def _first_choice(message: Any) -> dict[str, Any] | EndpointFailure:
 
 
 def _names(message: Any) -> list[str] | EndpointFailure:
-    """The models that an endpoint serves."""
+    """Return the models that an endpoint serves."""
     try:
         return [str(model["id"]) for model in message["data"]]
     except (LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Rollouts remembered over steps, for rows that learn from more than the step's own. They are training state.
+"""Replay buffer of rollouts of earlier steps, for algorithms that learn from more than the step's own. Training state.
 
 n_i    scored tokens of rollout i
 """
@@ -16,7 +16,7 @@ from posttrain.training.sources.rollout_state import restored, stored
 
 
 class ReplayBuffer:
-    """The last rollouts, for rows that learn from more than the step's own."""
+    """Buffer of the last rollouts, for algorithms that learn from more than the step's own."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -28,7 +28,7 @@ class ReplayBuffer:
         self.advantages = [*self.advantages, *advantages][-self.capacity :]
 
     def state(self) -> list[dict[str, Any]]:
-        """As JSON."""
+        """Return the rollouts as JSON data."""
         pairs = zip(self.rollouts, self.advantages, strict=True)
         return [{**stored(rollout), "advantage": advantage.tolist()} for rollout, advantage in pairs]
 

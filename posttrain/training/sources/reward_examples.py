@@ -1,4 +1,4 @@
-"""The source of reward models: items whose responses are read at their last token, at the end of steps, or throughout."""
+"""Source of reward models: preference examples, read at the last token of a response, at the end of steps, or throughout."""
 
 from __future__ import annotations
 
@@ -8,55 +8,57 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from posttrain.algorithms.reward_model_table import Scoring
+from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.core.batch import Batch, Stats, TrainingStep
 from posttrain.core.protocols import Source
 from posttrain.core.types import Item
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import Memoryless, progress, visited
+from posttrain.training.sources.example_stream import Memoryless, examples_of_step, progress
 from posttrain.training.sources.packing import Read, collate, split_microbatches
 from posttrain.training.sources.preferences import ComparisonTargets, PreferenceExamples
 
 
 @dataclass(frozen=True)
 class RewardExamples(Memoryless):
-    """See `posttrain.core.protocols.Source`: `rows` items a step, one optimizer update each."""
+    """See `posttrain.core.protocols.Source`: `rows` preference examples a step, one optimizer update each."""
 
     items: PreferenceExamples
-    row: Scoring
+    algorithm: RewardModelAlgorithm
     rows: int
     tokens_per_microbatch: int
     seed: int
     device: torch.device
     read: Read = "last"
-    showing: ExampleRecording | None = None  # None: none of the rows is recorded
+    recording: ExampleRecording | None = None  # None: none of the rows is recorded
 
     def produce(self, number: int) -> TrainingStep:
         self.items.too_long.take()
-        found = visited(self.items, self.rows, self.seed, number)
+        found = examples_of_step(self.items, self.rows, self.seed, number)
         items, stats = [item for _, item in found], Stats()
         progress(self.items, self.rows, number, stats)
-        shown = self.showing.choose(self.items, self.rows, number, found) if self.showing else []
+        shown = self.recording.choose(self.items, self.rows, number, found) if self.recording else []
         tokens = sum(item.n_scored for item in items)
         return TrainingStep(
-            number, [lambda: [b for _, b in self.batches(items, self.showing)]], stats, tokens, outcomes=shown
+            number, [lambda: [b for _, b in self.batches(items, self.recording)]], stats, tokens, outcomes=shown
         )
 
     def learned(self, step: TrainingStep, stats: Stats) -> None:
-        if self.showing is not None:
-            self.showing.settle(step)
+        if self.recording is not None:
+            self.recording.settle(step)
 
-    def batches(self, items: Sequence[Item], showing: ExampleRecording | None = None) -> list[tuple[list[int], Batch]]:
-        """(places among these items, micro-batch): their comparisons weighed over all of them.
+    def batches(
+        self, items: Sequence[Item], recording: ExampleRecording | None = None
+    ) -> list[tuple[list[int], Batch]]:
+        """Return (places among these preference examples, micro-batch), comparisons weighted over all of them.
 
-        `showing`: who records some of them.
+        `recording`: that of some of them.
         """
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         ordered = [items[i] for i in by_size]
-        told = ComparisonTargets.by(self.row.link, self.row.denominator, ordered, self.read)
+        told = ComparisonTargets.by(self.algorithm.link, self.algorithm.denominator, ordered, self.read)
         responses = [item.responses for item in ordered]
         nothing = torch.zeros(len(items))
-        sink = showing.sink(by_size) if showing is not None else None
+        sink = recording.sink(by_size) if recording is not None else None
         return [
             (
                 [by_size[i] for i in index],

@@ -1,7 +1,7 @@
-"""The source of reinforcement learning: play -> score -> filter -> credit -> pack -> weight.
+"""Source of reinforcement learning: rollouts -> scores -> filter -> credit -> packing -> weights.
 
-What a step plays stands in `collecting`, what its tokens earn in `crediting`, what each update learns from in
-`minibatches`; here they are put in order, with what is remembered from step to step.
+`collector` samples the rollouts of a step, `credit_assignment` computes their advantages, and `minibatches` the updates.
+This module runs them in order and keeps the state between steps.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from posttrain.training.sources.token_recording import SAMPLE, TokenRecording
 class RLSource:
     """See `posttrain.core.protocols.Source`.
 
-    Seeds follow from the step's number. What is remembered: the place in the endless order of tasks, coefficients that
-    change, and rollouts, where a row replays or steps are played ahead.
+    Seeds follow from the step's number. The state is the place in the endless order of tasks, coefficients that change, and
+    rollouts of the replay buffer or of asynchronous steps.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class RLSource:
         tokens_per_step: int = 0,
         recording: TokenRecording = SAMPLE,
     ) -> None:
-        """`success`: rewards from it on are successes; `texts`: what a row with a pretraining term imitates.
+        """`success`: rewards from it on are successes; `texts`: imitated by an algorithm with a pretraining term.
 
-        `teachers`: who teaches a row with a teacher; `rewarded`: whether anything scores the replies.
+        `teachers`: those of an algorithm with a teacher; `rewarded`: whether anything scores the replies.
         `async_steps`: a step is sampled this many steps ahead of its update, and the engine then has weights of its
         own; `last`: the number of the last step. `tokens_per_step`: most tokens of a reply that a step samples (0:
-        all of them). `recording`: of which rollouts the numbers of single tokens are kept.
+        all of them). `recording`: the rollouts whose token values are recorded.
         """
-        assert (teachers is not None) == (algorithm.teacher is not None), "a row with a teacher has one to ask"
+        assert (teachers is not None) == (algorithm.teacher is not None), "an algorithm with a teacher has one to ask"
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
         self.recording = recording
         parts = Need.PARTS in algorithm.needs
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
         collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan, tokens_per_step)
-        self.stock = StepQueue(collector, algorithm.sampling, async_steps, last)
+        self.queue = StepQueue(collector, algorithm.sampling, async_steps, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers
         self.minibatches = Minibatches(algorithm, learner, size, seed, success, texts, self.buffer, teachers)
@@ -90,29 +90,29 @@ class RLSource:
     @property
     def lags(self) -> bool:
         """Whether older weights than those of a step's start may have sampled what it learns from."""
-        return bool(self.stock.async_steps or self.stock.collector.tokens)
+        return bool(self.queue.async_steps or self.queue.collector.tokens)
 
     def produce(self, number: int) -> TrainingStep:
-        row = self.algorithm
-        played, began = self.stock.take(number, self.learner), time.perf_counter()
+        algorithm = self.algorithm
+        played, began = self.queue.take(number, self.learner), time.perf_counter()
         collected, stats = played.collected, Stats(played.stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
         if self.lags:
             self._measure_staleness(collected.played, stats)
-        ledger = self._ledger = Ledger(row, number, collected.played, collected.left, self.recording)
+        ledger = self._ledger = Ledger(algorithm, number, collected.played, collected.left, self.recording)
         if self.teachers is not None:
             whole, kept = kept, self.teachers.readable(kept, stats)
             read = set(map(id, kept))
             ledger.leave((r for r in whole if id(r) not in read), Fate.FILTERED, UNREADABLE)
-        credited = credit(row, kept, self.learner, tokens, self.coefficients, self.success, stats, self.teachers)
+        credited = credit(algorithm, kept, self.learner, tokens, self.coefficients, self.success, stats, self.teachers)
         self._watched = credited if kept else None
         ledger.credit(credited)
-        for chosen in row.filters if kept else ():
+        for chosen in algorithm.filters if kept else ():
             stay = chosen(credited.scores)
             ledger.leave_filtered(credited.of((~stay).nonzero().flatten()).rollouts, chosen)
             credited = credited.of(stay.nonzero().flatten())
-        if row.critic is not None and row.critic.warmup:
-            self.coefficients["policy"] = float(number > row.critic.warmup)
+        if algorithm.critic is not None and algorithm.critic.warmup:
+            self.coefficients["policy"] = float(number > algorithm.critic.warmup)
         for name, value in self.coefficients.items():
             stats.add(f"coefficient/{name}", value)
         updates = self.minibatches.updates(number, credited, self.coefficients, ledger)
@@ -123,7 +123,7 @@ class RLSource:
         )
 
     def _measure_staleness(self, rollouts: Sequence[Rollout], stats: Stats) -> None:
-        """How many updates lie between the weights that sampled each token and those that are about to learn from it."""
+        """Measure the number of updates between the weights that sampled each token and those that learn from it."""
         spans = [s for r in rollouts for t in r.transcripts for s in t.spans if s.version is not None]
         ages = [(self.learner.version - s.version, s.length) for s in spans if s.version is not None]
         if ages:
@@ -131,7 +131,7 @@ class RLSource:
             stats.add("staleness/max", max(age for age, _ in ages))
 
     def learned(self, step: TrainingStep, stats: Stats) -> None:
-        """Let what changes from step to step do so, coefficients and the reference; and close the step's account."""
+        """Update the coefficients and the reference after a step, and close its ledger."""
         if stats.get("sampler/ratio", (0.0, 0.0))[1]:
             # Effective sample size, as a share: (sum c)^2 / (N sum c^2), c the learner's probability over the engine's.
             (total, count), (squares, _) = stats["sampler/ratio"], stats.pop("sampler/ratio/square")
@@ -147,7 +147,7 @@ class RLSource:
             self._ledger = None
 
     def _steer(self, step: TrainingStep, stats: Stats) -> None:
-        """Move the coefficients of KL and entropy by what was measured in this step."""
+        """Update the coefficients of KL and entropy from the measurements of this step."""
         kl, entropy = self.algorithm.kl, self.algorithm.entropy
         if kl is not None and kl.control is not None and self._watched is not None:
             rollouts, views = self._watched.rollouts, self._watched.views
@@ -162,15 +162,15 @@ class RLSource:
             measured = self._mean(distance, old - sampler, [len(logp) for logp in views["old"]])
             stats.add("kl/measured", measured)
             self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(rollouts))
-        # The tokens of older weights say how random these were; the policy's own distributions at them are its own.
+        # Tokens of older weights measure the entropy of these; the distributions at them are the policy's own.
         total, count = stats.get("entropy/policy" if self.lags else "entropy", (0.0, 0.0))
         if entropy is not None and count:  # perhaps no group has become whole
             self.coefficients["entropy"] = entropy.next(self.coefficients["entropy"], total / count)
 
     def _mean(self, distance: Tensor, gap: Tensor, lengths: Sequence[int]) -> float:
-        """The mean over a policy's own tokens of its distance [N]. `gap` [N]: its log-probability less the sampler's.
+        """Return the mean of a distance [N] over the policy's own tokens. `gap` [N]: its log-probability less the sampler's.
 
-        Tokens of older weights are weighed by exp(gap), bounded as the row's correction is, or as by default.
+        Tokens of older weights have weight exp(gap), bounded as the algorithm's correction is, or as by default.
         """
         if not self.lags:
             return distance.mean().item()
@@ -180,23 +180,23 @@ class RLSource:
 
     def state(self) -> dict[str, Any]:
         replay = {} if self.buffer is None else {"replay": self.buffer.state()}
-        return {**self.stock.state(), "coefficients": dict(self.coefficients), **replay}
+        return {**self.queue.state(), "coefficients": dict(self.coefficients), **replay}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`. Raises ValueError, KeyError or TypeError if it is of no such source."""
+        """Restore a `state`. Raises ValueError, KeyError or TypeError if it is none of such a source."""
         coefficients = dict(state["coefficients"])
         if coefficients.keys() - {"policy"} != self.coefficients.keys() - {"policy"}:
             raise ValueError(f"coefficients of {', '.join(coefficients) or 'nothing'}")
         if not all(math.isfinite(value) for value in coefficients.values()):
             raise ValueError("coefficients that are not finite")
         self.coefficients = coefficients
-        self.stock.restore(state)
+        self.queue.restore(state)
         if self.buffer is not None:
             self.buffer.restore(state["replay"])
 
 
 def _sampler_logp(rollout: Rollout) -> Any:
-    """float32 [n_i]"""
+    """Return the sampler's log-probabilities, float32 [n_i]."""
     found = [t.sampler_logp for t in rollout.transcripts]
     return np.concatenate([logp for logp in found if logp is not None])
 

@@ -1,6 +1,6 @@
-"""Rollouts as training state: all of them that is learned from or recorded, as JSON, and the same rollouts again.
+"""Rollouts as training state: conversion of all that is learned from or recorded to JSON data, and back.
 
-Their tasks are not in it: these are the run's own rows, known by the group. Nor is what depends on the clock.
+Their tasks are not in it: these are the run's own rows, known by the group. Nor are times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.core.types import (
 
 
 def stored(rollout: Rollout) -> dict[str, Any]:
-    """As JSON holds it; `restored` gives the same rollout again."""
+    """Return a rollout as JSON data; `restored` gives the same rollout again."""
     return {
         "group": rollout.group,
         "side": rollout.side,
@@ -48,7 +48,7 @@ def stored(rollout: Rollout) -> dict[str, Any]:
 
 
 def restored(row: Mapping[str, Any], task: Task) -> Rollout:
-    """The inverse of `stored`. Raises ValueError, LookupError or TypeError if the row is none."""
+    """Return the rollout of `stored` data. Raises ValueError, LookupError or TypeError if the row is none."""
     return Rollout(
         task,
         row["group"],

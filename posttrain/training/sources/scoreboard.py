@@ -1,4 +1,4 @@
-"""From rollouts to the scoreboard: what is worth knowing of them, which can teach something, and what they scored.
+"""From rollouts to the scoreboard: metrics of rollouts, the usable ones, and their scores.
 
 S    rollouts of an optimizer batch
 """
@@ -20,13 +20,13 @@ MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is br
 
 
 def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool = True) -> Stats:
-    """What is worth knowing of all rollouts of a step, the unusable ones too.
+    """Compute the metrics of all rollouts of a step, the unusable ones too.
 
-    `success`: rewards from it on are accurate; None: no reward says whether a reply is right, so nothing is. `rewarded`:
-    whether anything scores replies at all; if not, nothing is said of rewards.
+    `success`: rewards from it on are accurate; None: no reward defines whether a reply is right, so there is no accuracy.
+    `rewarded`: whether anything scores replies at all; if not, there are no metrics of rewards.
     """
     stats = Stats()
-    # Of sides that play each other one wins what the other loses: their common share says nothing.
+    # Of sides that play against each other one wins what the other loses: their common share means nothing.
     sides = len({r.side for r in rollouts}) > 1
     kinds = Counter(r.reward.kind for r in rollouts if isinstance(r.reward, Invalid))
     for kind in {InvalidKind.TIMEOUT, *kinds}:  # the first always: a policy may learn to be slow to check
@@ -64,7 +64,7 @@ def _own_logp(rollout: Rollout) -> float:
 
 
 def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
-    """The scored tokens of the groups that `diversity` looks at."""
+    """Return the scored tokens of the groups for `diversity`."""
     groups: dict[tuple[str, str], list[list[int]]] = {}
     for rollout in rollouts:
         if rollout.compared not in groups and len(groups) == GROUPS:
@@ -76,7 +76,7 @@ def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
 
 
 def refuse_broken(rollouts: Sequence[Rollout]) -> None:
-    """Raises UserError if most rewards of a step are invalid: of all that it played, replaced groups included.
+    """Raise UserError if most rewards of a step are invalid, among all its rollouts, replaced groups included.
 
     Likewise if most of its branches are, because their environments went another way.
     """
@@ -90,14 +90,14 @@ def refuse_broken(rollouts: Sequence[Rollout]) -> None:
 
 
 Left = dict[int, tuple[Fate, str]]
-"""Rollouts that a step does not learn from, by their identity: what became of each, and why."""
+"""Rollouts that a step does not learn from, by their identity: the fate of each, and its reason."""
 
 
 def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], Left]:
-    """The rollouts that can teach something: valid, with a scored token, and in a group with enough of the kind.
+    """Return the usable rollouts: valid, with a scored token, in a group with enough of them; and the fates of the others.
 
     A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one. Sides are
-    judged apart: one that only one game of several came to has nothing to be compared with. And what became of the others.
+    judged apart: a side that only one game of several came to has nothing to be compared with.
     """
     groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
@@ -132,7 +132,7 @@ def scoreboard(
     success: float | None = None,
     parts: bool = False,
 ) -> Scores:
-    """The scoreboard of these rollouts, whose rewards are valid, on the CPU. Rewards from `success` on are successes.
+    """Return the scoreboard of these rollouts, whose rewards are valid, on the CPU. Rewards from `success` on are successes.
 
     `parts`: with the named parts of the rewards. Raises UserError where these are not the same in all rollouts.
     """
@@ -156,7 +156,7 @@ def scoreboard(
 
 
 def named_parts(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """Name -> float64 [S], in alphabetical order: each named part of these rollouts' rewards.
+    """Return each named part of these rollouts' rewards: name -> float64 [S], in alphabetical order.
 
     Raises UserError where a reward has no parts, where two have different ones, and for step rewards, which have no name.
     """

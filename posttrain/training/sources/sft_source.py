@@ -1,4 +1,4 @@
-"""The source of supervised fine-tuning: demonstrations become transcripts, transcripts become micro-batches.
+"""Source of supervised fine-tuning: demonstrations become transcripts, transcripts become micro-batches.
 
 N    scored tokens of a micro-batch: the tokens to imitate
 """
@@ -20,7 +20,7 @@ from posttrain.envs.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.demonstrations import Enact, cut, stored
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import ExampleStream, Memoryless, progress, visited
+from posttrain.training.sources.example_stream import ExampleStream, Memoryless, examples_of_step, progress
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import collate, split_microbatches
 
@@ -56,7 +56,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
         enact: Enact | None = None,
         min_reward: float | None = None,
     ) -> None:
-        """`enact`: who plays rows that hold the replies of an episode; episodes of less than `min_reward` are left out."""
+        """`enact`: runs the episodes of rows that hold replies; episodes of less than `min_reward` are left out."""
         self.mask_prompt, self.enact, self.min_reward = mask_prompt, enact, min_reward
         self._judged: dict[bool, set[int]] = {True: set(), False: set()}  # by whether it is kept: rows
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
@@ -64,7 +64,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
     def make(self, task: Task, length: int | None) -> Sequence[Transcript] | None:
         played: Sequence[tuple[list[Transcript], float | None]]
         if "transcripts" in task and task.get("replayed"):
-            return None  # it stands in the step that played it, too
+            return None  # the step that sampled it has it, too
         if "transcripts" in task:
             played = [stored(task, self.tokenizer)]
         elif not is_script(task) or (self.enact is None and ("response" in task or _answered(task))):
@@ -87,7 +87,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
 
     @property
     def kept(self) -> str:
-        """How many of the episodes that were looked at have the reward that is asked for, in words; "": none is."""
+        """Number of examined episodes that have the required reward, in words; "": no reward is required."""
         if self.min_reward is None:
             return ""
         kept, left = (len(self._judged[way]) for way in (True, False))
@@ -99,39 +99,39 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
 
 @dataclass(frozen=True)
 class Demonstrations(Memoryless):
-    """See `posttrain.core.protocols.Source`: `rows` demonstrations a step, see `made.visited`."""
+    """See `posttrain.core.protocols.Source`: `rows` demonstrations a step, see `example_stream.examples_of_step`."""
 
     transcripts: Transcripts
     rows: int
     tokens_per_microbatch: int
     seed: int
     device: torch.device
-    showing: ExampleRecording | None = None  # None: none of the rows is recorded
+    recording: ExampleRecording | None = None  # None: none of the rows is recorded
 
     def produce(self, number: int) -> TrainingStep:
         self.transcripts.too_long.take()
-        found = visited(self.transcripts, self.rows, self.seed, number)
+        found = examples_of_step(self.transcripts, self.rows, self.seed, number)
         rows, stats = [transcripts for _, transcripts in found], Stats()
         progress(self.transcripts, self.rows, number, stats)
-        shown = self.showing.choose(self.transcripts, self.rows, number, found) if self.showing else []
+        shown = self.recording.choose(self.transcripts, self.rows, number, found) if self.recording else []
         tokens = sum(t.n_scored for row in rows for t in row)
-        return TrainingStep(number, [lambda: self.batches(rows, self.showing)], stats, tokens, outcomes=shown)
+        return TrainingStep(number, [lambda: self.batches(rows, self.recording)], stats, tokens, outcomes=shown)
 
     def learned(self, step: TrainingStep, stats: Stats) -> None:
-        if self.showing is not None:
-            self.showing.settle(step)
+        if self.recording is not None:
+            self.recording.settle(step)
 
     def batches(
-        self, demonstrations: Sequence[Sequence[Transcript]], showing: ExampleRecording | None = None
+        self, demonstrations: Sequence[Sequence[Transcript]], recording: ExampleRecording | None = None
     ) -> list[Batch]:
-        """Micro-batches of these rows, every scored token weighing 1 / (scored tokens of all of them).
+        """Return micro-batches of these rows; every scored token has weight 1 / (scored tokens of all of them).
 
-        `showing`: who records some of them.
+        `recording`: that of some of them.
         """
         order = sorted(range(len(demonstrations)), key=lambda i: sum(map(len, demonstrations[i])))
         rows = [demonstrations[i] for i in order]
         share = torch.full((len(rows),), 1 / sum(t.n_scored for row in rows for t in row))
-        sink = showing.sink(order) if showing is not None else None
+        sink = recording.sink(order) if recording is not None else None
         return [
             collate([rows[i] for i in index], index, weight=share, device=self.device, sink=sink)
             for index in split_microbatches(rows, self.tokens_per_microbatch)

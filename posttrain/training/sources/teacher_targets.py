@@ -1,4 +1,4 @@
-"""Who teaches which rollout, what a teacher reads of it, and what it says of the sampled tokens.
+"""Teacher of each rollout, the context that it reads, and its log-probabilities of the sampled tokens.
 
 n_i    scored tokens of rollout i
 """
@@ -21,20 +21,20 @@ from posttrain.training.sources.packing import Taught, needed_length
 
 UNREADABLE = "longer than its teacher's context"
 TEACHER, NAMED = "teacher", "teacher:{}"
-"""What the learner calls the teacher of all tasks, and one that tasks choose by its name."""
+"""Names in the learner: of the teacher of all tasks, and of one that tasks choose by its name."""
 
 
 class RemoteTeacherClient(Protocol):
-    """A teacher that is not held here, and says log-probabilities alone."""
+    """Client of a teacher elsewhere, which returns log-probabilities alone."""
 
     def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
-        """float32, one for each scored token of each transcript."""
+        """Return one log-probability for each scored token of each transcript, float32."""
         ...
 
 
 @dataclass(frozen=True)
 class Teachers:
-    """The teachers of a run. A task may choose one ("teacher") and have it read another prompt ("teacher_prompt")."""
+    """Teachers of a run. A task may choose one ("teacher") and have it read another prompt ("teacher_prompt")."""
 
     tokenizer: TextEncoder
     contexts: Mapping[str, int]  # tokens that each teacher held by the learner reads at most, by its name there
@@ -42,7 +42,7 @@ class Teachers:
     choose: bool = False  # whether tasks choose
 
     def name(self, task: Task) -> str:
-        """Whom the learner, or `remote`, knows as this task's teacher. Raises UserError if there is none."""
+        """Return the name of this task's teacher in the learner or in `remote`. Raises UserError if there is none."""
         chosen = task.get("teacher") if self.choose else None
         known = [*self.contexts, *self.remote]
         name = TEACHER if chosen is None else NAMED.format(chosen)
@@ -57,7 +57,7 @@ class Teachers:
         return name
 
     def prompt(self, task: Task) -> list[int] | None:
-        """The tokens that its teacher reads instead of a task's prompt; None: the prompt itself.
+        """Return the tokens that the teacher reads instead of a task's prompt; None: the prompt itself.
 
         Raises UserError where "teacher_prompt" is neither text nor a list of messages.
         """
@@ -73,7 +73,7 @@ class Teachers:
         return Conversation(self.tokenizer).show(turn, None)
 
     def taught(self, rollouts: Sequence[Rollout]) -> list[Taught]:
-        """How each is read by its teacher."""
+        """Return each rollout as its teacher reads it."""
         return [self._taught(rollout) for rollout in rollouts]
 
     def _taught(self, rollout: Rollout) -> Taught:
@@ -83,7 +83,7 @@ class Teachers:
         return Taught(self.name(rollout.task), [read, *others])
 
     def readable(self, rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
-        """Those that their teachers can read: the others are longer than a teacher's context, and only counted."""
+        """Return the rollouts that fit their teachers' contexts; the others are only counted."""
         kept = []
         for rollout, taught in zip(rollouts, self.taught(rollouts), strict=True):
             context = self.contexts.get(taught.by)
@@ -94,7 +94,7 @@ class Teachers:
         return kept
 
     def logp(self, learner: Learner, rollouts: Sequence[Rollout], tokens_per_microbatch: int) -> list[Tensor]:
-        """Log-probabilities of the scored tokens under each rollout's teacher, [n_i] each."""
+        """Return log-probabilities of the scored tokens under each rollout's teacher, [n_i] each."""
         taught = self.taught(rollouts)
         found: list[Tensor] = [torch.zeros(0)] * len(rollouts)
         for name in dict.fromkeys(t.by for t in taught):
@@ -113,7 +113,7 @@ class Teachers:
         return found
 
     def measure(self, learner: Learner, rollouts: Sequence[Rollout], tokens: int, stats: Stats) -> None:
-        """Add "eval/divergence": KL(policy || teacher) of these tokens, whatever the row minimises.
+        """Add "eval/divergence": KL(policy || teacher) of these tokens, for any divergence that the algorithm minimises.
 
         It is exact where all teachers are held here, and log p - log q of the sampled tokens where one is not.
         """

@@ -1,4 +1,4 @@
-"""Of which rollouts the numbers of single tokens are recorded, and how such columns are taken apart.
+"""Choice of the rollouts whose token values are recorded, and splitting of such columns.
 
 n_i    scored tokens of rollout i
 """
@@ -25,14 +25,14 @@ GROUPS = 8
 
 @dataclass(frozen=True)
 class TokenRecording:
-    """What is asked for."""
+    """Options of the recording of token values."""
 
     level: Literal["full", "sample", "tokens"] = "sample"
     after: bool = False  # whether also under the weights that the step ends with
     seed: int = 0
 
     def chosen(self, number: int, groups: Iterable[str]) -> frozenset[str]:
-        """Those of step `number` whose numbers are recorded: drawn by the seed, whatever their order."""
+        """Return the groups of step `number` whose token values are recorded: drawn by the seed, whatever their order."""
         if self.level == "tokens":
             return frozenset()
         named = set(groups)
@@ -40,13 +40,14 @@ class TokenRecording:
             return frozenset(named)
         return frozenset(sorted(named, key=lambda group: (seed_of(self.seed, "record", number, group), group))[:GROUPS])
 
-    def told(self, wants: frozenset[str], reference: bool) -> list[str]:
-        """What it takes beyond what a row computes anyway, in words. `wants`: outputs that its loss reads; `reference`:
-        whether it has one."""
+    def describe(self, wants: frozenset[str], reference: bool) -> list[str]:
+        """Describe the work beyond that of the algorithm. `wants`: outputs that its loss reads; `reference`: whether it has
+        one.
+        """
         found = []
         if self.level == "full":
             found += [] if "entropy" in wants else ["the entropy of every token, which the loss does not read"]
-            found += [] if reference else ["no reference (the row has none, so that column stays empty)"]
+            found += [] if reference else ["no reference (the algorithm has none, so that column stays empty)"]
         if self.after:
             found.append(
                 "a forward pass a step for --record-after" + (f" ({GROUPS} groups)" * (self.level == "sample"))
@@ -58,7 +59,7 @@ SAMPLE = TokenRecording()
 
 
 def on_cpu(columns: Sequence[Tensor]) -> list[NDArray[np.float32]]:
-    """[n_i] each: copied at once, not one by one."""
+    """Copy values, [n_i] each, to the CPU at once, not one by one."""
     if not columns:
         return []
     whole: Any = torch.cat([values.detach() for values in columns]).float().cpu().numpy()

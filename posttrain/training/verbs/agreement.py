@@ -1,6 +1,6 @@
-"""How far two people, or any two labellers, agree on the same items.
+"""Agreement of two people, or of any two labellers, on the same preference examples.
 
-Decided here: every two different responses that both compared count once. A comparison is one of three things: the first
+Every two different responses that both compared count once. A comparison is one of three things: the first
 is better, the second is better, a tie; first and second are the order of the responses in the first file. Kappa is Cohen's
 (1960), (p_o - p_e) / (1 - p_e), once with ties as a verdict of their own and once over the comparisons that neither called
 a tie. Intervals are over prompts: comparisons of a prompt are not independent. That of kappa is Cohen's own: that of p_o,
@@ -29,7 +29,7 @@ Counts = NDArray[np.float64]  # [prompts, 3, 3]: by verdict of the first (better
 
 @dataclass(frozen=True)
 class AgreementEstimate:
-    """A mean with its 95% interval; not a number where there is nothing to divide by."""
+    """Mean with its 95% interval; not a number where there is nothing to divide by."""
 
     mean: float
     low: float
@@ -48,7 +48,7 @@ class AgreementEstimate:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of two labellers."""
+    """Agreement of two labellers."""
 
     prompts: int
     comparisons: int
@@ -70,7 +70,7 @@ class Agreement:
 
 
 def read_labels(file: str) -> list[Mapping[str, Any]]:
-    """The rows of a file of labels. Raises UserError, with the row's place, where nothing is said of responses."""
+    """Read the rows of a file of labels. Raises UserError, with the row's place, where a row has no labels."""
     rows = load_rows(file)
     found: list[Mapping[str, Any]] = []
     for place in range(len(rows)):
@@ -82,7 +82,7 @@ def read_labels(file: str) -> list[Mapping[str, Any]]:
 
 
 def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]]) -> Agreement:
-    """Of two files of rows with ranks, scores or comparisons. Raises UserError where they share nothing."""
+    """Compute the agreement of two files of ranks, scores or comparisons. Raises UserError if they share nothing."""
     others = {_known_by(row): row for row in second if not row.get("skipped")}
     tables = []
     for row in first:
@@ -99,12 +99,12 @@ def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, 
         if table.any():
             tables.append(table)
     if not tables:
-        raise UserError("the two files share no comparison: they must be labels of the same items")
+        raise UserError("the two files share no comparison: they must be labels of the same preference examples")
     return measured(np.stack(tables))
 
 
 def measured(counts: Counts) -> Agreement:
-    """The figures of these counts."""
+    """Compute the figures of these counts."""
     whole, decided = counts.sum(0), counts[:, :2, :2]
     raw, raw_decided = _agreed(counts), _agreed(decided)
     return Agreement(
@@ -134,25 +134,25 @@ def _kappa(agreed: AgreementEstimate, table: NDArray[np.float64]) -> AgreementEs
 
 
 def observed(table: NDArray[np.float64]) -> float:
-    """The share of equal verdicts."""
+    """Return the share of equal verdicts."""
     total = table.sum()
     return float(np.trace(table) / total) if total else math.nan
 
 
 def kappa(table: NDArray[np.float64]) -> float:
-    """Cohen's kappa of a table of counts."""
+    """Return Cohen's kappa of a table of counts."""
     chance = _chance(table)
     return (observed(table) - chance) / (1 - chance) if chance < 1 else math.nan
 
 
 def _chance(table: NDArray[np.float64]) -> float:
-    """How often two that answer by their own shares alone agree; 1 where nothing was said."""
+    """Return the agreement by chance of two labellers with these shares; 1 where there are no verdicts."""
     total = table.sum()
     return float((table.sum(0) * table.sum(1)).sum() / total**2) if total else 1.0
 
 
 def verdicts(row: Mapping[str, Any]) -> dict[tuple[str, str], int]:
-    """(a text, another) -> 0: the first is better, 1: the second is, 2: a tie; of all that the row compares."""
+    """Return (text, another text) -> 0: the first is better, 1: the second is, 2: a tie; for all comparisons of the row."""
     texts = row["responses"]
     pairs, preferred = row.get("pairs"), row.get("preferred")
     judged = pairs is not None and preferred is not None and row.get("scores") is None
@@ -166,7 +166,7 @@ def verdicts(row: Mapping[str, Any]) -> dict[tuple[str, str], int]:
 
 
 def _compared(row: Mapping[str, Any]) -> dict[tuple[int, int], int]:
-    """Two responses may be compared several times: what most shares say."""
+    """Return the verdict by the largest sum of shares, as two responses may be compared several times."""
     lean: dict[tuple[int, int], float] = {}
     for better, worse, share, _ in comparisons_of(dict(row), len(row["responses"])):
         pair = int(min(better, worse)), int(max(better, worse))
@@ -185,5 +185,5 @@ def _valued(row: Mapping[str, Any]) -> dict[tuple[int, int], int]:
 
 
 def _known_by(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Items are the same if prompt and responses are; in any order."""
+    """Return the key of a preference example: equal for the same prompt and responses, in any order."""
     return (repr(row.get("prompt") or row.get("messages")), *sorted(row["responses"]))

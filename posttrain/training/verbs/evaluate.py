@@ -1,4 +1,4 @@
-"""Evaluation: every task played some times, figures with intervals, two checkpoints compared task by task."""
+"""Evaluation: several rollouts of every task, figures with intervals, two checkpoints compared task by task."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
 from posttrain.training.figures import differences, summary
-from posttrain.training.held_out_check import seen, split_seed_of
-from posttrain.training.playground import counted, open_playground
+from posttrain.training.held_out_check import overlap, split_seed_of
+from posttrain.training.playground import open_playground, service_counts
 from posttrain.training.setup import (
-    beyond,
     end_tokens,
     fitting,
     load_tasks,
-    mind_unknown,
     prepare,
+    reply_length_note,
+    warn_unknown_tokens,
 )
 from posttrain.training.sources.length_filter import TooLong
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation found."""
+    """Result of an evaluation."""
 
     figures: dict[
         str, Any
@@ -56,7 +56,7 @@ class Evaluated:
 
     @property
     def examples(self) -> dict[str, int]:
-        """Places of rollouts worth reading: "worst", "median" and "best" by their rewards, equal ones in their order.
+        """Return places of rollouts worth reading: "worst", "median" and "best" by their rewards, equal ones in their order.
 
         Of two valid rewards there is no median, and of one no best.
         """
@@ -68,7 +68,7 @@ class Evaluated:
 
 
 def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
-    """Play every task `samples` times. With `against`, two checkpoints play the same tasks with the same seeds."""
+    """Sample `samples` rollouts of every task. With `against`, two checkpoints get the same tasks with the same seeds."""
     validate(config)
     device = prepare(config)
     success = success_of(env or config.env, config.success)
@@ -79,7 +79,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if config.held_out:
         data = _held_out(config, data, rows is None, said.append)
     if isinstance(data, Stream):
-        raise UserError("these rows have no end: say with --limit how many to evaluate on")
+        raise UserError("these rows have no end: set with --limit how many to evaluate on")
     paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
     day = next(filter(None, map(day_of, paths)), None)  # both are asked alike
     with run_date.fixed(day), open_playground(config, env, data, device, models=paths) as ground:
@@ -90,9 +90,9 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
             model, tokenizer, shown = load_model(paths[place], device=device), known.tokenizer, known.chat.of(data)
             said.extend(f"{folder}: {line}" if config.against is not None else line for line in known.lines)
             end_tokens(model, tokenizer)
-            mind_unknown(tokenizer, shown, said.append)
+            warn_unknown_tokens(tokenizer, shown, said.append)
             context = model.config.context
-            said.extend(beyond(config.max_tokens, context))
+            said.extend(reply_length_note(config.max_tokens, context))
             some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))
             if not some:
                 raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
@@ -107,7 +107,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
 
         rollouts = played(config.model, 0)
         others = played(config.against, 1) if config.against is not None else []
-        said.extend(counted(ground.services))
+        said.extend(service_counts(ground.services))
     ks, left_out = _of_samples(config)
     rewards, other_rewards = _rewards(rollouts), _rewards(others)
     ks, too_few = _of_valid(ks, [rewards, other_rewards] if others else [rewards])
@@ -125,7 +125,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
 
 
 def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:
-    """The share that is held out: as the checkpoint's run did it, where nobody says otherwise."""
+    """Return the held-out share: that of the checkpoint's run, unless options define another."""
     folders = [folder for folder in (config.model, config.against) if folder is not None]
     tasks, seed = config.tasks if of_a_file else "", config.split_seed
     if seed is None:
@@ -134,7 +134,7 @@ def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Ca
         if known is not None:
             say(f"held out are the same tasks as in {known[0]} (--split-seed {seed})")
     for folder in folders if of_a_file else ():
-        if why := seen(folder, tasks, config.held_out, seed):
+        if why := overlap(folder, tasks, config.held_out, seed):
             say(why)
     return hold_out(data, config.held_out, seed)[1]
 
@@ -167,13 +167,13 @@ def save(found: Evaluated, path: Path) -> list[Path]:
 
 
 def _example(rollout: Rollout, place: int) -> dict[str, Any]:
-    """One of the rollouts, `place`: its row in the table beside."""
+    """Return one of the rollouts as an example; `place`: its row in the table beside."""
     told = {"place": place, "task": rollout.task["id"], "reward": rollout.reward}
     return {**told, "prompt": rollout.prompt, "reply": rollout.text}
 
 
 def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
-    """The k of pass@k that there are samples for, and a note on the others."""
+    """Return the k of pass@k that there are samples for, and a note on the others."""
     most = config.samples
     left_out = [f"pass@{k}" for k in config.k if k > most]
     told = f"{', '.join(left_out)} left out: more than the {most} sample{'s'[: most - 1]} of each task (--samples)"
@@ -181,7 +181,7 @@ def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
 
 
 def _of_valid(ks: list[int], sides: Sequence[dict[str, list[float]]]) -> tuple[list[int], tuple[str, ...]]:
-    """The k of pass@k that each side has a task with enough valid rewards for, and a note on the others."""
+    """Return the k of pass@k that each side has a task with enough valid rewards for, and a note on the others."""
     most = min(max(map(len, rewards.values()), default=0) for rewards in sides)
     few = [f"pass@{k}" for k in ks if k > most]
     told = f"{', '.join(few)} left out: no task has more than {most} valid rewards"
@@ -189,7 +189,7 @@ def _of_valid(ks: list[int], sides: Sequence[dict[str, list[float]]]) -> tuple[l
 
 
 def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any]) -> tuple[str, ...]:
-    """What the invalid rewards of a checkpoint do to its figures: a note, if there are any."""
+    """Return a note on the effect of a checkpoint's invalid rewards on its figures, if there are any."""
     reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
     if not reasons:
         return ()
@@ -205,7 +205,7 @@ def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any])
 
 
 def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, rewarded: bool = True) -> None:
-    """Add what an evaluation within training reports; nothing of rewards, where nothing gives any."""
+    """Add the metrics of an evaluation within training; none of rewards where nothing gives any."""
     for rollout in rollouts:
         stats.add("eval/invalid", isinstance(rollout.reward, Invalid))
         if isinstance(rollout.reward, Invalid):
@@ -220,7 +220,7 @@ def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, r
 
 
 def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
-    """Each task `samples` times, with seeds of evaluation's own: it touches no state of training."""
+    """Yield each task `samples` times, with seeds of evaluation's own: it touches no state of training."""
     return [
         Episode(task, str(task["id"]), seed_of(seed, "evaluation", task["id"], sample))
         for task in tasks
@@ -229,7 +229,7 @@ def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
 
 
 def _rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-    """Task id -> valid rewards of its samples; where the policy plays several sides, "ID as SIDE"."""
+    """Return task id -> valid rewards of its samples; where the policy plays several sides, "ID as SIDE"."""
     rewards: dict[str, list[float]] = {}
     for r in rollouts:
         own = rewards.setdefault(f"{r.task['id']} as {r.side}" if r.side else r.task["id"], [])

@@ -1,8 +1,8 @@
-"""`posttrain label`: a reward model, a judge or a function says how good the responses of items are.
+"""`posttrain label`: a reward model, a judge or a function scores the responses of preference examples.
 
-Decided here: what could not be scored is null, with the reason beside it, and a block of items of which nothing could be
-scored ends the command before it is written, so that an outage costs no labels. Files of best responses and of pairs are
-made of the labelled rows at the end, whole.
+Responses that could not be scored are null, with the reason beside them. A block of preference examples without a single
+score ends the command before it is written, so that an outage costs no labels. Files of best responses and of pairs are made
+of the labelled rows at the end, whole.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from posttrain.envs.score_replies import compare, score
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines, write_rows
-from posttrain.training.playground import counted, open_services
+from posttrain.training.playground import open_services, service_counts
 from posttrain.training.setup import choose_device, load_tasks, use_threads
 from posttrain.training.verbs.sample import digest_of, scored_columns
 
-BLOCK = 64  # items that are labelled, and written, together
+BLOCK = 64  # preference examples that are labelled, and written, together
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class LabelSummary:
-    """What was written."""
+    """Summary of the written labels."""
 
-    path: Path | None  # the labels; None: the items had them
+    path: Path | None  # the labels; None: the rows had them
     items: int
     best: int | None = None  # rows of each file, if it was asked for
     pairs: int | None = None
@@ -49,7 +49,8 @@ class LabelSummary:
 
 
 def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None) -> LabelSummary:
-    """Write labels, and what is made of them. `rows`, `env`: as in `posttrain.label`, instead of the names in the options.
+    """Write labels, and the files derived from them. `rows`, `env`: as in `posttrain.label`, instead of the names in the
+    options.
 
     Raises UserError for a mistake of the caller's.
     """
@@ -73,21 +74,21 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
             block = [tasks[place] for place in range(first, min(len(tasks), first + BLOCK))]
             found = labeller.label(block, first) if labeller is not None else block
             lines.write([flip(row, config.flip, config.seed) if config.flip else row for row in found])
-        notes = [*(counted(labeller.services) if labeller is not None else ()), *_told(lines)]
+        notes = [*(service_counts(labeller.services) if labeller is not None else ()), *_notes(lines)]
         best, pairs = derive(config, lines)
         return LabelSummary(lines.path, lines.count, best, pairs, tuple(notes))
 
 
 def load_items(config: Label, rows: Any, with_labels: bool) -> Tasks:
-    """The items, with or without what is said of them already."""
+    """Load the preference examples, with or without the labels that they already have."""
     tasks = load_tasks(config, rows, convert=to_labelled if with_labels else to_responses)
     if isinstance(tasks, Stream):
-        raise UserError("these rows have no end: say with --limit how many to label")
+        raise UserError("these rows have no end: set with --limit how many to label")
     return tasks
 
 
 def check_outputs(config: Label) -> None:
-    """Raise UserError, before any work, where a file to be made is there already, or two are the same."""
+    """Raise UserError, before any work, where an output file exists already, or two are the same."""
     derived = [("--best", config.best), ("--pairs", config.pairs)]
     out = config.out if config.with_ or config.flip or config.human else None
     named = [(name, Path(file)) for name, file in [*derived, ("--out", out), ("--items", config.tasks)] if file]
@@ -100,14 +101,14 @@ def check_outputs(config: Label) -> None:
 
 
 def check_continued(lines: Lines, tasks: Tasks) -> None:
-    """Raise UserError where a file that is continued holds labels of other items."""
+    """Raise UserError where a file that is continued holds labels of other preference examples."""
     last = lines.last()
     if last is not None and (lines.count > len(tasks) or last.get("id") != tasks[lines.count - 1]["id"]):
-        raise UserError(f"{lines.path} holds labels of other items than {tasks.where(0)} and so on: use --overwrite")
+        raise UserError(f"{lines.path} holds labels of other rows than {tasks.where(0)} and so on: use --overwrite")
 
 
 def derive(config: Label, rows: Tasks | Lines) -> tuple[int | None, int | None]:
-    """Write --best and --pairs of labelled rows; returns how many rows each has."""
+    """Write --best and --pairs of labelled rows; return the number of rows of each."""
     best = pairs = None
     replace = config.overwrite or config.resume
     if config.best:
@@ -129,7 +130,7 @@ def derive(config: Label, rows: Tasks | Lines) -> tuple[int | None, int | None]:
 
 
 class _Labeller:
-    """A service or a function that scores or compares."""
+    """Labeller: a service or a function that scores or compares."""
 
     def __init__(self, config: Label, env: Callable[..., Any] | None) -> None:
         self.config = config
@@ -157,12 +158,12 @@ class _Labeller:
         self.services.close()
 
     def label(self, block: Sequence[Task], first: int) -> list[Row]:
-        """The rows of these items. Raises UserError if nothing of them could be labelled."""
+        """Return the labelled rows of these preference examples. Raises UserError if none could be labelled."""
         self.services.begin(first)  # what had no answer is asked again in another block
         rows, reasons, valid = self._compared(block) if self.pairwise else self._scored(block)
         if reasons and not valid:
             raise UserError(
-                f"nothing of items {first + 1} to {first + len(block)} could be labelled, and they are not written: "
+                f"nothing of rows {first + 1} to {first + len(block)} could be labelled, and they are not written: "
                 f"{reasons[0]}; go on from there with --resume"
             )
         return [{**row, "labeller": self.name} for row in rows]
@@ -179,7 +180,7 @@ class _Labeller:
         return rows, reasons, valid
 
     def _compared(self, block: Sequence[Task]) -> tuple[list[Row], list[str], int]:
-        """Comparisons by a pairwise judge; equal texts are ties that nobody is asked of."""
+        """Return comparisons by a pairwise judge; equal texts are ties without a request."""
         asked = [(task, pair) for task in block for pair in self._pairs(task)]
         answers = iter(compare(self.services, "judge", [_question(task, pair) for task, pair in asked]))
         rows, reasons, valid = [], [], 0
@@ -202,7 +203,7 @@ class _Labeller:
         return rows, reasons, valid
 
     def _pairs(self, task: Task) -> list[tuple[int, int]]:
-        """The places that are compared."""
+        """Return the places that are compared."""
         texts = task["responses"]
         pairs = [(i, j) for i, j in combinations(range(len(texts)), 2) if texts[i] != texts[j]]
         most = self.config.comparisons
@@ -212,7 +213,7 @@ class _Labeller:
 
 
 def _replies(task: Task) -> list[Reply]:
-    """The responses, with how each ended where the row notes it as `posttrain sample` does."""
+    """Return the responses, with their stop reasons where the row has them, as those of `posttrain sample` do."""
     texts, known = task["responses"], [str(stop) for stop in StopReason]
     stops = [note.get("stop") for note in task.get("samples") or () if isinstance(note, dict)]
     if len(stops) != len(texts):
@@ -225,8 +226,8 @@ def _question(task: Task, pair: tuple[int, int]) -> dict[str, object]:
     return {**asked, "responses": [task["responses"][place] for place in pair]}
 
 
-def _told(lines: Lines) -> Iterator[str]:
-    """What a reader of the labels should know."""
+def _notes(lines: Lines) -> Iterator[str]:
+    """Return notes for the reader of the labels."""
     invalid = flipped = 0
     reason = ""
     for row in lines:

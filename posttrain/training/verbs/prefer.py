@@ -1,4 +1,4 @@
-"""Puts a run of `prefer` together: rows -> items, what the reference says of them, learner, source, trainer."""
+"""Assembly of a run of `prefer`: rows -> preference examples, reference log-probabilities, learner, source, trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.algorithms.describe import describe
-from posttrain.algorithms.preference import Preference, PreferenceObjective
+from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed, Stats
@@ -25,46 +25,52 @@ from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.open_learner import new_learner, policy, reference
-from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
+from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
-    mind_unknown,
     optimization,
+    warn_unknown_tokens,
     watch_lengths,
 )
-from posttrain.training.sources.example_stream import visited
+from posttrain.training.sources.example_stream import examples_of_step
 from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
-from posttrain.training.sources.reference_cache import Reference, refer
+from posttrain.training.sources.reference_cache import Reference, reference_logps
 from posttrain.training.training_run import RunContext, RunParts
 
-EVALUATED = 256  # held-out items that are laid into micro-batches at once
+EVALUATED = 256  # held-out preference examples that are packed into micro-batches at once
 
 
-def chosen(config: Prefer) -> Preference:
-    """The row of a run. Raises UserError, in one line, where its settings do not exist, do not fit or have no effect."""
-    row = change(find_preference(config.algorithm), config.settings)
-    check_ranges(row)
-    if row.margin is not None and (row.margin.constant or row.margin.scale) and not row.link.takes_margin:
+def chosen(config: Prefer) -> PreferenceAlgorithm:
+    """Return the algorithm of a run.
+
+    Raises UserError, in one line, where its settings do not exist, do not fit or have no effect.
+    """
+    algorithm = change(find_preference(config.algorithm), config.settings)
+    check_ranges(algorithm)
+    margin = algorithm.margin
+    if margin is not None and (margin.constant or margin.scale) and not algorithm.link.takes_margin:
         raise UserError(
-            f"{row.name}: its loss does not ask for a margin, --margin and --row-margins would change nothing: leave them "
-            "out, or choose --link sigmoid or hinge"
+            f"{algorithm.name}: its loss does not ask for a margin, --margin and --row-margins would change nothing: "
+            "leave them out, or choose --link sigmoid or hinge"
         )
-    if row.link.reads_labels and getattr(row.score, "tail", 1.0) != 1:
-        raise UserError(f"{row.name}: labels are of single responses, none is the shorter one: leave out --tail")
-    return row
+    if algorithm.link.reads_labels and getattr(algorithm.score, "tail", 1.0) != 1:
+        raise UserError(f"{algorithm.name}: labels are of single responses, none is the shorter one: leave out --tail")
+    return algorithm
 
 
 def prefer(context: RunContext[Prefer]) -> RunParts:
     """Learn from preferences: DPO and its family."""
     config, run, device = context.config, context.run, context.device
-    row = chosen(config)
-    train_tasks, held_out = compared_rows(config, context.rows, to_judged if row.link.reads_labels else to_compared)
+    algorithm = chosen(config)
+    train_tasks, held_out = compared_rows(
+        config, context.rows, to_judged if algorithm.link.reads_labels else to_compared
+    )
     must_end(config, train_tasks)
-    if isinstance(train_tasks, Stream) and Need.REFERENCE in row.needs:
+    if isinstance(train_tasks, Stream) and Need.REFERENCE in algorithm.needs:
         raise UserError(
-            f"{row.name} needs reference log-probabilities for every row; an endless stream has none. Pass --limit, or "
-            "choose an algorithm without a reference (simpo, cpo, orpo)"
+            f"{algorithm.name} needs reference log-probabilities for every row; an endless stream has none. Pass --limit, "
+            "or choose an algorithm without a reference (simpo, cpo, orpo)"
         )
     folder = run.checkpoint or run.start
     assert folder
@@ -73,7 +79,7 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     model = policy(config, folder, device, run.world)
-    mind_unknown(tokenizer, train_tasks)
+    warn_unknown_tokens(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
     def made(tasks: Tasks | Stream) -> PreferenceExamples:
@@ -84,46 +90,47 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     steps = updates(config, items)
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
-    source = Comparisons(
-        items, row, learner, config.rows, tokens, config.seed, showing=showing(config, learner, tokens)
-    )
-    seen = _Reference(run, row, learner, device)
-    source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in row.needs)
-    objective = PreferenceObjective(row)
+    recording = example_recording(config, learner, tokens)
+    source = Comparisons(items, algorithm, learner, config.rows, tokens, config.seed, recording=recording)
+    seen = _Reference(run, algorithm, learner, device)
+    source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in algorithm.needs)
+    objective = PreferenceObjective(algorithm)
     evaluated = _Evaluated(source, unseen, seen, objective) if unseen is not None else None
     lines = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     return RunParts(
-        source, objective, learner, tokenizer, steps, lines, describe(row), evaluated, notifiers=(too_long,)
+        source, objective, learner, tokenizer, steps, lines, describe(algorithm), evaluated, notifiers=(too_long,)
     )
 
 
 def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
-    """Every row that the run will visit, in ascending order."""
+    """Return the place of every row that the run will visit, in ascending order."""
     epochs = min(steps, -(-len(items) // config.rows))
     return sorted(
-        {place for step in range(1, epochs + 1) for place, _ in visited(items, config.rows, config.seed, step)}
+        {place for step in range(1, epochs + 1) for place, _ in examples_of_step(items, config.rows, config.seed, step)}
     )
 
 
 class _Reference:
-    """What the run's reference, the model that it starts from, says of items."""
+    """Log-probabilities of preference examples under the run's reference, the model that it starts from."""
 
-    def __init__(self, run: RunFolder[Prefer], row: Preference, learner: LocalLearner, device: torch.device) -> None:
-        self.run, self.row, self.learner, self.device = run, row, learner, device
+    def __init__(
+        self, run: RunFolder[Prefer], algorithm: PreferenceAlgorithm, learner: LocalLearner, device: torch.device
+    ) -> None:
+        self.run, self.algorithm, self.learner, self.device = run, algorithm, learner, device
         self._own: LocalLearner | None = None
 
     def of(self, items: PreferenceExamples, places: Sequence[int], drift: bool = False) -> Reference | None:
-        if Need.REFERENCE not in self.row.needs:
+        if Need.REFERENCE not in self.algorithm.needs:
             return None
         config = self.run.config
         tokens = microbatch_tokens(config, self.device)
-        found = refer(items, places, self._weights, self._evaluate, tokens, self.device, drift)
+        found = reference_logps(items, places, self._weights, self._evaluate, tokens, self.device, drift)
         self._own = None
         return found
 
     @property
     def _weights(self) -> str:
-        """A fingerprint of the reference and of what else its numbers depend on."""
+        """Return a fingerprint of the reference and of everything else that its numbers depend on."""
         config, start = self.run.config, self.run.start
         assert start
         known = fingerprint.of_path(start)
@@ -131,7 +138,7 @@ class _Reference:
         return f"{known['digest'] if known else start} {config.precision} {backend} {torch.__version__}"
 
     def _evaluate(self, batches: Sequence[Packed]) -> list[Outputs]:
-        """By the learner itself as long as it has not learned; a resumed run loads what it began with once more."""
+        """Evaluate with the learner itself before its first update; a resumed run loads the starting model once more."""
         if self.run.checkpoint is None:
             return self.learner.evaluate(batches)
         if self._own is None:
@@ -143,7 +150,7 @@ class _Reference:
 
 
 class _Evaluated:
-    """Measures on held-out items: accuracy, margin, and how likely both sides are."""
+    """Evaluation on held-out preference examples: accuracy, margin, and log-probabilities of both sides."""
 
     def __init__(
         self, source: Comparisons, items: PreferenceExamples, reference: _Reference, objective: PreferenceObjective
@@ -151,7 +158,7 @@ class _Evaluated:
         self.places = [place for place in range(len(items)) if items[place] is not None]
         known = reference.of(items, self.places)
         self.source = Comparisons(
-            items, source.row, source.learner, source.rows, source.tokens_per_microbatch, source.seed, known
+            items, source.algorithm, source.learner, source.rows, source.tokens_per_microbatch, source.seed, known
         )
         self.objective = objective
 

@@ -1,4 +1,4 @@
-"""Puts a run of `reward-model` together: rows -> items, a head on a backbone, learner, source, trainer; and its report."""
+"""Assembly of a run of `reward-model`: rows -> preference examples, head on a backbone, learner, source, trainer, report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.algorithms.all_algorithms import find_scoring
+from posttrain.algorithms.all_algorithms import find_reward_model
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.links import CrossEntropy, SquaredError
-from posttrain.algorithms.reward_model_table import Scoring, ScoringObjective
+from posttrain.algorithms.reward_model_table import RewardModelAlgorithm, RewardModelObjective
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.training import RewardModelling
 from posttrain.core import user_files
@@ -27,13 +27,13 @@ from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.open_learner import adapt, new_learner
-from posttrain.training.passes import check, compared_rows, must_end, showing, sizes, updates
+from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
-    mind_unknown,
     optimization,
+    warn_unknown_tokens,
     watch_lengths,
 )
 from posttrain.training.sources.packing import Read
@@ -46,24 +46,24 @@ from posttrain.training.training_run import RunContext, RunParts
 def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     """Train a reward model: scores of responses, or of their steps."""
     config, run, device = context.config, context.run, context.device
-    row = change(find_scoring(config.algorithm), config.settings)
-    check_ranges(row)
+    algorithm = change(find_reward_model(config.algorithm), config.settings)
+    check_ranges(algorithm)
     train_tasks, held_out = compared_rows(config, context.rows, to_item)
 
-    def mind(task: Task) -> None:
-        _check_said(row, task, config)
+    def check_task(task: Task) -> None:
+        _check_labels(algorithm, task, config)
 
     must_end(config, train_tasks)
-    mind(train_tasks[0])
+    check_task(train_tasks[0])
     shape = ScoreShape(config.pooling, config.head)
     model, tokenizer = _started(run, shape, device)
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
-    mind_unknown(tokenizer, train_tasks)
+    warn_unknown_tokens(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
     def made(tasks: Tasks | Stream) -> PreferenceExamples:
-        return PreferenceExamples(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, mind)
+        return PreferenceExamples(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, check_task)
 
     items, read = made(train_tasks), _read(shape)
     unseen = made(held_out) if held_out else None
@@ -71,9 +71,9 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     steps = updates(config, items)
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
-    shown = showing(config, learner, tokens, read)
-    source = RewardExamples(items, row, config.rows, tokens, config.seed, device, read, shown)
-    objective = ScoringObjective(row, mean=shape.pooling == "mean")
+    shown = example_recording(config, learner, tokens, read)
+    source = RewardExamples(items, algorithm, config.rows, tokens, config.seed, device, read, shown)
+    objective = RewardModelObjective(algorithm, mean=shape.pooling == "mean")
     scored = Scored(source, unseen, learner, objective, model)
     said = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     if model.classifier is None:
@@ -86,11 +86,13 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
             replace(run.path / REPORT, json_document(scored.report))
         return [*lines(read_report(run.path)), f"report      {run.path / REPORT}"]
 
-    return RunParts(source, objective, learner, tokenizer, steps, said, describe(row), scored, (too_long,), finish)
+    return RunParts(
+        source, objective, learner, tokenizer, steps, said, describe(algorithm), scored, (too_long,), finish
+    )
 
 
 def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) -> tuple[RewardModel, Tokenizer]:
-    """The model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
+    """Return the model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
     folder = run.checkpoint or run.start
     assert folder
     tokenizer, _, ends = outline(folder, run.config.chat_template)
@@ -108,35 +110,36 @@ def _read(shape: ScoreShape) -> Read:
     return "each" if shape.pooling == "mean" else "last"
 
 
-def _check_said(row: Scoring, example: Task, config: RewardModelling) -> None:
-    """Raise UserError where the rows do not say what the link reads."""
+def _check_labels(algorithm: RewardModelAlgorithm, example: Task, config: RewardModelling) -> None:
+    """Raise UserError where the rows lack the labels or comparisons that the link reads."""
     labels = [label for own in example["labels"] for label in own]
     steps = any(isinstance(said, list) for said in example["responses"])
-    if labels and not row.link.reads_labels:
+    if labels and not algorithm.link.reads_labels:
         raise UserError(
-            f"{row.name} compares responses to one prompt, and a single one is labelled here: choose --algorithm outcome "
-            "(good or bad) or regression (scores)"
+            f"{algorithm.name} compares responses to one prompt, and a single one is labelled here: choose "
+            "--algorithm outcome (good or bad) or regression (scores)"
         )
-    if not labels and isinstance(row.link, SquaredError):
+    if not labels and isinstance(algorithm.link, SquaredError):
         raise UserError(
-            f"{row.name} learns scores, and responses are compared here: choose --algorithm bradley-terry or k-wise"
+            f"{algorithm.name} learns scores, and responses are compared here: choose --algorithm bradley-terry or k-wise"
         )
-    if isinstance(row.link, CrossEntropy) and not all(0 <= label <= 1 for label in labels):
+    if isinstance(algorithm.link, CrossEntropy) and not all(0 <= label <= 1 for label in labels):
         raise UserError(
-            f"{row.name} learns probabilities, and a score here is {max(labels, key=abs):g}: choose --algorithm regression"
+            f"{algorithm.name} learns probabilities, and a score here is {max(labels, key=abs):g}: choose "
+            "--algorithm regression"
         )
     if steps and config.pooling == "mean":
         raise UserError("each step has a score of its own, at its last token: leave out --pooling mean")
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """What the run's last evaluation said of the model."""
+    """Read the report of the run's last evaluation."""
     found: dict[str, Any] = json.loads(user_files.content(folder / REPORT))
     return found
 
 
 def lines(report: dict[str, Any]) -> Sequence[str]:
-    """The report for a reader, a line each."""
+    """Return the lines of the report."""
     said = []
     for name, figure in report.get("figures", {}).items():
         said.append(f"{name:<22} {told(figure) if 'low' in figure else format(figure['mean'], '.3f')}")

@@ -1,6 +1,6 @@
-"""Puts the pieces of a run together: configuration -> data, model, engine, learner, source, and off to the trainer.
+"""Assembly of a run of `rl` or `distill`: configuration -> data, model, engine, learner, source, trainer.
 
-`rl`, which is also `distill`, takes a configuration; the front door in `posttrain/__init__.py` and the command line are
+`rl` takes a configuration, also one of `distill`; the front door in `posttrain/__init__.py` and the command line are
 thin layers over it. `sft`, `prefer` and `reward_model` have modules of their own.
 """
 
@@ -41,15 +41,15 @@ from posttrain.training.open_teachers import OpenTeachers, load_teachers
 from posttrain.training.playground import open_playground
 from posttrain.training.setup import (
     amount,
-    beyond,
     end_tokens,
     fitting,
     load_tasks,
     microbatch_tokens,
-    mind_unknown,
     optimization,
+    reply_length_note,
     size_of,
     split_tasks,
+    warn_unknown_tokens,
     watch_lengths,
 )
 from posttrain.training.sources.collector import Size
@@ -64,7 +64,7 @@ EXAMPLES = 100  # tasks that are looked at before a teacher is to teach them
 
 
 def rl(context: RunContext[RL]) -> RunParts:
-    """Reinforcement learning from rewards, and on-policy distillation."""
+    """Train by reinforcement learning from rewards, or by on-policy distillation."""
     config, run, device, opened = context.config, context.run, context.device, context.resources
     env = context.env
     rewarded = bool(env or config.env)
@@ -85,16 +85,16 @@ def rl(context: RunContext[RL]) -> RunParts:
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     replay_experts(config, model)
     end_tokens(model, tokenizer)  # there must be one, or no reply would end
-    mind_unknown(tokenizer, train_tasks)
+    warn_unknown_tokens(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
     if pool.single_turn:
         Prompts(train_tasks, tokenizer, too_long).check()
     played = fitting(held_out, pool, tokenizer, too_long)
-    staff = None
+    opened_teachers = None
     if isinstance(config, Distill):
         some = train_tasks.examples(EXAMPLES)
-        staff = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world)
-    learner = _learner(config, algorithm, model, start, staff, run.world)
+        opened_teachers = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world)
+    learner = _learner(config, algorithm, model, start, opened_teachers, run.world)
     engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
     player = ground.player(engine, tokenizer, model.config.context)
     recording = TokenRecording(config.record, config.record_after, config.seed)
@@ -108,7 +108,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         success=success,
         texts=_texts_to_imitate(run, tokenizer, model, too_long) if algorithm.pretraining else (),
         too_long=too_long,
-        teachers=staff.teachers if staff else None,
+        teachers=opened_teachers.teachers if opened_teachers else None,
         rewarded=rewarded,
         async_steps=config.async_steps,
         last=config.steps,
@@ -118,25 +118,25 @@ def rl(context: RunContext[RL]) -> RunParts:
 
     @opened.push
     def leave(kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:  # what is played ahead may be waiting for other processes
+        if error is not None:  # asynchronous rollouts may be waiting for other processes
             run.world.fail(error)
-        source.stock.close()
+        source.queue.close()
 
     def evaluated(player: Player) -> list[Rollout]:
         engine.load(learner.weights(), learner.version)
         return player.play(repeated(played, config.eval_samples, config.seed))
 
     def measure(stats: Stats) -> list[Outcome]:
-        rollouts = source.stock.aside(evaluated)
+        rollouts = source.queue.run_between_steps(evaluated)
         measured(rollouts, success, stats, rewarded)
-        if staff is not None:
-            staff.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
+        if opened_teachers is not None:
+            opened_teachers.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
         return [Outcome(rollout) for rollout in rollouts]
 
     sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
     sizes += [*known.lines, *ground.lines]
-    sizes += recording.told(algorithm.wants, Need.REFERENCE in algorithm.needs)
-    sizes += staff.lines if staff else []
+    sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
+    sizes += opened_teachers.lines if opened_teachers else []
     return RunParts(
         source,
         policy_objective(algorithm),
@@ -154,7 +154,7 @@ def rl(context: RunContext[RL]) -> RunParts:
 
 
 def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -> float | None:
-    """The reward from which on a reply is right, if anything says so."""
+    """Return the reward from which on a reply is right, if options or the environment define it."""
     success = success_of(env or config.env, config.success)
     if success is None and Need.SUCCESS in algorithm.needs:
         raise UserError(
@@ -164,7 +164,7 @@ def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -
 
 
 def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks | Stream, Tasks | None]:
-    """Tasks to train on, and those to evaluate on."""
+    """Return tasks to train on, and those to evaluate on."""
     train_tasks, held_out = split_tasks(config, rows, env)
     if config.eval_tasks:
         other = replace(config, tasks=config.eval_tasks, limit=None, split=None)
@@ -173,10 +173,10 @@ def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks
 
 
 def _learner(
-    config: RL, algorithm: Algorithm, model: Model, start: Path, staff: OpenTeachers | None, world: World
+    config: RL, algorithm: Algorithm, model: Model, start: Path, opened_teachers: OpenTeachers | None, world: World
 ) -> LocalLearner:
-    """The learner with what the row needs beside the policy."""
-    others = dict(staff.models) if staff else {}
+    """Open the learner with the models that the algorithm needs beside the policy."""
+    others = dict(opened_teachers.models) if opened_teachers else {}
     if Need.REFERENCE in algorithm.needs:
         others[REFERENCE] = reference(config, model, start, world, moves=bool(algorithm.refresh))
     teacher = algorithm.teacher
@@ -196,7 +196,7 @@ def _learner(
 
 
 def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
-    """What runs, in words."""
+    """Describe the sizes of the run."""
     rollouts = config.prompts * config.group
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
@@ -204,12 +204,12 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
         f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
         f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
-        *beyond(config.max_tokens, model.config.context),
+        *reply_length_note(config.max_tokens, model.config.context),
     ]
 
 
 def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
-    """What samples the rollouts."""
+    """Open the engine that samples the rollouts."""
     config = run.config
     named = config.replicas, config.engines, config.engine_token, config.engine_restarts
     many = Many(*named, run.path / WEIGHT_SYNC, config.launch, config.replica_cpus, config.weight_sync).of(run.world)
@@ -227,7 +227,7 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
 
 
 def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:
-    """The critic that the row needs, from its own checkpoint or from the start of the policy."""
+    """Load the critic that the algorithm needs, from its own checkpoint or from the start of the policy."""
     if algorithm.critic is None:
         return None
     kind = ActionValueModel if Need.ACTION_VALUE in algorithm.needs else ValueModel
@@ -236,7 +236,7 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
 
 
 def _texts_to_imitate(run: RunFolder[RL], tokenizer: Tokenizer, model: Model, too_long: TooLong) -> Transcripts:
-    """Pretraining text: rows with `text`, all of which is learned, or with prompt and response."""
+    """Return pretraining texts: rows with `text`, all of which is learned, or with prompt and response."""
     assert run.config.ptx is not None
     tasks = to_tasks(load_rows(run.config.ptx), convert=text_or_row, need=("response",))
     tasks = run.chat.of(tasks, answered=True)

@@ -1,6 +1,6 @@
-"""`posttrain sample`: several checkpoints reply to every prompt over a grid of settings; what they say becomes items.
+"""`posttrain sample`: several checkpoints reply to every prompt over a grid of settings; replies become rows to label.
 
-Decided here: a reply follows from its checkpoint's place, its settings, its prompt and its number, through counted seeds,
+A reply follows from its checkpoint's place, its settings, its prompt and its number, through counted seeds,
 never from what was sampled beside it. So any number of slots gives the same file, a file that was cut off is continued
 exactly, and adaptive sampling gives the replies that as many --samples would have given.
 """
@@ -41,8 +41,8 @@ from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import Chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
-from posttrain.training.playground import counted, open_playground
-from posttrain.training.setup import beyond, end_tokens, load_tasks, mind_unknown, prepare
+from posttrain.training.playground import open_playground, service_counts
+from posttrain.training.setup import end_tokens, load_tasks, prepare, reply_length_note, warn_unknown_tokens
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.verify.similarity import edit_similarity
 
@@ -50,31 +50,31 @@ KIND = {
     "samples": int, "temperature": tuple[float, ...], "top_p": tuple[float, ...], "top_k": int, "max_tokens": int,
     "stop": str,
 }  # fmt: skip
-"""What a kind of prompt may have of its own."""
+"""Settings that a kind of prompt may have of its own."""
 FREE = {"out", "resume", "overwrite", "quiet", "slots", "replicas", "threads", "device", "env_workers", "tasks", "model",
         "reward_model", "judge", "retriever"}  # fmt: skip
 """Options that no reply depends on, and those whose content is looked at instead."""
 
-TOLD = 20  # times that progress is told, at most
+PROGRESS_REPORTS = 20  # progress reports, at most
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file of items."""
+    """File of rows with responses."""
 
     path: Path
     items: int
     notes: tuple[str, ...] = ()
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What stands in it."""
+        """Yield its rows."""
         with user_files.opened(self.path) as file:
             yield from map(json.loads, file)
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """A point of the grid: who replies, how, and how often."""
+    """Cell of the grid: checkpoint, settings, and number of replies."""
 
     model: int  # place among the checkpoints
     sampling: Sampling
@@ -92,7 +92,7 @@ _Place = tuple[int, int, int]  # of a reply: which task of the block, which cell
 
 
 def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = None) -> Written:
-    """Write the items. `rows`, `env`: as in `posttrain.sample`, instead of the names in the options.
+    """Sample replies and write the rows. `rows`, `env`: as in `posttrain.sample`, instead of the names in the options.
 
     Raises UserError for a mistake of the caller's.
     """
@@ -104,13 +104,13 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     converter: Convert | None = load_converter(spec) if spec is not None and rows is None else None
     tasks = load_tasks(config, rows, env, () if makes_prompts else ("prompt",), convert=converter or to_prompt)
     if isinstance(tasks, Stream):
-        raise UserError("these rows have no end: say with --limit how many to sample for")
+        raise UserError("these rows have no end: set with --limit how many to sample for")
     grids.check(tasks)
     paths = [resolve(model) for model in config.model]
     said: list[str] = []
     say: Callable[[str], None] = (lambda text: None) if config.quiet else print
     with (
-        Lines(Path(config.out), _follows_from(config, tasks, paths, env), config.resume, config.overwrite) as lines,
+        Lines(Path(config.out), _dependencies(config, tasks, paths, env), config.resume, config.overwrite) as lines,
         run_date.begun(lines.day),
         open_playground(config, env, tasks, device, models=paths) as ground,
         ExitStack() as opened,
@@ -120,9 +120,9 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
             model, tokenizer, shown = load_model(path, device=device), known.tokenizer, known.chat.of(tasks)
             said += [f"{path}: {line}" if len(paths) > 1 else line for line in known.lines]
             end_tokens(model, tokenizer)
-            mind_unknown(tokenizer, shown)
+            warn_unknown_tokens(tokenizer, shown)
             context = model.config.context
-            said += beyond(config.max_tokens, context)
+            said += reply_length_note(config.max_tokens, context)
             how = config.slots, config.precision
             engine = opened.enter_context(
                 closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas)))
@@ -135,12 +135,12 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
         if not fitting:
             raise UserError(f"no prompt fits into the context of {' and '.join(config.model)}: shorten them")
         _Sampler(config, grids, players, scored=spec is not None).write(tasks, fitting, lines, say)
-        said += counted(ground.services)
+        said += service_counts(ground.services)
         return Written(lines.path, lines.count, tuple(dict.fromkeys(said)))
 
 
 class _Grids:
-    """The grid of each kind of prompt."""
+    """Grid of each kind of prompt."""
 
     def __init__(self, config: Sample) -> None:
         """Raises UserError for settings of kinds that do not exist or fit."""
@@ -155,7 +155,7 @@ class _Grids:
 
     @property
     def largest(self) -> int:
-        """Most first replies of a prompt."""
+        """Return the largest number of first replies of a prompt."""
         return max(sum(cell.samples for cell in cells) for cells in self._of.values())
 
     def check(self, tasks: Tasks) -> None:
@@ -188,14 +188,14 @@ class _Grids:
                 cells.pop()  # a greedy reply is the same for any top-p
         if (total := sum(cell.most for cell in cells)) > MOST:
             raise UserError(
-                f"a prompt would have {total} replies, and an item holds {MOST}: fewer --samples, or a smaller grid "
+                f"a prompt would have {total} replies, and a row holds {MOST}: fewer --samples, or a smaller grid "
                 "(--temperature, --top-p, --seed, --model, --adaptive)"
             )
         return cells
 
 
 def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a kind, as their types; bounds are those of the options."""
+    """Return the settings of a kind in their types; bounds are those of the options."""
     where = f"--kinds.{kind}."
     if not isinstance(given, Mapping):
         raise UserError(f"--kinds.{kind} holds settings: --kinds.{kind}.temperature 0.2")
@@ -214,23 +214,23 @@ def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Sampler:
-    """Plays blocks of tasks and writes them."""
+    """Sampler of blocks of tasks, which writes them."""
 
     def __init__(self, config: Sample, grids: _Grids, players: Sequence[tuple[Player, Chatting]], scored: bool) -> None:
-        """`players`: of each model, and how plain prompts reach it; items have them as they are."""
+        """`players`: of each model, and the chat format of plain prompts; written rows have the prompts unchanged."""
         self.config, self.grids, self.players, self.scored = config, grids, players, scored
 
     def write(self, tasks: Tasks, places: Sequence[int], lines: Lines, say: Callable[[str], None]) -> None:
-        """Those items that are not written yet. A block that was cut off is sampled again as a whole."""
+        """Write the rows that are not written yet. A block that was cut off is sampled again as a whole."""
         last = lines.last()
         if last is not None and (lines.count > len(places) or last.get("id") != tasks[places[lines.count - 1]]["id"]):
-            raise UserError(f"{lines.path} holds other items than these tasks give: use --overwrite")
+            raise UserError(f"{lines.path} holds other rows than these tasks give: use --overwrite")
         size = max(1, 2 * self.config.slots // self.grids.largest)
         for first in range(lines.count // size * size, len(places), size):
             block = [tasks[place] for place in places[first : first + size]]
             before = lines.count
             lines.write(self._items(block)[before - first :])
-            if TOLD * before // len(places) < TOLD * lines.count // len(places):
+            if PROGRESS_REPORTS * before // len(places) < PROGRESS_REPORTS * lines.count // len(places):
                 say(f"{lines.count} of {len(places)} prompts")
 
     def _items(self, block: Sequence[Task]) -> list[dict[str, Any]]:
@@ -259,7 +259,7 @@ class _Sampler:
                 rollouts = player.play([cells[t][c].episode(chat.task(block[t]), m) for t, c, m in own])
                 if len(rollouts) > len(own):
                     raise UserError(
-                        "the environment plays several sides, and an item holds replies to one prompt: posttrain eval "
+                        "the environment plays several sides, and a row holds replies to one prompt: posttrain eval "
                         "--out writes whole rollouts"
                     )
                 found |= zip(own, rollouts, strict=True)
@@ -271,14 +271,14 @@ class _Sampler:
         if self.scored:
             scores = [r.reward for r in rollouts if not isinstance(r.reward, Invalid)]
             return bool(scores) and max(scores) - min(scores) >= self.config.disagreement > 0
-        return unlike([r.text for r in rollouts]) >= self.config.disagreement
+        return mean_dissimilarity([r.text for r in rollouts]) >= self.config.disagreement
 
     def _item(self, task: Task, replies: Sequence[tuple[_Cell, int, Rollout]]) -> dict[str, Any]:
-        """The row of a task."""
+        """Return the row of a task with its replies."""
         kept = {name: value for name, value in task.items() if name not in (*SAID, *DETAILS)}
         for cell, _, rollout in replies:
             kept |= self._shown(rollout, self.players[cell.model][0])
-        samples = [{**self._how(cell), "member": m, **_said(rollout)} for cell, m, rollout in replies]
+        samples = [{**self._how(cell), "member": m, **_reply_columns(rollout)} for cell, m, rollout in replies]
         texts, rollouts = [r.text for _, _, r in replies], [r for _, _, r in replies]
         if self.config.distinct:
             first = {text: place for place, text in reversed(list(enumerate(texts)))}
@@ -295,11 +295,11 @@ class _Sampler:
         return {"model": self.config.model[cell.model], **settings, "seed": cell.seed}
 
     def _shown(self, rollout: Rollout, player: Player) -> dict[str, Any]:
-        """The prompt that the policy saw, under the names that rows have. Raises UserError where no row can hold it."""
+        """Return the prompt that the policy saw, as columns of a row. Raises UserError where no row can hold it."""
         task = rollout.task
         if sum(turn.kind is SpanKind.SAMPLED for turn in rollout.turns) > 1 or len(rollout.transcripts) > 1:
             raise UserError(
-                f"the environment asked for several replies (task {task['id']!r:.60}), and an item is a prompt with single "
+                f"the environment asked for several replies (task {task['id']!r:.60}), and a row is a prompt with single "
                 "ones: posttrain eval --out writes whole rollouts"
             )
         if not rollout.turns:  # it failed before it showed anything
@@ -314,14 +314,14 @@ class _Sampler:
         seen = rollout.transcripts[0].tokens[: rollout.turns[0].length]
         if seen[-8:] != player.tokenizer.encode(prompt, start=True)[-8:]:
             raise UserError(
-                f"the environment shows messages of its own (task {task['id']!r:.60}), which its items could not hold: put "
+                f"the environment shows messages of its own (task {task['id']!r:.60}), which its rows could not hold: put "
                 'them into the rows as "messages", with row_to_task'
             )
         return {"prompt": prompt}
 
 
 def scored_columns(found: Sequence[tuple[float | Invalid, Mapping[str, float]]]) -> dict[str, Any]:
-    """ "scores", a number or null for each response; their named parts; and why some are invalid."""
+    """Return "scores", a number or null for each response; their named parts; and the reasons of invalid ones."""
     invalid = [[place, reward.reason] for place, (reward, _) in enumerate(found) if isinstance(reward, Invalid)]
     columns: dict[str, Any] = {"scores": [None if isinstance(reward, Invalid) else reward for reward, _ in found]}
     if any(parts for _, parts in found):
@@ -329,8 +329,8 @@ def scored_columns(found: Sequence[tuple[float | Invalid, Mapping[str, float]]])
     return {**columns, "invalid": invalid} if invalid else columns
 
 
-def unlike(texts: Sequence[str]) -> float:
-    """1 - the mean edit similarity of two of these texts."""
+def mean_dissimilarity(texts: Sequence[str]) -> float:
+    """Return 1 - the mean edit similarity of two of these texts."""
     alike = []
     for a, b in combinations(texts, 2):
         similar = edit_similarity(a, b)
@@ -338,17 +338,17 @@ def unlike(texts: Sequence[str]) -> float:
     return 1.0 - sum(alike) / len(alike) if alike else 0.0
 
 
-def _said(rollout: Rollout) -> dict[str, Any]:
-    """How a reply ended, and how likely it was under the settings that it was sampled with."""
+def _reply_columns(rollout: Rollout) -> dict[str, Any]:
+    """Return the stop reason of a reply, and its log-probability under the settings that it was sampled with."""
     logp = [x for transcript in rollout.transcripts for x in transcript.logp]
     mean = number(sum(logp) / len(logp)) if logp else None
     return {"stop": str(rollout.stop), "tokens": len(logp), "mean_logp": mean}
 
 
-def _follows_from(
+def _dependencies(
     config: Sample, tasks: Tasks, paths: Sequence[Path], env: Callable[..., Any] | None
 ) -> dict[str, Any]:
-    """What the file follows from: options, content of tasks and weights, the code that scores."""
+    """Return everything that the file depends on: options, content of tasks and weights, the code that scores."""
     options = {name: value for name, value in vars(config).items() if name not in FREE and not name.startswith("_")}
     found: dict[str, Any] = {"verb": "sample", "tasks": digest_of(tasks), **options}
     for place, path in enumerate(paths):
@@ -367,7 +367,7 @@ def _follows_from(
 
 
 def digest_of(tasks: Tasks) -> str:
-    """A fingerprint of what tasks say, in their order."""
+    """Return a fingerprint of the tasks' content, in their order."""
     found = hashlib.sha256()
     for task in tasks:
         found.update(json_text(dict(sorted(task.items()))).encode("utf-8", "backslashreplace"))

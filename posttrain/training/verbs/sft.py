@@ -1,4 +1,4 @@
-"""Puts a run of `sft` together: rows -> demonstrations, a model or a new one, learner, source, trainer."""
+"""Assembly of a run of `sft`: rows -> demonstrations, a loaded or new model, learner, source, trainer."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.open_learner import new_learner, policy
-from posttrain.training.passes import must_end, showing, sizes, updates
+from posttrain.training.passes import example_recording, must_end, sizes, updates
 from posttrain.training.playground import open_services
 from posttrain.training.setup import (
     READ_FOR_UNKNOWN,
     end_tokens,
     microbatch_tokens,
-    mind_messages,
-    mind_unknown,
-    mind_unknown_episodes,
     optimization,
+    require_chat_template,
     split_tasks,
     texts_of,
+    warn_unknown_tokens,
+    warn_unknown_tokens_in_episodes,
     watch_lengths,
 )
-from posttrain.training.sources.demonstrations import Enact, enacted_texts, enacting
+from posttrain.training.sources.demonstrations import Enact, demonstration_runner, episode_texts
 from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective, Transcripts
 from posttrain.training.training_run import RunContext, RunParts
 
 EVALUATED = 1000  # held-out rows whose transcripts are made at once
-TEMPLATE_COUNTS = 100  # times: what it puts around all that is said should not take a token a letter
+TEMPLATE_COUNTS = 100  # times: its markup around all texts should not take a token per letter
 READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
-READ_OF_EPISODES = 10_000  # and of those that are played for it
+READ_OF_EPISODES = 10_000  # and of episodes that are run for it
 BYTES = 258  # tokens of the least tokenizer that reads everything
 
 Play = Callable[[Tokenizer, Sequence[int]], Enact]
-"""How demonstrations are played, once it is known with which tokenizer and which tokens end a reply."""
+"""Function from a tokenizer and the tokens that end a reply to one that runs demonstrations."""
 
 
 def sft(context: RunContext[SFT]) -> RunParts:
-    """Supervised fine-tuning: the likelihood of demonstrations."""
+    """Train by supervised fine-tuning: maximise the likelihood of demonstrations."""
     config, run, device = context.config, context.run, context.device
     tasks, held_out = split_tasks(config, context.rows, need=("prompt", "response"))
     must_end(config, tasks)
@@ -65,7 +65,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     folder = run.checkpoint or run.start
     if folder:
         tokenizer, _, ends = outline(folder, config.chat_template)
-        mind_messages(tokenizer, tasks)
+        require_chat_template(tokenizer, tasks)
         model = policy(config, folder, device, run.world)
     elif config.lora is not None:
         raise UserError("--lora adapts a model that is there, and a new one has to learn everything: give --model")
@@ -75,9 +75,11 @@ def sft(context: RunContext[SFT]) -> RunParts:
     run.chat = chatting(config, folder, tokenizer, ends)
     told = run.chat.lines(tasks)
     tasks, held_out = run.chat.of(tasks, answered=True), run.chat.of(held_out, answered=True) if held_out else None
-    mind_unknown(tokenizer, tasks)
+    warn_unknown_tokens(tokenizer, tasks)
     if play is not None and tokenizer.unknown_id is not None:
-        mind_unknown_episodes(tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template))
+        warn_unknown_tokens_in_episodes(
+            tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template)
+        )
     too_long = watch_lengths(config, model.config.context)
 
     eos = end_tokens(model, tokenizer)
@@ -92,7 +94,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     steps = updates(config, made)
     learner = new_learner(config, model, optimization(config, steps), run.world)
     tokens = microbatch_tokens(config, device)
-    source = Demonstrations(made, config.rows, tokens, config.seed, device, showing(config, learner, tokens))
+    source = Demonstrations(made, config.rows, tokens, config.seed, device, example_recording(config, learner, tokens))
 
     def measure(stats: Stats) -> None:
         assert unseen is not None
@@ -117,7 +119,10 @@ def sft(context: RunContext[SFT]) -> RunParts:
 
 
 def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Play | None:
-    """Who plays demonstrations, if the environment is one that they can answer. It starts with the first row of replies."""
+    """Return the function that runs demonstrations in the environment, which starts with the first row of replies.
+
+    None where there is no environment that replies can answer.
+    """
     config = run.config
     if not config.env or not is_generator_env(load_env(config.env)):
         return None
@@ -131,7 +136,7 @@ def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Pla
     def play(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Enact:
         def enact(task: Task) -> list[tuple[list[Transcript], float]]:
             pool, services = place()
-            return enacting(pool, tokenizer, eos_ids, services)(task)
+            return demonstration_runner(pool, tokenizer, eos_ids, services)(task)
 
         return enact
 
@@ -139,17 +144,17 @@ def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Pla
 
 
 def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterator[str]:
-    """What the tasks' replies and the environment say to each other: `texts_of` knows the one without the other."""
+    """Yield the texts of whole episodes: `texts_of` knows the tasks' texts without those of the environment."""
     reader = Tokenizer.train((), BYTES)
     reader = reader.templated(template, "its own") if template is not None else reader
     assert reader.eos_id is not None
-    return enacted_texts(play(reader, (reader.eos_id,)), reader, tasks)
+    return episode_texts(play(reader, (reader.eos_id,)), reader, tasks)
 
 
 def _from_scratch(
     config: SFT, tasks: Tasks | Stream, play: Play | None, device: torch.device
 ) -> tuple[Model, Tokenizer]:
-    """A new model of the sizes given, and a tokenizer trained on the rows, as they are played, or taken from a folder."""
+    """Return a new model of the given sizes, and a tokenizer trained on rows and their episodes, or taken from a folder."""
     if config.tokenizer in ("bpe", "characters"):
         template = read_template(config.chat_template) if config.chat_template is not None else None
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
@@ -157,13 +162,13 @@ def _from_scratch(
         texts = chain.from_iterable(map(texts_of, some))
         if play is not None:
             told = chain.from_iterable(texts_of(task) for task in some if not is_script(task))
-            # played here: what trains a tokenizer reads in a thread of its own, and signals wait until it has read all
+            # run here: a tokenizer's trainer reads in a thread of its own, and signals wait until it has read all
             played = list(_episodes(play, islice(some, READ_OF_EPISODES), template[0] if template else None))
             texts = chain(told, played)
         shown = around(template[0]) * TEMPLATE_COUNTS if template else []
         tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
         tokenizer = tokenizer.templated(*template) if template else tokenizer
-        mind_messages(tokenizer, tasks)
+        require_chat_template(tokenizer, tasks)
     else:
         tokenizer = Tokenizer.load(config.tokenizer, config.chat_template)
     if config.hidden % config.heads:

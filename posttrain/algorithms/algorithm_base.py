@@ -1,6 +1,6 @@
-"""What the rows of every table are: a name, where it comes from, and parts with settings.
+"""Base class of the algorithms of every table: a name, a paper, and components with settings.
 
-What reaches settings by their place, or reads what a row needs, knows this class alone.
+Code that reaches settings by their place, or reads the needs of an algorithm, knows this class alone.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from posttrain.core.component import Component, Need, RunLimits
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of a table. Its fields are parts, settings, and labels (see `settings.LABELS`)."""
+class AlgorithmBase:
+    """Entry of a table of algorithms. Its fields are components, settings, and labels (see `settings.LABELS`)."""
 
     name: str
     paper: str
 
     @property
-    def parts(self) -> list[tuple[str, Component]]:
-        """All parts that the row has, each with the field that it stands in."""
+    def components(self) -> list[tuple[str, Component]]:
+        """Return all components of the algorithm, each with the name of its field."""
         found = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -29,21 +29,21 @@ class Row:
         return found
 
     def needing(self, need: Need) -> list[str]:
-        """The fields whose parts need this."""
-        return [name for name, part in self.parts if need in part.needs]
+        """Return the fields whose components need this."""
+        return [name for name, part in self.components if need in part.needs]
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the row needs of a run before the first update of a step."""
-        return frozenset[Need]().union(*(part.needs for _, part in self.parts))
+        """Requirements of the algorithm before the first update of a step."""
+        return frozenset[Need]().union(*(part.needs for _, part in self.components))
 
     @property
     def wants(self) -> frozenset[str]:
         """Fields of `Outputs` that the loss reads, besides logp."""
-        return frozenset[str]().union(*(part.wants for _, part in self.parts))
+        return frozenset[str]().union(*(part.wants for _, part in self.components))
 
     def configured(self, limits: RunLimits) -> Self:
-        """The row as a run has it: what its parts leave open is filled in."""
+        """Return the algorithm with the values filled in that its components leave to the run."""
 
         def filled(value: Any) -> Any:
             if isinstance(value, tuple):

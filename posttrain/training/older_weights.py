@@ -1,0 +1,100 @@
+"""Rollouts of other weights than those that learn from them: an importance weight corrects for it, or the run is refused.
+
+A gradient that is a mean over sampled tokens is the policy's own only for tokens that the policy sampled. All other tokens
+need a weight, whichever option brought them (`options_of_older_rollouts` names these options). `Minibatches` holds every
+update to that, by the versions of the weights that sampled its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from posttrain.algorithms.credit import GAE, ToGo
+from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.ratio import Correction
+from posttrain.algorithms.surrogate import WeightedLogProbability
+from posttrain.config.training import RL
+
+REPLAYED = Correction(cap=10.0)
+"""Default correction under replay: ratios far from 1 are no noise there (ACER, arXiv 1611.01224, section 3.1, c = 10)."""
+
+
+def options_of_older_rollouts(algorithm: Algorithm, run: RL) -> list[str]:
+    """Return the options by which a step learns from rollouts of other weights than those of its start."""
+    options = {
+        "--async-steps": run.async_steps > 0,
+        "--tokens-per-step": run.tokens_per_step > 0,
+        "--replay": algorithm.replay is not None,
+    }
+    return [option for option, there in options.items() if there]
+
+
+def add_importance_weight(algorithm: Algorithm, run: RL) -> Algorithm:
+    """Add the importance weight for rollouts of other weights, where there are some and the user chose none.
+
+    It is a ratio to the sampler where that is exact, or where nothing else is known of the rollouts; else a correction.
+    """
+    lags, chosen = options_of_older_rollouts(algorithm, run), run.chooses("correction")
+    weighed = algorithm.weighs_older if lags else algorithm.weighs_updates or _updates(algorithm) == 1
+    if weighed or run.chooses("old_policy"):
+        return algorithm
+    if algorithm.surrogate.uses_ratio and (chosen or algorithm.multiplies or algorithm.replay is not None):
+        return replace(algorithm, old="sampler")
+    if chosen:
+        return algorithm
+    return replace(algorithm, correction=REPLAYED if algorithm.replay is not None else Correction())
+
+
+def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    """Yield the contradictions between rollouts of other weights and the chosen corrections."""
+    lags = options_of_older_rollouts(algorithm, run)
+    updates, ratio = _updates(algorithm), algorithm.surrogate.uses_ratio
+    ways = ["--old-policy sampler"] if ratio else ["a ratio with --surrogate clip and --old-policy sampler"]
+    if not (ratio and algorithm.replay is not None):
+        ways.insert(0, "--correction truncate")
+    yield (
+        bool(lags) and not algorithm.weighs_older,
+        f"rollouts of {' and '.join(lags)} were sampled by older weights, which nothing corrects: give "
+        f"{' or '.join(ways)}",
+    )
+    yield (
+        updates > 1 and not algorithm.weighs_updates,
+        f"{updates} updates per step learn from what the weights before them sampled, which nothing corrects: give "
+        "--correction truncate or a ratio with --surrogate clip, or set --epochs 1 --minibatches 1",
+    )
+    sampler = algorithm.old == "sampler"
+    yield sampler and not ratio, f"it has no ratio, it maximises {algorithm.surrogate.formula}: leave out --old-policy"
+    yield (
+        sampler and algorithm.correction is not None,
+        "a ratio to the sampler's own probabilities leaves nothing to correct: leave out --correction, or --old-policy",
+    )
+    yield (
+        ratio and algorithm.replay is not None and not sampler,
+        "of rollouts of earlier steps only the sampler's probabilities are known: leave out --correction, and give "
+        "--old-policy sampler",
+    )
+    yield from _contradictions_of_reward_weights(algorithm)
+
+
+def _contradictions_of_reward_weights(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
+    """Yield the contradiction of weights of single rewards with advantages that are no sums of them."""
+    at_rewards = isinstance(algorithm.surrogate, WeightedLogProbability) and algorithm.surrogate.at == "reward"
+    discounted = isinstance(algorithm.advantage, GAE) or (
+        isinstance(algorithm.advantage, ToGo) and algorithm.advantage.gamma != 1
+    )
+    told = {
+        "a discounted advantage": discounted,
+        "--top-entropy": algorithm.select is not None,
+        "a teacher's reward of single tokens": algorithm.teacher is not None and algorithm.teacher.sampled,
+        "rollouts that branch": algorithm.branching is not None,
+    }
+    yield (
+        at_rewards and any(told.values()),
+        f"weighs each reward where it is earned, which {' and '.join(k for k, there in told.items() if there)} does not "
+        "define: --weight-at token with --ratio sequence-sum weighs the whole reply",
+    )
+
+
+def _updates(algorithm: Algorithm) -> int:
+    return algorithm.epochs * algorithm.minibatches

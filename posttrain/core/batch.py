@@ -8,8 +8,8 @@ Shape legend, used everywhere:
     T    tokens of one micro-batch, laid end to end without padding
     K    segments of one micro-batch (a segment is a run of tokens that one or more transcripts have)
     N    scored tokens of one micro-batch: those the policy sampled (in SFT: those to imitate), once for each rollout
-    R    transcripts of one micro-batch that have a scored token, in their order: the replies of its rollouts or items
-    S    rollouts (or items: prompts with several responses) of one optimizer batch, over all micro-batches and ranks
+    R    transcripts of one micro-batch that have a scored token, in their order: the replies of its rollouts or preference examples
+    S    rollouts (or preference examples: prompts with several responses) of one optimizer batch, over all micro-batches and ranks
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Completion:
 class Comparison:
     """One response to a prompt is better than another."""
 
-    better: int  # which of the item's responses
+    better: int  # which of the example's responses
     worse: int
     share: float = 1.0  # what it counts beside the others, such as how many people say so
     margin: float = 0.0  # by how much it is better
@@ -488,7 +488,7 @@ class PlayedTurn:
 
 
 @dataclass(frozen=True)
-class Item:
+class PreferenceExample:
     """A prompt with some responses, and what was said of these: comparisons, or a label for each.
 
     The responses are transcripts that begin with the same prompt, which is computed once for all of them.
@@ -598,6 +598,6 @@ class Outcome:
     shaping: float = 0.0  # what shaping added to its reward
     penalty: float = 0.0  # what a KL in the reward took off, over all its tokens
     replayed: bool = False  # whether an earlier step played it, and this one learned from it again
-    member: int | None = None  # which response of its item; None: it is of none
+    member: int | None = None  # which response of its preference example; None: of none
     label: Any = None  # JSON data of what was said of a response: see `posttrain.training.sources.example_recording`
     numbers: dict[str, NDArray[Any]] = field(default_factory=dict)  # column -> [n_i], of each scored token

@@ -69,7 +69,7 @@ def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
         "mean": float(values.mean()),
         "size": float(np.abs(values).mean()),
         "histogram": _histogram(values),
-        "items": any(label is not None for label in table["label"]),
+        "preferences": any(label is not None for label in table["label"]),
         "sides": _sides(table, values, row),
         "pushed": silent_defects.pushed_in(run.store.files[part], run.objective),
         "up": _most(run, table, name, (values, row, place), [i for i in order[::-1][:LOOKED] if values[i] > 0]),

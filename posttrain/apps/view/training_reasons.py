@@ -35,7 +35,7 @@ def why(row: Mapping[str, Any]) -> str:
     if learns == "demonstrations":
         return "A demonstration: its response is imitated, token by token."
     if learns in ("preferences", "scores"):
-        return "One response of an item: what was said of the item moves it."
+        return "One response of a preference example: the labels of the example move it."
     if fate is None:
         if row["invalid"]:
             return f"Not trained: its reward is invalid ({row['invalid']})."

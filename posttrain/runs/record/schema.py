@@ -1,6 +1,6 @@
 """The table of rollouts: its columns, their types, and the version of both.
 
-A row is one rollout, or one response of an item. Lists hold tokens: `tokens` and `spans` count all of them, with the
+A row is one rollout, or one response of a preference example. Lists hold tokens: `tokens` and `spans` count all of them, with the
 transcripts end to end; the columns of `NUMBERS` have a value for each scored token, in order; `engine` one for each
 sampled token.
 
@@ -67,7 +67,7 @@ SCALARS = pa.schema(
         ("index", pa.int32()),  # of the row in its file
         ("kind", _TEXT),  # the verb, or eval
         ("group", _TEXT),
-        ("member", pa.int32()),  # which of its group, or which response of its item
+        ("member", pa.int32()),  # which of its group, or which response of its preference example
         ("epoch", pa.int32()),  # visits to the task before this one
         ("task", _TEXT),  # its id
         ("columns", _TEXT),  # JSON of the task's own columns, pictures by their names

@@ -11,7 +11,7 @@ import torch
 from posttrain.algorithms.reward_model_table import Scoring
 from posttrain.core.batch import Batch, Stats, TrainingStep
 from posttrain.core.protocols import Source
-from posttrain.core.types import Item
+from posttrain.core.types import PreferenceExample
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_stream import Memoryless, progress, visited
 from posttrain.training.sources.packing import Read, collate, split_microbatches
@@ -46,7 +46,9 @@ class RewardExamples(Memoryless):
         if self.showing is not None:
             self.showing.settle(step)
 
-    def batches(self, items: Sequence[Item], showing: ExampleRecording | None = None) -> list[tuple[list[int], Batch]]:
+    def batches(
+        self, items: Sequence[PreferenceExample], showing: ExampleRecording | None = None
+    ) -> list[tuple[list[int], Batch]]:
         """(places among these items, micro-batch): their comparisons weighed over all of them.
 
         `showing`: who records some of them.

@@ -1,4 +1,4 @@
-// Given rows: demonstrations, and items with several responses. Nobody plays or scores them.
+// Rows of the user: demonstrations and preference examples. No environment scores them.
 
 import { f } from "./format.js";
 import { LEARNS } from "./verbs.js";
@@ -6,7 +6,7 @@ import { LEARNS } from "./verbs.js";
 /** Whether a kind of row, or a verb, is of given rows. */
 export const given = (kind) => ["demonstrations", "preferences", "scores"].includes(LEARNS[kind]);
 
-export const isItem = (kind) => ["preferences", "scores"].includes(LEARNS[kind]);
+export const isPreferenceExample = (kind) => ["preferences", "scores"].includes(LEARNS[kind]);
 
 export const isScored = (kind) => LEARNS[kind] === "scores";
 

@@ -1,7 +1,7 @@
 // What a token may be coloured by: one number for each, of those that were recorded and of what follows from them.
 
 import { floats, integers } from "./format.js";
-import { given, isItem } from "./items.js";
+import { given, isPreferenceExample } from "./items.js";
 
 /** A rollout as it came, with its numbers as arrays by token (nan: none). */
 export function unpack(row) {
@@ -119,8 +119,8 @@ export function measured(row, about) {
     const sizes = every.subarray(0, known).sort();
     if (!sizes.length) continue;
     const most = sizes[Math.min(sizes.length - 1, Math.floor(0.98 * sizes.length))] || sizes.at(-1) || 1;
-    const item = isItem(row.kind) && measure.name === "reference" ? CONTRIBUTION : {};
-    found.push({ ...measure, ...item, values, most, least: measure.name === "version" ? least - 1 : 0, blank: sizes.at(-1) === 0 });
+    const contribution = isPreferenceExample(row.kind) && measure.name === "reference" ? CONTRIBUTION : {};
+    found.push({ ...measure, ...contribution, values, most, least: measure.name === "version" ? least - 1 : 0, blank: sizes.at(-1) === 0 });
   }
   return found;
 }

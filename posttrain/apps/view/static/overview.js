@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { f, shown, visible, whole } from "./format.js";
-import { given, isItem } from "./items.js";
+import { given, isPreferenceExample } from "./items.js";
 import { exported, go, to } from "./net.js";
 import { Empty, html, Problem, useAnswer, useMemo, useState } from "./ui.js";
 
@@ -40,7 +40,7 @@ function About({ data }) {
   return html`<div class="card">
     <div class="row tight"><h2>${visible(data.name)}</h2><span class="pill">${data.verb}</span><span class="pill">seed ${String(data.seed)}</span>
       ${data.git ? html`<span class="pill">git ${data.git.slice(0, 8)}</span>` : ""}<span class="pill">step ${whole(last)}</span>
-      ${data.rollouts ? html`<span class="pill">${given(data.verb) ? `${whole(data.rollouts)} ${isItem(data.verb) ? "responses" : "demonstrations"} recorded` : `${whole(data.rollouts)} rollouts, ${whole(data.tokens)} sampled tokens`}</span>` : ""}
+      ${data.rollouts ? html`<span class="pill">${given(data.verb) ? `${whole(data.rollouts)} ${isPreferenceExample(data.verb) ? "responses" : "demonstrations"} recorded` : `${whole(data.rollouts)} rollouts, ${whole(data.tokens)} sampled tokens`}</span>` : ""}
       <span class="pill">${data.end ? "ended" : data.on ? "on" : data.checkpoints.length ? "cut off: --resume goes on" : "cut off"}</span></div>
     <div class="formula mono untrusted">${data.objective.slice(0, 2).map((l) => visible(l.trim())).join("\n")}</div>
     ${data.objective.length > 2 ? html`<details><summary class="soft small">the whole formula</summary><div class="formula mono">${data.objective.slice(2).map((l) => visible(l.trim())).join("\n")}</div></details>` : ""}

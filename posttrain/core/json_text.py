@@ -44,7 +44,7 @@ def known(value: Any, otherwise: Any) -> Any:
 
 
 def number(value: float) -> float | None:
-    """A number as JSON can hold it: it has neither infinity nor NaN."""
+    """Return a number as JSON can hold it: it has neither infinity nor NaN."""
     return float(value) if math.isfinite(value) else None
 
 

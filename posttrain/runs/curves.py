@@ -1,7 +1,8 @@
 """Draws what happened over the steps of a run, or of several: the metrics that the table of metrics calls plotted.
 
 A curve that is the same as one drawn before, such as the accuracy where the reward is 1 or 0, is not drawn again. Of runs
-under one label the mean is drawn, with the 95% interval of it. What the health check found stands on the axis of the steps.
+under one label the mean is drawn, with the 95% interval of it. Findings of the health check are marked on the axis of
+the steps.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _series(folder: Folder) -> dict[str, Points]:
 
 
 def _panels(lines: Sequence[_Line]) -> list[str]:
-    """The names to draw, in the order of the table."""
+    """Return the names to draw, in the order of the table."""
     there = {name for line in lines for name in line.series}
     drawn: list[str] = []
     for metric in METRICS:
@@ -237,7 +238,7 @@ def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """The running mean of many values, a few as they are."""
+    """Return the running mean of many values, a few as they are."""
     if len(values) < 30:
         return values
     window = np.ones(2 * (len(values) // 50) + 3)  # about a twenty-fifth of the run, centred: it does not lag

@@ -45,7 +45,7 @@ def split_of(config: Row) -> tuple[float, int]:
 
 
 def _where_runs_are(folder: Path) -> str:
-    """What helps somebody who has named a folder without a run."""
+    """Return a hint for a user who has named a folder without a run."""
     above = next((path for path in [*folder.absolute().parents][:3] if os.path.isfile(path / RUN)), None)
     if above is not None:
         return f"it is part of the run {os.path.relpath(above) if not folder.is_absolute() else above}: pass that"
@@ -88,7 +88,7 @@ def read_health(folder: Folder) -> list[Row]:
 
 
 def rollout_steps(folder: Folder, held_out: bool = False) -> list[int]:
-    """The steps whose rollouts are there, in order; `held_out`: those of evaluations during the run.
+    """Return the steps whose rollouts are there, in order; `held_out`: those of evaluations during the run.
 
     Whatever else lies among them is not looked at.
     """
@@ -103,7 +103,7 @@ def rollout_steps(folder: Folder, held_out: bool = False) -> list[int]:
 
 
 def missing_steps(folder: Path, last: int) -> list[str]:
-    """What a whole record of the steps up to `last` would hold and this one does not, in words."""
+    """Return the parts that a whole record of the steps up to `last` would hold and this one does not, in words."""
     metrics = [row for row, _ in read_steps(folder / METRICS, last)]
     timed = {row["step"] for row, _ in read_steps(folder / TIMING, last)}
     every = set(range(1, last + 1))
@@ -116,7 +116,7 @@ def missing_steps(folder: Path, last: int) -> list[str]:
 
 
 def missing_rollouts(folder: Path) -> str | None:
-    """The steps that played rollouts which are not there any more, in words. Of a run that is on, the last may yet come."""
+    """Return the steps whose rollouts are missing, in words. Of a run that is on, the last may yet come."""
     steps = _unkept(folder, read_metrics(folder))
     if "end" not in read_run(folder):
         steps = {step for step in steps if step < max(rollout_steps(folder), default=0)}

@@ -1,7 +1,7 @@
-"""Writes what a run leaves behind, for people and for any tool to read: see `posttrain.runs.run_files`.
+"""Writes the files of a run, for people and for any tool to read: see `posttrain.runs.run_files`.
 
-It decides when these files are written and when they are safe on disk; what stands in tables, `posttrain.runs.record` says.
-It never reads a tensor.
+It decides when these files are written and when they are safe on disk; the content of tables is defined in
+`posttrain.runs.record`. It never reads a tensor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from posttrain.system.worker_thread import WorkerThread
 
 
 class RunRecord:
-    """The record of one run, open for writing. Only one process writes it: whoever has the folder's lock."""
+    """The record of one run, open for writing. Only one process writes it: the one with the folder's lock."""
 
     def __init__(self, folder: Path, run: Row, step: int) -> None:
         """Use `create` or `resume`. `run`: what run.json holds; `step`: the last one that is kept, -1 in a new run."""
@@ -108,7 +108,7 @@ class RunRecord:
         return cls(path, run, step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl; once a step. What depends on the clock belongs in `timing`."""
+        """Write one line of metrics.jsonl; once a step. Values that depend on the clock belong in `timing`."""
         self._metrics.append(step, values)
         self._draw(step, values)
 
@@ -191,7 +191,7 @@ class RunRecord:
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
         """Pass on to TensorBoard, which hides what an earlier attempt wrote of the steps since the resume."""
         if self._events is None:
-            # The suffix, because two attempts may begin within one second, which is all their names would tell.
+            # The suffix, because two attempts may begin within one second, which is all that their names have.
             suffix = f".{len(self._run.get('resumes', []))}"
             self._events = Events(self.folder / TENSORBOARD, self._kept + 1, suffix)
         self._events.add(step, values)
@@ -226,7 +226,7 @@ class Unwritten(RunRecord):
 
 
 class _Journal:
-    """A file of one JSON line a step, in the order of the steps. Opening it removes what lies after step `last`."""
+    """A file of one JSON line a step, in the order of the steps. Opening it removes the lines after step `last`."""
 
     def __init__(self, path: Path, last: int) -> None:
         self._last, size = -1, 0

@@ -17,7 +17,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95% interval; nan where nothing can be said."""
+    """A value with its 95% interval; nan where it is unknown."""
 
     value: float
     low: float = nan

@@ -1,4 +1,4 @@
-"""The replies of a run as arrays: what the audit looks at. Reads rollouts as they were written, and writes nothing."""
+"""The replies of a run as arrays: the input of the audit. Reads rollouts as they were written, and writes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Replies:
     reward: Floats  # [n]
     parts: dict[str, Floats]  # name -> [n]; nan where a reply lacks it
     stop: list[StopReason]  # [n], why the last reply of each ended
-    tasks: list[Task]  # [n], what rollouts tell of the task: id, prompt, answer
+    tasks: list[Task]  # [n], columns of the task: id, prompt, answer
     steps: list[int]  # that were read
     recorded: int  # steps whose rollouts are there
     invalid: int = 0  # replies without a valid reward, left out
@@ -57,18 +57,18 @@ class Replies:
         return self.parts[name]
 
     def with_tasks(self, tasks: Iterable[Task]) -> Replies:
-        """With all columns of their tasks, found by id. What the rollouts say of them stays."""
+        """Return the replies with all columns of their tasks, found by id. The rollouts' own values stay."""
         known = {str(task["id"]): task for task in tasks}
         return replace(self, tasks=[{**known.get(str(own["id"]), {}), **_told(own)} for own in self.tasks])
 
 
 def holds_replies(run: Folder) -> bool:
-    """Whether the run holds what its policy said: others keep the rows that they were given."""
+    """Whether the run holds replies of its policy: others record the rows that they were given."""
     return read_run(run)["verb"] in sampling() and bool(rollout_steps(run))
 
 
 def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
-    """The replies of at most so many steps, evenly spread, the first and the last among them.
+    """Return the replies of at most so many steps, evenly spread, the first and the last among them.
 
     Raises UserError if the folder holds no run, or no rollouts with a valid reward.
     """
@@ -113,7 +113,7 @@ def _told(task: Task) -> Task:
 
 
 def _said(row: Row) -> list[str]:
-    """What the policy said, reply by reply."""
+    """Return the replies of the policy, one by one."""
     said = [turn["text"] for turn in row["turns"] if turn["role"] == "sampled"]
     return said or [row["text"]]
 

@@ -1,4 +1,4 @@
-"""What is simulated: episodes to be played, how fast engines and learners are, and how many of each there are."""
+"""The input of a simulation: episodes to be sampled, speeds of engines and learners, and their numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JobEpisode:
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of a task. What the first turn of all of them reads is computed once on an engine."""
+    """The rollouts of a task. The first prompt of all of them is computed once on an engine."""
 
     episodes: tuple[JobEpisode, ...]
     tokens: int  # that an update learns from or reads, the shared prompt once
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one engine."""
+    """The speed of one engine."""
 
     decoding: tuple[tuple[float, float], ...]  # (running requests, seconds of a step), by the first
     read: float = 0.0  # seconds a token that is read
@@ -60,7 +60,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Learning:
-    """Of one learner; several share the tokens."""
+    """The speed of one learner; several share the tokens."""
 
     token: float  # seconds of scoring and updating, for each token of a group
     step: float = 0.0  # seconds that a step takes besides: its record, evaluation and checkpoint
@@ -69,7 +69,7 @@ class Learning:
 
 @dataclass(frozen=True)
 class Job:
-    """What the same options ask of any machines."""
+    """The part of a job that the options fix on any machines."""
 
     prompts: int  # groups a step
     group: Callable[[int], Group]  # the n-th that is begun
@@ -79,7 +79,7 @@ class Job:
 
 @dataclass(frozen=True)
 class PlanSetting:
-    """How a job is run."""
+    """The arrangement of a job: engines, learners, and how they work together."""
 
     engines: int
     learners: int = 1

@@ -1,7 +1,7 @@
 """Signs of silent defects that no curve shows: tokens trained on that the policy did not write, tokens that were pushed
 though they were clipped, prompts that contain the answer.
 
-Each is said only where the record decides it; where other explanations are left, nothing is said.
+Each is reported only where the record decides it; where other explanations are left, nothing is reported.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def passes(objective: tuple[str, ...]) -> tuple[float, float, int] | None:
 
 
 def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64]:
-    """Which of its scored tokens were pushed by their last pass, though the clip should have taken its gradient.
+    """Return the scored tokens that were pushed by their last pass, though the clip should have taken its gradient.
 
     With one pass a clipped token has no push at all. With two, the first of them had a ratio of 1 in rollouts of the
     step's first update: there a push is w A (1 + r) where nothing is clipped, which gives w, and w A where the second is.
     Two tokens whose ratio has moved must agree on w, or it was not such a rollout. Of other rollouts, and of more passes,
-    the ratios in between are not recorded, so nothing is said.
+    the ratios in between are not recorded, so nothing is reported.
     """
     none, rule = np.zeros(0, dtype=np.int64), passes(tuple(objective))
     columns = [row.get(name) for name in ("weight", "learner", "before")]
@@ -171,7 +171,7 @@ def _answer(columns: Mapping[str, Any] | None) -> str | None:
 
 
 def leaks(store: Store) -> float | None:
-    """Share of the tasks whose prompts contain their answers, if that tells some of them from others.
+    """Return the share of the tasks whose prompts contain their answers, if this distinguishes tasks.
 
     Of the tasks of some steps from first to last.
     """

@@ -52,7 +52,7 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 
 def places(condition: str, seconds: float, parts: Sequence[str], number: int, descriptor: int) -> NDArray[np.int64]:
-    """The rows for which a condition holds, of the table in a file that is open.
+    """Return the rows for which a condition holds, of the table in a file that is open.
 
     `number`: of this table; `parts`: of the reward, in it. Raises UserError unless it is a condition in a single SELECT.
     """
@@ -93,7 +93,7 @@ def marked(
 def asked(
     run: str, sql: str, most: int, seconds: float, gib: float
 ) -> tuple[list[str], list[tuple[Any, ...]], list[str]]:
-    """The names of the columns, the first `most` rows, and what they lack."""
+    """Return the names of the columns, the first `most` rows, and what they lack."""
     with Questions(run, seconds, gib, lambda: vocabulary_of(Path(run))) as questions:
         names, rows = questions.ask(sql, most)
         return names, rows, questions.left_out
@@ -130,6 +130,6 @@ def _limited(seconds: float) -> Iterator[Any]:
 
 
 def said(error: BaseException) -> str:
-    """The first line of what the database says, without what only its authors read."""
+    """Return the first line of the database's message, without internals."""
     text = str(error).strip().splitlines()
     return text[0][:300] if text else "the question cannot be answered"

@@ -1,7 +1,7 @@
 """Rollouts with a token of which a condition holds: ratio > 2, or trim(text) = 'wait'.
 
-Tokens are not held in memory. The files of the steps that are meant are looked at, within a time and a memory; of more than
-can be looked at so, those of the last steps, and the answer says so.
+Tokens are not held in memory. The files of the steps that are meant are looked at, within a time and a memory; beyond
+these only those of the last steps, and the answer reports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROLLOUTS = 200_000  # that are remembered
 
 
 class Marked(NamedTuple):
-    """What was found: rows of (step, held out, index, first such token, how many of them), and where nobody looked."""
+    """The rows found, (step, held out, index, first such token, how many of them), and the steps not searched."""
 
     rows: Sequence[tuple[int, bool, int, int, int]]
     parts: Collection[RolloutPart]  # that were looked at
@@ -29,7 +29,7 @@ class Marked(NamedTuple):
 
 
 def chosen(sizes: Mapping[RolloutPart, int]) -> tuple[list[RolloutPart], bool]:
-    """The last parts that have TOKENS together, one at least, and whether they are all."""
+    """Return the last parts that have TOKENS together, one at least, and whether they are all."""
     found: list[RolloutPart] = []
     total = 0
     for part in sorted(sizes, reverse=True):

@@ -1,4 +1,4 @@
-"""Plays episodes in this process. Decides how user code that raises is reported, and how code that waits shares a thread.
+"""Runs episodes in this process. Decides how exceptions of user code are reported, and how code that waits shares a thread.
 
 An environment written with `def` has the thread to itself while it runs. One that is written with `async def` is a task
 of an event loop, from its first turn to its reward: as many as there are wait side by side.
@@ -31,10 +31,10 @@ Records = Callable[[int, int, Any], None]
 
 
 class _Reports:
-    """What user code did, in words. Nothing that it raises leaves this.
+    """The report of user code, in words. No exception of it leaves this.
 
     `alone`: the process is the environment's own, so that not even a KeyboardInterrupt is the user's. `memory`: GiB that
-    it may take, for the reason when there are no more (0: no limit). `records`: who keeps what episodes record.
+    it may take, for the reason when there are no more (0: no limit). `records` stores results that episodes record.
     """
 
     def __init__(self, function: Callable[..., Any], alone: bool, memory: float, records: Records | None) -> None:
@@ -45,7 +45,7 @@ class _Reports:
         self._alone = alone
 
     def raised(self, error: BaseException) -> Done:
-        """What becomes of an episode whose code raised."""
+        """Return the end of an episode whose code raised."""
         try:
             reason = describe_error(error, self._file)
         except BaseException as failed:  # the user's __str__, or no memory is left for the message
@@ -224,14 +224,14 @@ class AsyncEnvRunner(_Reports):
         except BaseException as error:
             self._let_through(error)
             event = self.raised(error)
-        episode.events.put_nowait(self._end(event, journal))  # where it was given up nobody hears it
+        episode.events.put_nowait(self._end(event, journal))  # after it was given up nobody reads it
         if playing is not None:
             with suppress(Exception, asyncio.CancelledError):  # code of the user's that cleans up
                 async with asyncio.timeout(self._seconds):  # not wait_for, which would close it in another task
                     await playing.aclose()
 
     def _read(self, value: Any) -> Event:
-        """What was yielded: a turn, a question, or else the reward."""
+        """Read a yielded value: a turn, a question, or else the reward."""
         if not isinstance(value, Turn | str | Ask):
             return self._verdict(value)
         event = read_yielded(value)
@@ -273,17 +273,17 @@ class OneByOne:
 
 
 def stage_of(function: Callable[..., Any], records: Records | None = None) -> EnvRunner | OneByOne:
-    """What plays it in this process."""
+    """Return the runner of a function in this process."""
     return OneByOne(function, records) if is_async(function) else EnvRunner(function, records=records)
 
 
 def parted(event: Event, said: Any) -> bool:
-    """Whether what was said when it was played before cannot be the answer to this."""
+    """Whether what was sent before the replay cannot be the answer to this event."""
     return isinstance(event, Done) or isinstance(event, Ask) == isinstance(said, Reply)
 
 
 def diverged(stage: EnvRunner | AsyncEnvRunner | OneByOne, id: int, event: Event) -> Event:
-    """What becomes of an episode that goes another way when it is played again."""
+    """Return the end of an episode whose replay took another course."""
     if isinstance(event, Done) and isinstance(event.reward, Invalid):
         return event
     stage.drop(id)
@@ -291,7 +291,7 @@ def diverged(stage: EnvRunner | AsyncEnvRunner | OneByOne, id: int, event: Event
 
 
 _ENTERS: ContextVar[Callable[[], None] | None] = ContextVar("enters", default=None)
-"""What is called before code of this context goes on."""
+"""Called before code of this context goes on."""
 
 
 def noting(loop: asyncio.AbstractEventLoop, coroutine: Any, **how: Any) -> asyncio.Task[Any]:
@@ -307,7 +307,7 @@ async def _noted(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]
 
 @types.coroutine
 def _stepped(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]) -> Generator[Any, Any, Any]:
-    """A coroutine that calls `enters` each time before it goes on."""
+    """Return a coroutine that calls `enters` each time before it goes on."""
     said: Any = None
     go_on: Callable[[Any], Any] = coroutine.send
     while True:

@@ -3,8 +3,8 @@
 A row at a time would be easier to read, and was tried: its some fifty objects a rollout cost the training beside it, which
 shares the interpreter and its garbage collection, three times what they took to make.
 
-Nothing of it depends on the clock but the table of seconds. What could not stand in a table is made to: infinite rewards
-are null, a half of a surrogate pair becomes its escape.
+Only the table of seconds depends on the clock. Values without a form in a table get one: infinite rewards are null, a
+half of a surrogate pair becomes its escape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Columns = dict[str, Any]
 
 
 def rollouts_table(step: int, outcomes: Sequence[Outcome], kind: str) -> pa.Table:
-    """The table of `schema.ROLLOUTS`, a row for each, in their order."""
+    """Return the table of `schema.ROLLOUTS`, a row for each, in their order."""
     rollouts = [outcome.rollout for outcome in outcomes]
     columns = {
         **_placed(step, outcomes, kind),
@@ -41,7 +41,7 @@ def rollouts_table(step: int, outcomes: Sequence[Outcome], kind: str) -> pa.Tabl
 
 
 def seconds_table(outcomes: Iterable[Outcome]) -> pa.Table:
-    """The table of `schema.SECONDS`: what turns and rewards took. Replayed ones took another step's time."""
+    """Return the table of `schema.SECONDS`: what turns and rewards took. Replayed ones took another step's time."""
     played = [(index, o.rollout) for index, o in enumerate(outcomes) if not o.replayed]
     took = [round(turn.seconds, 4) for _, rollout in played for turn in rollout.turns]
     columns = {
@@ -53,7 +53,7 @@ def seconds_table(outcomes: Iterable[Outcome]) -> pa.Table:
 
 
 def _numbers(outcomes: Sequence[Outcome]) -> Columns:
-    """Of each scored token; most columns are of few rollouts, or of none."""
+    """Return the columns of scored tokens; most columns are of few rollouts, or of none."""
     known = {name for outcome in outcomes for name in outcome.numbers}
     found: Columns = {name: pa.nulls(len(outcomes), ROLLOUTS.field(name).type) for name in (*NUMBERS, "kept")}
     compared = [o.numbers.get("after") is not None for o in outcomes]
@@ -94,7 +94,7 @@ def _placed(step: int, outcomes: Sequence[Outcome], kind: str) -> Columns:
 
 
 def _size(value: bytes) -> str:
-    """What is kept of bytes in a task: a picture's would be repeated in every rollout."""
+    """Return the text that replaces bytes in a task: a picture's would be repeated in every rollout."""
     return f"{len(value)} bytes"
 
 
@@ -119,7 +119,7 @@ def _said(rollouts: Sequence[Rollout]) -> Columns:
 
 
 def _answer(service: str, answer: Any) -> dict[str, Any]:
-    """What a service said in an episode."""
+    """Return a service's answer in an episode."""
     found = bare(answer)
     told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
     return {"service": service, **told, **({"said": answer.said} if isinstance(answer, Reasoned) else {})}
@@ -169,7 +169,7 @@ def _turns(rollouts: Sequence[Rollout]) -> pa.Array:
 
 
 def _own_text(turn: PlayedTurn, rollout: Rollout) -> str | None:
-    """Of what is said twice, nothing: see `rows.said_by`."""
+    """Return the text of a turn, or None where the row has it elsewhere: see `rollout_rows.said_by`."""
     whole = rollout.prompt if turn.kind is SpanKind.PROMPT else rollout.text if turn.kind is SpanKind.SAMPLED else None
     return None if turn.text == whole else turn.text
 
@@ -179,7 +179,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _transcripts(rollouts: Sequence[Rollout]) -> Columns:
-    """Their tokens end to end, and what counts them."""
+    """Return their tokens end to end, and what counts them."""
     spans: Columns = {name: [] for name in ("kind", "start", "length", "version", "learned")}
     counted: Columns = {name: [] for name in ("sampled", "scored", "total", "spans", "versions", "pictures", "forks")}
     for rollout in rollouts:
@@ -228,7 +228,7 @@ def _transcripts(rollouts: Sequence[Rollout]) -> Columns:
 
 
 def _lists(kind: pa.ListType, counts: Sequence[int], values: pa.Array | Columns) -> pa.Array:
-    """Lists of so many values each, which stand one behind the other; of structures, by the names of their fields."""
+    """Return lists of so many values each, which follow each other; of structures, by the names of their fields."""
     if isinstance(values, dict):
         fields = list(kind.value_type)
         made = [v if isinstance(v := values[f.name], pa.Array) else array(v, f.type) for f in fields]

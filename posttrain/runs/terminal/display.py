@@ -1,6 +1,7 @@
-"""What a person sees while a run goes on: a small live panel on a terminal, plain lines anywhere else.
+"""The display while a run goes on: a small live panel on a terminal, plain lines anywhere else.
 
-It decides how often a line is printed, and what is told as it comes. Nothing that happens to the stream ends the run.
+It decides how often a line is printed, and which events are printed at once. Nothing that happens to the stream ends
+the run.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Display:
         return f"{_duration(max(left, 0.0))} left"
 
     def _panel(self, columns: int, rows: int) -> list[Line]:
-        """The live panel. Drawn twice a second by another thread, so it reads and changes nothing."""
+        """Return the live panel. Drawn twice a second by another thread, so it reads and changes nothing."""
         view = View(self._title, self._number, self._steps, self._left(), self._values, list(self._history))
         return compose(view, columns, rows)
 

@@ -1,7 +1,7 @@
-"""What the live display shows of a run, laid out for a terminal of any size. Pure: no stream, no clock.
+"""The layout of the live display of a run for a terminal of any size. Pure: no stream, no clock.
 
-Decides what goes first where there is little room: the bar, the time left and the first figures, which are reward, accuracy
-and entropy where these are logged, always stay.
+Decides the order in which lines are dropped where there is little room: the bar, the time left and the first figures,
+which are reward, accuracy and entropy where these are logged, always stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NARROWEST = 20  # columns, for more than the steps and the time left
 
 @dataclass(frozen=True)
 class View:
-    """What is to be shown."""
+    """The content of the display."""
 
     title: str
     number: int  # the last step that is done
@@ -36,7 +36,7 @@ class View:
 
 
 def compose(view: View, columns: int, rows: int) -> list[Line]:
-    """The lines of the panel: fewer than `rows`, each of fewer than `columns` cells, as far as there is any room."""
+    """Return the lines of the panel: fewer than `rows`, each of fewer than `columns` cells, as far as there is any room."""
     width = max(1, columns - 1)
     if columns < NARROWEST or rows < 3:
         return [_progress(view, width)]
@@ -79,7 +79,7 @@ def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole history in at most `width` bars, each the mean of its share of the steps."""
+    """Return the whole history in at most `width` bars, each the mean of its share of the steps."""
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -94,7 +94,7 @@ def _figure(value: float, form: str) -> str:
 
 
 def _rows(first: list[tuple[str, str]], others: list[tuple[str, str]], width: int) -> tuple[list[Line], list[Line]]:
-    """The figures in rows: those that hold some of the `first`, and the rest."""
+    """Return the figures in rows: those that hold some of the `first`, and the rest."""
     needed = len(_flowed(first, width))
     lines = _flowed([*first, *others], width)
     return lines[:needed], lines[needed:]

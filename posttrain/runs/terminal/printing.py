@@ -88,9 +88,9 @@ def _upright(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int)
 
 
 def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: TextIO | None = None) -> None:
-    """Print the first `count` rollouts: what was said, turn by turn, and the reward.
+    """Print the first `count` rollouts: the turns, one by one, and the reward.
 
-    Takes them played or as `posttrain.runs.record.rollout_reading` has them.
+    Takes them as objects or as `posttrain.runs.record.rollout_reading` has them.
     """
     out = Output(stream or sys.stdout)
     width = columns_of(out)
@@ -126,13 +126,13 @@ def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None 
 
 
 def _asked(rollout: Rollout) -> str:
-    """What the prompt is about: of messages the last of the user's, for a template ends with its own marks."""
+    """Return the subject of the prompt: of messages the last of the user's, for a template ends with its own marks."""
     said = [m["content"] for m in rollout.task.get("messages") or () if m["role"] == "user"]
     return said[-1] if said and isinstance(said[-1], str) else rollout.prompt
 
 
 def _parts_of(text: str, width: int) -> list[str]:
-    """The lines of a text that are not empty, in pieces of that width; one at least."""
+    """Return the lines of a text that are not empty, in pieces of that width; one at least."""
     lines = [line for line in safe(text).split("\n") if line.strip()] or [""]
     return [part for line in lines for part in _parts(line, width)]
 
@@ -142,7 +142,7 @@ def _shortened(text: str, width: int) -> str:
 
 
 def _head(row: Mapping[str, Any], width: int) -> list[str]:
-    """Which one it is, what it earned, and what became of it; in as many lines as that takes."""
+    """Return its name, reward and fate; in as many lines as that takes."""
     earned = _judged(row)
     numbered = row.get("member") is not None and not earned.startswith("response ")
     which = f"{row['group']} [{row['member']}]" if numbered else row["group"]
@@ -162,7 +162,7 @@ def _head(row: Mapping[str, Any], width: int) -> list[str]:
 
 
 def _judged(row: Mapping[str, Any]) -> str:
-    """What it earned; of a given row, what was said of it."""
+    """Return the reward; of a given row, its labels."""
     if row.get("invalid") is not None:
         return f"invalid: {row['invalid']}"
     label = row.get("label")
@@ -179,7 +179,7 @@ def _judged(row: Mapping[str, Any]) -> str:
 
 
 def shown(rollout: Rollout) -> Mapping[str, Any]:
-    """A rollout that has just been played as it would be read."""
+    """Return a rollout that has just been played as it would be read."""
     from posttrain.runs.record.rollout_reading import rows_of
     from posttrain.runs.record.rollout_tables import rollouts_table
 
@@ -188,7 +188,7 @@ def shown(rollout: Rollout) -> Mapping[str, Any]:
 
 
 def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(who, what) of a rollout, in the order in which it was said."""
+    """Yield (speaker, text) of a rollout, in order."""
     transcript = 0
     for turn in row["turns"]:
         if turn["transcript"] != transcript:
@@ -224,7 +224,7 @@ def _beside(name: str, text: str, width: int) -> str:
 
 
 def _parts(line: str, width: int) -> list[str]:
-    """A line in pieces of that width, broken between words where there are any. Nothing of it is lost."""
+    """Return a line in pieces of that width, broken between words where there are any. Nothing of it is lost."""
     if not width or len(line) <= width:
         return [line]
     return textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)

@@ -47,7 +47,7 @@ function Replies({ run, about, data, words, query }) {
       ${group.side ? html`<span class="pill">${line(group.side)}</span>` : ""}${example || group.mean === null ? "" : html`<span class="pill">mean ${f(group.mean)}</span><span class="pill">spread ${f(group.sd)}</span>
       ${group.right_n !== undefined ? html`<span class=${`pill`}>${group.right_n} of ${group.n} right</span>` : ""}`}${example || group.n === 1 ? "" : html`<span class="pill">${group.replies} distinct of ${group.n}</span>`}${data.hidden > 0 ? html`<span class="pill">${data.hidden} not shown</span>` : ""}
       ${example && margin !== null ? html`<span class="pill" title="the log-probability less the reference's, summed over the response: of the chosen one less that of the rejected one">margin ${f(margin)}</span>` : ""}
-      <span class="fill"></span>${group.mean === null ? "" : html`<button onClick=${() => change({ order: order === "reward" ? "index" : "reward" })}>order: ${order !== "reward" ? (example ? "as given" : "as played") : example ? "by score" : "by reward"}</button>`}</div>
+      <span class="fill"></span>${group.mean === null ? "" : html`<button onClick=${() => change({ order: order === "reward" ? "index" : "reward" })}>order: ${order !== "reward" ? (example ? "as given" : "as sampled") : example ? "by score" : "by reward"}</button>`}</div>
     <div class="card gap"><div class="text dense untrusted" style=${{ maxHeight: "120px", overflow: "auto" }}>${readable(prompt)}</div>${example ? "" : html`<${Task} columns=${rows[0]?.columns} />`}
       <${Pictures} run=${run} names=${rows[0]?.media} /></div>
     ${visits.length > 1 ? html`<${Visits} ...${{ run, visits, near, query, example }} />` : ""}
@@ -87,7 +87,7 @@ function Reply({ row, example, score, chosen, measure, clip, open }) {
     ${row.known && row.pieces.length ? html`<${Tokens} dense ...${{ row, begin, measure, clip }} />` : html`<div class="text dense">${visible(row.text)}</div>`}</div>`;
 }
 
-/** What judges and other services said of a reply, where that is a number. */
+/** Answers of judges and other services on a reply, where they are numbers. */
 function judged(row) {
   const named = new Set((row.parts || []).map((p) => p.name));
   return (Array.isArray(row.answers) ? row.answers : []).flatMap(({ service, answer, invalid }) => {

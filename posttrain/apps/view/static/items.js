@@ -12,7 +12,7 @@ export const isScored = (kind) => LEARNS[kind] === "scores";
 
 export const onTokens = (kind) => ["demonstrations", "rollouts"].includes(LEARNS[kind]);
 
-/** What was said of a response, as {text, tone}: chosen, rejected, its place among several, its labels. */
+/** The labels of a response, as {text, tone}: chosen, rejected, its place among several, its labels. */
 export function saidOf(row) {
   const { comparisons = [], labels = [] } = row.label && typeof row.label === "object" ? row.label : {};
   const won = comparisons.filter(([better]) => better === row.member);

@@ -55,12 +55,12 @@ function Health({ data, run, steps }) {
       const [first, second] = visible(h.message).split("\n");
       return html`<div class="note"><a href=${to(run, "rollouts", [], { step: steps.length ? nearest(steps, h.step) : "" })}>step ${h.step} · ${h.name}</a> ${first}<div class="soft small">${second}</div></div>`;
     })}
-    ${data.health.length ? "" : html`<div class="soft small">entropy, length, KL, signal, leaps, drops and memory stayed within their limits; whether engine and learner agree is said under “Is it stable?”</div>`}
+    ${data.health.length ? "" : html`<div class="soft small">entropy, length, KL, signal, leaps, drops and memory stayed within their limits; whether engine and learner agree is answered under “Is it stable?”</div>`}
     ${given(data.verb) ? "" : html`<${Fates} fates=${data.fates} />`}<${Origins} data=${data} />
     <div class="soft small">${exported ? "" : "A click on a step opens its rollouts."} <kbd>?</kbd> lists the keys.</div></div>`;
 }
 
-/** Where the tokens come from that were trained on: those that nobody meant to train on in red. */
+/** The origins of the trained tokens: those that are not meant for training in red. */
 function Origins({ data }) {
   const counts = Object.entries(data.origins);
   if (!counts.length) return "";

@@ -225,9 +225,9 @@ function isVerdict({ answer, invalid }) {
   return answer !== null && typeof answer === "object" && !Array.isArray(answer) && Object.values(answer).every((v) => typeof v === "number");
 }
 
-/** What judges and reward models said of the reply. */
+/** Verdicts of judges and reward models on the reply. */
 function Judged({ answers }) {
-  return answersOf(answers).filter(isVerdict).map(({ service, answer, invalid, said }) => html`<div class="spread"><b class="untrusted">${visible(service || "?")}</b> said ${invalid !== undefined ? html`<span class="bad untrusted">nothing valid: ${visible(String(invalid))}</span>` : typeof answer === "number" ? f(answer) : Object.entries(answer).map(([n, v]) => html`<span class="pill untrusted">${visible(n)} ${f(v)}</span> `)}<${Said} texts=${said} /></div>`);
+  return answersOf(answers).filter(isVerdict).map(({ service, answer, invalid, said }) => html`<div class="spread"><b class="untrusted">${visible(service || "?")}</b> answered ${invalid !== undefined ? html`<span class="bad untrusted">nothing valid: ${visible(String(invalid))}</span>` : typeof answer === "number" ? f(answer) : Object.entries(answer).map(([n, v]) => html`<span class="pill untrusted">${visible(n)} ${f(v)}</span> `)}<${Said} texts=${said} /></div>`);
 }
 
 /** The texts that a verdict was read from. */
@@ -236,11 +236,11 @@ function Said({ texts }) {
   return html`<details class="service" open=${texts.length === 1}><summary class="soft small">${texts.length === 1 ? "in its own words" : `in its own words, ${texts.length} answers`}</summary>${texts.slice(0, 64).map((text) => html`<div class="text dense passage untrusted">${visible(String(text))}</div>`)}</details>`;
 }
 
-/** What other services said, such as the passages of a retriever. */
+/** Answers of other services, such as the passages of a retriever. */
 function Services({ answers }) {
   const said = answersOf(answers).filter((one) => !isVerdict(one));
   if (!said.length) return "";
-  return html`<div class="card"><h2>Services said</h2>${said.map(({ service, answer }) => html`<div class="service"><b class="untrusted">${visible(service || "?")}</b>
+  return html`<div class="card"><h2>Answers of services</h2>${said.map(({ service, answer }) => html`<div class="service"><b class="untrusted">${visible(service || "?")}</b>
     ${(Array.isArray(answer) ? answer.slice(0, 20) : [answer]).map((one) => html`<div class="text dense passage">${typeof one?.contents === "string" ? visible(`${one.score === undefined ? "" : `${f(one.score)}  `}${one.contents}`) : shown(one)}</div>`)}</div>`)}</div>`;
 }
 

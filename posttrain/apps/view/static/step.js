@@ -1,4 +1,4 @@
-// What a step did: which tokens changed most, one by one and by entry of the vocabulary.
+// The effect of a step: the tokens that changed most, one by one and by entry of the vocabulary.
 
 import { f, line, whole } from "./format.js";
 import { saidOf } from "./items.js";

@@ -41,7 +41,7 @@ class Scores:
     length: Tensor  # float32 [S], scored tokens of each rollout: at least 1
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to its end, step reward)
     pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout, all scored tokens: whose they are, where rollouts branch
-    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: what a KL in the reward takes off each token's
+    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the deduction of a KL in the reward from each token's
     value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's, of the state in which each token was chosen
     squared_gradient_norm: Tensor | None = None  # float64 [S], of the rollout's log-probability
     sampled: Tensor | None = None  # float32 [S], tokens of the episode that count against its budget

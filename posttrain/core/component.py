@@ -118,7 +118,7 @@ class Setting:
     flag: str = ""  # its short name on the command line, without dashes; "": it has none
     help: str = ""
     bounds: SettingRange = SettingRange()
-    off: Any = NEVER  # a value that stands for None, such as 0 for "no such bound"
+    off: Any = NEVER  # a value that means None, such as 0 for "no such bound"
     absent: Any = NEVER  # the value at which the component is absent
     creates: bool = False  # whether setting it adds the component to an algorithm that has none
     choices: Mapping[str, Any] | None = None  # name -> component, where the setting is a component or several
@@ -142,7 +142,8 @@ def setting(
     brought: str = "",
     first_hour: bool = False,
 ) -> Any:
-    """A setting of a part, as a dataclass field: `low: float = setting(0.2, "clip-low", "...", least=0, most=1)`."""
+    """Declare a setting of a component, as a dataclass field: `low: float = setting(0.2, "clip-low", "...", least=0,
+    most=1)`."""
     creates = creates or absent is not NEVER
     bounds = SettingRange(least, above, most, below)
     known = Setting(flag, help, bounds, off, absent, creates, choices, brought, first_hour)

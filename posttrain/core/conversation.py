@@ -92,7 +92,7 @@ class Conversation:
         after = self.tokenizer.render_after(self.messages, new, self.last_calls, self.tools)
         self.messages = [*self.messages, after.reply, *new]
         tokens = self._encoded(after.text, new)
-        # the policy has sampled the end of its reply: the end id, a stop string, what closes a call
+        # the policy has sampled the end of its reply: the end id, a stop string, the end of a call
         sampled = [] if last is None or last.stop.truncated else list(last.tokens)
         longest = min(len(sampled), len(tokens))
         said = next((n for n in range(longest, 0, -1) if sampled[-n:] == tokens[:n]), 0)
@@ -101,7 +101,7 @@ class Conversation:
         return tokens[said:]
 
     def _encoded(self, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> list[int]:
-        """Return the tokens of what the template made of messages; their pictures are noted."""
+        """Return the tokens of messages that the template rendered, and store their pictures."""
         if not (pictures := digests(messages)):
             return self.tokenizer.encode(text, start=start)
         tokens, self.seen = self.tokenizer.encode_seen(text, pictures, start)

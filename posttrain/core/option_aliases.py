@@ -266,8 +266,8 @@ ANSWERS = {
     **_alike(
         "packing eval_packing packing_strategy padding_free use_remove_padding pad_to_multiple_of group_by_length "
         "use_dynamic_bsz",
-        "rows are always laid end to end without padding, and none sees another; {tokens_per_microbatch} says how many go at "
-        "once",
+        "rows are always end to end without padding, and none sees another; {tokens_per_microbatch} bounds a "
+        "micro-batch",
     ),
     **_alike(
         "use_kl_loss",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FOLDER = "pictures"  # of a run
 MOST_BYTES = 16 << 20  # of a picture's file
-MOST_PIXELS = 50_000_000  # of a picture: 150 MB as numbers, which only its header tells before it is decoded
+MOST_PIXELS = 50_000_000  # of a picture: 150 MB as numbers, known from its header before it is decoded
 MOST_OF_A_TURN = 64  # pictures
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # each decoder is code that strangers' bytes go through
 _NAME = re.compile(r"sha256:([0-9a-f]{64})")
@@ -46,7 +46,7 @@ class Pictures:
         self._new: set[str] = set()  # of this run, that wait for its folder
         self._folder: Path | None = None
         self._others: list[Path] = []  # folders that are looked into as well
-        self._lock = threading.RLock()  # steps may be played in a thread beside the learner's
+        self._lock = threading.RLock()  # steps may be sampled in a thread beside the learner's
 
     def put(self, image: Any) -> str:
         """Return the name of a picture: a path, the bytes of a file, a PIL image, or a name.
@@ -90,7 +90,7 @@ class Pictures:
         raise PictureError(f"there is no picture sha256:{digest[:12]}...: give its file, or put the run's folder back")
 
     def take(self, name: str) -> bytes | None:
-        """Return the bytes of a picture that was put here as such, which is then let go: for who sends them on."""
+        """Return the bytes of a picture that was put here as such, and remove it: for a process that sends it on."""
         digest = name.removeprefix("sha256:")
         with self._lock:
             held = self._held.pop(digest, None)
@@ -109,7 +109,7 @@ class Pictures:
                 self._others.append(folder)
 
     def keep(self, folder: Path) -> None:
-        """The run has its folder: what was put since it began is written there, and all that will be."""
+        """Move the run's pictures into its folder, now that it exists, and write further ones there."""
         with self._lock:
             for digest in sorted(self._new):
                 self._held[digest] = _written(folder, digest, self.read(digest))
@@ -126,7 +126,7 @@ PICTURES = Pictures()
 
 
 def check(data: bytes, what: str) -> None:
-    """Raises PictureError for what is no picture, or one of too many pixels: by its header, nothing is decoded."""
+    """Raise PictureError for data that are no picture, or one of too many pixels: by its header, nothing is decoded."""
     opened(data, what).close()
 
 

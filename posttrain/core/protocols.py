@@ -35,7 +35,7 @@ class ModelShape(Protocol):
 
 
 class Model(Protocol):
-    """A language model that can be trained: the whole of what a learner asks of it. It is a torch module."""
+    """A language model that can be trained: all that a learner needs. It is a torch module."""
 
     eos_ids: tuple[int, ...]  # every token id that ends a reply
 
@@ -133,7 +133,7 @@ class Learner(Protocol):
         ...
 
     def refresh_reference(self) -> None:
-        """The policy as it is becomes the reference."""
+        """Make the current policy the reference."""
         ...
 
     def weights(self) -> Model:
@@ -158,21 +158,21 @@ class Engine(Protocol):
     @property
     def batch_invariant(
         self,
-    ) -> bool: ...  # whether no bit of a completion depends on what is sampled beside it, or when
+    ) -> bool: ...  # whether no bit of a completion depends on other requests, or the time
     @property
     def backend(self) -> str: ...  # the implementation, in words
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         """Ask for a reply. `keep`: the next request of this id may begin with these tokens and the reply.
 
-        Only what is new in it is then computed. Whether it is, and whether what was kept was let go meanwhile, changes no
+        Only its new tokens are then computed. Whether they are, and whether kept state was freed meanwhile, changes no
         bit of the reply where requests are `batch_invariant`.
         """
         ...
 
     def forget(self, id: int) -> None: ...  # no other request goes on from this one
     def copy(self, id: int, to: int, tokens: int) -> None:
-        """The next request `to` may begin with the first so many tokens of what is kept of this one, and its reply."""
+        """The next request `to` may begin with the first so many kept tokens of this one, and its reply."""
         ...
 
     def cancel(self, id: int) -> None: ...  # a request that is not answered yet: there will be no completion
@@ -209,8 +209,8 @@ class Seeing(Protocol):
 class Service(Protocol):
     """Answers questions of environments in the main process, many at once.
 
-    An answer is plain JSON data, or Invalid where there is none; Reasoned is either of them with what was said for it. It
-    follows from the content of its question: not from the order of the questions, nor from what is asked beside it. Neither
+    An answer is plain JSON data, or Invalid where there is none; Reasoned is either of them with its reasons. It
+    follows from the content of its question: not from the order of the questions, nor from other questions. Neither
     `submit` nor `poll` waits for an answer.
     """
 
@@ -221,7 +221,7 @@ class Service(Protocol):
     def description(self) -> str: ...  # the service in words
 
     def submit(self, id: int, content: Any) -> None: ...  # plain JSON data, as the environment gave it
-    def poll(self) -> list[tuple[int, Any]]: ...  # (id, answer) of what has been answered; may compute some of it
+    def poll(self) -> list[tuple[int, Any]]: ...  # (id, answer) of finished questions; may compute some of them
     def example(self) -> Any: ...  # an answer as it may come, for rehearsals: nothing is asked
     def counts(self) -> dict[str, float]: ...  # since the beginning: requests, tokens, cost, failures ...
     def close(self) -> None: ...
@@ -244,7 +244,7 @@ class World(Protocol):
 
 @runtime_checkable
 class Lasting(Protocol):
-    """A world whose launcher may start all of its processes again, and keeps for them what was marked before."""
+    """A world whose launcher may start all of its processes again, and keeps earlier marks for them."""
 
     def mark(self, name: str) -> None: ...
     def marked(self, name: str) -> bool: ...

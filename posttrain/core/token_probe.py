@@ -50,7 +50,7 @@ class TokenSink:
         return TokenProbe(self, tuple(spans))
 
     def take(self, tap: TokenProbe, columns: Mapping[str, Tensor]) -> None:
-        """Columns of a micro-batch, [N] each. They stay where they are until somebody reads."""
+        """Take columns of a micro-batch, [N] each. They stay on their device until `settle`."""
         self._passed.append((tap, {name: values.detach() for name, values in columns.items()}))
 
     def settle(self) -> Found:

@@ -37,7 +37,7 @@ def succeeds(reward: Any, threshold: float) -> Any:
 
 
 class StopReason(StrEnum):
-    """Why a completion or an episode ended, as it was seen to end; never guessed afterwards from the last token."""
+    """The reason why a completion or an episode ended, as observed; never guessed afterwards from the last token."""
 
     EOS = "eos"  # sampled one of the model's end-of-sequence ids (which stays part of the sampled tokens)
     STOP = "stop"  # its text reached one of the stop strings of the request
@@ -329,7 +329,7 @@ class Transcript:
         self.forks: tuple[int, ...] = ()  # numbers of tokens at which this transcript or the one before it branched off
 
     def observe(self, tokens: Iterable[int], kind: SpanKind | None = None, media: Iterable[Media] = ()) -> None:
-        """Append what the policy was shown. Never trained on. `kind`: the prompt at first, then an observation.
+        """Append the policy's input. Never trained on. `kind`: the prompt at first, then an observation.
 
         `media`: what stands in these tokens, their places counted in the transcript.
         """
@@ -339,7 +339,7 @@ class Transcript:
         self.media.extend(media)
 
     def sample(self, completion: Completion, learn: bool = True) -> None:
-        """Append what the policy sampled. Without `learn`, none of it is scored."""
+        """Append the policy's sampled tokens. Without `learn`, none of it is scored."""
         assert len(completion.tokens) == len(completion.logp), "one log-probability per sampled token"
         self.logp.extend(completion.logp)
         if completion.prompt_experts is not None and len(completion.prompt_experts) == len(self.tokens):
@@ -364,7 +364,7 @@ class Transcript:
             self.spans[place] = replace(span, experts=told)
 
     def imitate(self, tokens: Iterable[int]) -> None:
-        """Append what the policy is to imitate."""
+        """Append tokens for the policy to imitate."""
         self._append(tokens, SpanKind.IMITATED, True)
 
     def branch(self) -> Transcript:
@@ -543,8 +543,10 @@ class Rollout:
     side: str = ""  # of the episode, where the policy plays several: each has a rollout, and is compared with its like
     pieces: list[Piece] = field(default_factory=list)  # all scored tokens, in order; []: its group does not branch
     branch: Branch | None = None  # where it left another one; None: it began with the prompt
-    notes: dict[str, Any] = field(default_factory=dict)  # what its environment noted: JSON data; for reading only
-    asked: str = ""  # of a prompt of messages, what its user said last: what tells it from others; for reading only
+    notes: dict[str, Any] = field(default_factory=dict)  # notes of its environment: JSON data; for reading only
+    asked: str = (
+        ""  # of a prompt of messages, its user's last message, which distinguishes it from others; for reading only
+    )
     seconds: float = field(default=0.0, compare=False)  # from its last turn to its reward: depends on the clock
 
     @property
@@ -581,9 +583,9 @@ class Fate(StrEnum):
     EQUAL = "equal group"  # all rewards of its group are equal, and nothing but the advantage would move its tokens
     INVALID = "invalid"  # its reward is none, or the policy wrote nothing
     SMALL = "group too small"  # it is valid, and too few others of its group are
-    REPLACED = "replaced"  # dynamic sampling left its group out, and played another one if its budget allowed
+    REPLACED = "replaced"  # dynamic sampling left its group out, and sampled another one if its budget allowed
     FILTERED = "filtered"  # a filter of the row left it out, or its teacher cannot read it
-    UNSELECTED = "not selected"  # no update was given it, though its group tells something: see `Outcome.why`
+    UNSELECTED = "not selected"  # no update was given it, though its group has a signal: see `Outcome.why`
 
 
 @dataclass(frozen=True)
@@ -594,10 +596,10 @@ class Outcome:
     advantage: float | None = None  # mean over its scored tokens; None: nothing was credited to it
     fate: Fate = Fate.TRAINED
     why: str = ""  # of the fate, in words, such as "cut off after 512 tokens"
-    flags: tuple[str, ...] = ()  # what else is worth knowing: see `posttrain.training.sources.ledger`
-    shaping: float = 0.0  # what shaping added to its reward
-    penalty: float = 0.0  # what a KL in the reward took off, over all its tokens
-    replayed: bool = False  # whether an earlier step played it, and this one learned from it again
+    flags: tuple[str, ...] = ()  # further remarks: see `posttrain.training.sources.ledger`
+    shaping: float = 0.0  # the addition of shaping to its reward
+    penalty: float = 0.0  # the deduction of a KL in the reward, over all its tokens
+    replayed: bool = False  # whether an earlier step sampled it, and this one learned from it again
     member: int | None = None  # which response of its preference example; None: of none
-    label: Any = None  # JSON data of what was said of a response: see `posttrain.training.sources.example_recording`
+    label: Any = None  # JSON data of a response's labels: see `posttrain.training.sources.example_recording`
     numbers: dict[str, NDArray[Any]] = field(default_factory=dict)  # column -> [n_i], of each scored token

@@ -15,7 +15,7 @@ from io import BufferedIOBase, BufferedRandom
 from pathlib import Path
 from typing import cast
 
-MOST = 1 << 30  # bytes of what is read whole; of a line, in what is read by lines
+MOST = 1 << 30  # bytes of a file that is read whole; of a line, in one that is read by lines
 
 _KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
@@ -27,7 +27,7 @@ Name = str | os.PathLike[str]
 
 def opened(path: Name, mode: str = "rb") -> BufferedRandom:
     """Return the file, opened as `open` does, and never waited for: neither to be read nor to be written."""
-    return cast(BufferedRandom, open(named(path), mode, opener=_opener))  # it can what its mode lets it
+    return cast(BufferedRandom, open(named(path), mode, opener=_opener))  # its methods depend on the mode
 
 
 def content(path: Name, most: int = MOST) -> bytes:

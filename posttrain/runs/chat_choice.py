@@ -92,7 +92,7 @@ class Chatting:
 
 
 def _plain(shown: Turn, tasks: Tasks | Stream) -> bool:
-    """Whether what is shown is the prompt of a row."""
+    """Whether the first turn is the prompt of a row."""
     return any(task.get("prompt") == shown.text for task in tasks.examples())
 
 
@@ -128,7 +128,7 @@ def system_of(folder: Path) -> str | None:
 
 
 def _of_run(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the run that a checkpoint is of, and what it did."""
+    """Return the run that a checkpoint is of, and its choice."""
     for place in (folder, *list(folder.parents)[:2]):
         if (place / RUN).is_file():
             try:

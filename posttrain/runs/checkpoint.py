@@ -102,7 +102,7 @@ def listed(run: Path) -> list[Path]:
 
 
 def examined(run: Path) -> Iterator[tuple[Path, str | None]]:
-    """Yield the checkpoints of a run, the newest first, each with what is wrong with it (None: nothing)."""
+    """Yield the checkpoints of a run, the newest first, each with its damage (None: none)."""
     return ((folder, damaged(folder)) for folder in reversed(listed(run)))
 
 
@@ -163,8 +163,8 @@ def step_of(folder: Path) -> int:
 def save_state(state: dict[str, Any]) -> Callable[[Path], None]:
     """State that is not weights: the source's, the controllers', and torch's own random generator, as it is now.
 
-    Returns what writes it into a folder, later. What is still being made then says itself, by `plain()`, what JSON holds of
-    it, and may take its time.
+    Returns a function that writes it into a folder, later. A value that is still being made then returns its JSON data from
+    `plain()`, and may take its time.
     """
     import torch
 

@@ -39,7 +39,7 @@ Points = tuple[np.ndarray, np.ndarray]  # steps, values
 
 @dataclass
 class _Line:
-    """The runs under one label: for each metric the points of each of them that has it, and what was found."""
+    """The runs under one label: for each metric the points of each of them that has it, and the findings."""
 
     label: str
     series: dict[str, list[Points]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def _figure(lines: Sequence[_Line], names: Sequence[str]) -> Figure:
     return figure
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------------------
+# -- content -----------------------------------------------------------------------------------------------------------
 
 
 def _listed(given: Folder | Sequence[Folder]) -> list[Folder]:
@@ -116,7 +116,7 @@ def _read(label: str, folders: Sequence[Folder]) -> _Line:
 
 
 def _series(folder: Folder) -> dict[str, Points]:
-    """Name -> (steps, values), of what was recorded and finite."""
+    """Name -> (steps, values), of recorded and finite values."""
     points: dict[str, list[tuple[int, float]]] = {}
     for row in read_metrics(folder) + read_timing(folder):
         for name, value in row.items():

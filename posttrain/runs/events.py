@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-SECONDS_BETWEEN_FLUSHES = 10.0  # of what TensorBoard shows of a run that is on
+SECONDS_BETWEEN_FLUSHES = 10.0  # of the values of a run that is on
 
 
 class Events:

@@ -61,7 +61,7 @@ def of_code(code: str | Callable[..., Any]) -> Print | None:
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Print | None]) -> list[str]:
-    """Return the names of what was there before, is there now, and has another content."""
+    """Return the names of inputs that were there before, are there now, and have another content."""
     both = [(n, then, now.get(n)) for n, then in before.items() if isinstance(then, Mapping)]
     return [name for name, then, present in both if present and then.get("digest") != present["digest"]]
 

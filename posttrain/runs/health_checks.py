@@ -159,7 +159,7 @@ def solved(history: History) -> str | None:
     if equal is None or accuracy is None or not history.solved:
         return None
     more = "" if history.replacing else ", or spend the steps on what is left with --dynamic-sampling 4"
-    # What a critic expects of a reply does not depend on its group.
+    # A critic's values of a reply do not depend on its group.
     left = "neither teaches anything" if history.of("explained_variance", 1) is None else "little is left to learn"
     return (
         f"{accuracy.now:.1%} of the replies are right: in about {equal.right:.0%} of the groups all are, in about "

@@ -26,7 +26,7 @@ class Lines:
     """The file, opened for writing at its end."""
 
     def __init__(self, path: Path, follows_from: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-        """`follows_from`: what the rows follow from, by names that a user knows.
+        """`follows_from`: the inputs of the rows, by names that a user knows.
 
         Raises UserError for a file that is there already, or was begun otherwise, or is being written.
         """

@@ -2,7 +2,7 @@
 
 The file `lock` in the folder is locked by the operating system (flock), which releases it however its process ends; the
 processes that this one starts do not keep it. So is the folder itself, where its file system can lock folders: a file
-that somebody deletes admits no second owner. The file's content, and the time when it was last touched, are for the
+that a user deletes admits no second owner. The file's content, and the time when it was last touched, are for the
 cases in which that is not enough:
 
 * another machine shares the folder and its kernel does not see our locks: the owner touches the file every
@@ -86,7 +86,7 @@ class Lock:
                 os.close(held)
 
     def _take(self) -> str | None:
-        """Try to become the owner. Returns who is, in words, if that is another one."""
+        """Try to become the owner. Returns another owner in words, if there is one."""
         try:
             descriptor = os.open(self._path, FLAGS, 0o644)
         except OSError as error:
@@ -152,7 +152,7 @@ def in_use(folder: Path) -> bool:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether a process has the folder itself locked: somebody has deleted the file."""
+    """Whether a process has the folder itself locked: a user has deleted the file."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

@@ -58,7 +58,7 @@ class HealthLimits:
     solved: float = 0.8
     """Share of groups that are all right, above which that is because the task is solved."""
     drop: float = 0.5
-    """Share of what the reward had gained that must be lost again."""
+    """Share of the reward's gain that must be lost again."""
     drop_least: float = 0.1
     """And share of its best value."""
     memory: float = 0.2
@@ -76,7 +76,7 @@ class HealthLimits:
     routing: float = 0.5
     """Routers have collapsed below this share of the entropy that the load of the experts had at the start."""
     critic: float = -0.1
-    """Explained variance below which the critic does harm; 0 is what a constant explains."""
+    """Explained variance below which the critic does harm; a constant explains 0."""
     critic_after: int = 30
     """Steps that it has to learn first."""
 

@@ -103,7 +103,7 @@ def made_by_run(folder: Path) -> list[Path]:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete what a run has made; a folder of it that holds something else besides stays, with that in it.
+    """Delete a run's own files; a folder of it that holds something else besides stays, with that in it.
 
     Raises UserError, with nothing deleted, if a folder stands where a run has a file.
     """
@@ -118,7 +118,7 @@ def delete_run(folder: Path) -> None:
         elif path.parent.name == CHECKPOINTS:
             shutil.rmtree(path)
         else:
-            with suppress(OSError):  # not empty: it holds what the run has not made
+            with suppress(OSError):  # not empty: it holds files that the run has not made
                 path.rmdir()
 
 

@@ -1,7 +1,7 @@
 """The folder of a run, from the first look at it to its record.
 
 Decides whether a run may begin or go on in a folder, what it goes on from, and what an overwritten one loses. Nothing is
-written or deleted before `RunFolder.open`, so that whatever is wrong with options, data or model costs nothing.
+written or deleted before `RunFolder.open`, so that a fault in options, data or model costs nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RunFolder(Generic[AnyTraining]):
         self.config, self.checkpoint = self.world.gather(found)[0]
 
     def _again(self, config: AnyTraining) -> AnyTraining:
-        """The options with which torchrun's restart of a run goes on: with what was saved, or from the beginning.
+        """Return the options with which torchrun's restart of a run goes on: from a checkpoint, or from the beginning.
 
         Only where an earlier attempt has begun the run. A folder that it refused is refused again.
         """
@@ -141,7 +141,7 @@ class RunFolder(Generic[AnyTraining]):
         return checkpoints.resolve(self.config.model) if self.config.model else None
 
     def open(self, told: Mapping[str, Any]) -> RunRecord:
-        """Return the record, ready to be written: new, or with what was recorded since the checkpoint taken out.
+        """Return the record, ready to be written: new, or without the steps after the checkpoint.
 
         `told`: what else run.json should say.
         """
@@ -227,7 +227,7 @@ class RunFolder(Generic[AnyTraining]):
 
     @cached_property
     def _inputs(self) -> dict[str, Print | None]:
-        """Fingerprints of what the run reads, by option. A dataset by its name has none."""
+        """Return fingerprints of the run's inputs, by option. A dataset by its name has none."""
         found: dict[str, Print | None] = {}
         for name in READ:
             for label, value in _paths(self.config, name):
@@ -280,7 +280,7 @@ def _keep_inputs(config: Training, folder: Path) -> None:
 
 
 def _paths(config: Training, name: str) -> list[tuple[str, str]]:
-    """(label, value) of what an option of `READ` names: one, or one for each service or entry."""
+    """Return (label, value) of the files of an option of `READ`: one, or one for each service or entry."""
     value = getattr(config, name, None)
     if name in SERVICES:
         named = named_services(value or (), name.replace("_", "-"))

@@ -1,6 +1,6 @@
 """Reads what runs leave behind, while they are on and afterwards. Needs no lock.
 
-Decides what a sound file looks like: whatever is wrong is a UserError of one line that names the file and the line.
+Decides what a sound file looks like: a fault is a UserError of one line that names the file and the line.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def read_run(folder: Folder) -> Row:
 
 
 def divides_by_sampler(run: Row) -> bool:
-    """Whether its ratio divides by what the tokens were sampled with, and not by the weights before the step."""
+    """Whether its ratio divides by the sampler's probabilities, and not by those of the weights before the step."""
     said = run.get("objective")
     return isinstance(said, list) and any(str(line).strip().startswith("old: the policy that sampled") for line in said)
 
 
 def split_of(config: Row) -> tuple[float, int]:
-    """(share, seed) of what a run holds out, as its run.json has it."""
+    """Return (share, seed) of a run's held-out tasks, from run.json."""
     seed = config.get("split_seed")
     return float(config.get("held_out") or 0.0), int(config.get("seed") or 0) if seed is None else int(seed)
 
@@ -72,7 +72,7 @@ def _age(folder: Path) -> float:
 
 
 def read_metrics(folder: Folder) -> list[Row]:
-    """One dict a step: {"step": 12, "reward": 0.5, ...}; None for what was not finite. Works during the run."""
+    """One dict a step: {"step": 12, "reward": 0.5, ...}; None for non-finite values. Works during the run."""
     return [row for row, _ in read_steps(Path(folder) / METRICS)]
 
 
@@ -90,7 +90,7 @@ def read_health(folder: Folder) -> list[Row]:
 def rollout_steps(folder: Folder, held_out: bool = False) -> list[int]:
     """Return the steps whose rollouts are there, in order; `held_out`: those of evaluations during the run.
 
-    Whatever else lies among them is not looked at.
+    Other files among them are ignored.
     """
     kind = EVALS if held_out else ROLLOUTS
     inside = Path(folder) / kind

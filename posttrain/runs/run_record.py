@@ -87,10 +87,10 @@ class RunRecord:
         extra: Mapping[str, Any] | None = None,
         noted: Mapping[str, Any] | None = None,
     ) -> RunRecord:
-        """Continue a run from its checkpoint of `step`: what was recorded of later steps is deleted.
+        """Continue a run from its checkpoint of `step`: records of later steps are deleted.
 
         `config`: all settings as they are from now on, if some were changed; `extra` replaces what `create` was given;
-        `noted`: what is worth knowing of this resumption.
+        `noted`: entries of run.json on this resumption.
         """
         path = Path(folder)
         run = read_run(path)
@@ -118,7 +118,7 @@ class RunRecord:
         self._draw(step, values)
 
     def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
-        """Add lines to health.jsonl: (step, name, message) of what was found. `anew`: it holds nothing else."""
+        """Add lines to health.jsonl: (step, name, message) of each finding. `anew`: it holds nothing else."""
         path = self.folder / HEALTH
         content = b"".join(json_line({"step": s, "name": name, "message": told}) for s, name, told in findings)
         if anew:
@@ -132,7 +132,7 @@ class RunRecord:
     def rollouts(self, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
         """Write what became of the rollouts of a step, and the seconds of their turns beside them.
 
-        Both files appear whole or not at all, the seconds first: whoever finds the rollouts finds them too. They are
+        Both files appear whole or not at all, the seconds first: a reader that finds the rollouts finds them too. They are
         written beside what comes next, and an error is raised there: by the next call, `flush` or `close`.
         """
         self._write(step, ROLLOUTS, outcomes, kind)
@@ -189,7 +189,7 @@ class RunRecord:
         replace(self.folder / RUN, json_document({**self._run, "end": now(), "final": final}))
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass on to TensorBoard, which hides what an earlier attempt wrote of the steps since the resume."""
+        """Pass on to TensorBoard, which hides an earlier attempt's values of the steps since the resume."""
         if self._events is None:
             # The suffix, because two attempts may begin within one second, which is all that their names have.
             suffix = f".{len(self._run.get('resumes', []))}"

@@ -20,7 +20,7 @@ from posttrain.runs.run_reading import read_run
 from posttrain.runs.terminal.printing import table
 
 WIDTH = 80
-LIMIT = 200  # tasks of a probe unless --limit says otherwise
+LIMIT = 200  # tasks of a probe without --limit
 TASK_OPTIONS = ("tasks", "split", "fields", "prompt_template", "response_template", "env")
 """The run's record of its tasks; `--tasks` replaces all but the environment."""
 PLAY_OPTIONS = ("max_tokens", "stop", "max_episode_tokens", "max_turns", "max_tool_calls", "episode_timeout", "success")

@@ -28,7 +28,7 @@ class Replies:
     step: Integers  # [n]
     prompt: Integers  # [n], number of its task, from 0 on: the unit of resampling
     cell: Integers  # [n], number of its group: one prompt in one step
-    text: list[str]  # [n], what was sampled, the turns of an episode joined by line ends
+    text: list[str]  # [n], the sampled text, the turns of an episode joined by line ends
     length: Floats  # [n], sampled tokens
     reward: Floats  # [n]
     parts: dict[str, Floats]  # name -> [n]; nan where a reply lacks it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JobTurn:
-    """A turn of an episode: the environment works, the engine reads what is new, and samples."""
+    """A turn of an episode: the environment works, the engine reads the new tokens, and samples."""
 
     steps: int  # decoding steps of the reply
     read: int = 0  # tokens that go through the model before the first of them
@@ -18,7 +18,7 @@ class JobTurn:
 
 @dataclass(frozen=True)
 class JobEpisode:
-    """One rollout as it is played."""
+    """One rollout as it is sampled."""
 
     stages: tuple[JobTurn, ...]
     reward: float = 0.0  # seconds from its last reply to its reward
@@ -48,7 +48,7 @@ class Speed:
     admitted: int = 1  # free slots that are waited for before requests are admitted, while others run
 
     def step(self, running: int) -> float:
-        """Seconds of a decoding step: on the line between what was measured, beyond it on the last line."""
+        """Seconds of a decoding step: on the line between measurements, beyond them on the last line."""
         known = self.decoding
         if len(known) == 1 or running <= known[0][0]:
             return known[0][1]
@@ -84,14 +84,14 @@ class PlanSetting:
     engines: int
     learners: int = 1
     async_steps: int = 0
-    """Step n learns from what was sampled by the weights after step n - 1 - async_steps."""
+    """Step n learns from rollouts sampled by the weights after step n - 1 - async_steps."""
     tokens: int | None = None
     """A reply that is unfinished after so many tokens of its step goes on in the next one, with that one's weights."""
     shared: bool = False
     """Each device is engine and learner in turns, as with --processes."""
     clock: bool = False
-    """New weights go to all engines at once, under replies that are being sampled, and a step learns from what is whole
-    first: what other asynchronous trainers do, and the clock decides. For comparison."""
+    """New weights go to all engines at once, under replies that are being sampled, and a step learns from the groups
+    that are whole first: what other asynchronous trainers do, and the clock decides. For comparison."""
 
     @property
     def devices(self) -> int:

@@ -188,7 +188,7 @@ def _group(rows: Sequence[Row]) -> Group:
 
 
 def _own(row: Row) -> list[Row]:
-    """Return the turns that were played for this rollout, not for the one that it left."""
+    """Return the turns that were sampled for this rollout, not for the one that it left."""
     turns: list[Row] = row["turns"][row["branch_turns"] or 0 :]
     return turns
 

@@ -30,7 +30,7 @@ HELP = {
 
 
 def plan(run: str, config: Plan) -> int:
-    """Print what a pilot run's job would do in other settings. Returns the exit code."""
+    """Print the forecast of a pilot run's job in other settings. Returns the exit code."""
     _check(config)
     pilot = read_pilot(run, config.prompts, config.group, config.weight_sync_seconds, config.gradients)
     steps = config.steps or _enough(pilot, config)
@@ -120,7 +120,7 @@ def _best(found: Iterable[SimulationResult]) -> SimulationResult:
 def _lines(
     pilot: Pilot, alone: SimulationResult, found: list[SimulationResult], best: SimulationResult, config: Plan
 ) -> list[str]:
-    # what differs by nothing that is shown goes by what it takes
+    # settings with equal speeds as shown are ordered by their devices
     order = sorted(
         found,
         key=lambda o: (o is not best, -float(f"{o.steps_per_hour:.3g}"), o.setting.async_steps, o.setting.devices),

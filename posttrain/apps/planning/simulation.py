@@ -1,6 +1,6 @@
-"""Plays a job through, event by event: engines, environments and learners, with the clock of a machine that there is not.
+"""A simulation of a job, event by event: engines, environments and learners, on the clock of an imaginary machine.
 
-Decided here: what an engine does between two events follows from how many requests run in it, so only beginnings and ends
+Decided here: the work of an engine between two events follows from the number of its requests, so only beginnings and ends
 of requests are events. An engine holds weights of one version and takes up others when it has finished all that was
 begun with them; different engines may be at different versions. Nothing is drawn here: a job in a setting has one outcome.
 """
@@ -22,11 +22,11 @@ BUSY = 0.9  # share of the learners' time from which on they are the bottleneck
 
 @dataclass(eq=False)
 class SimulatedEpisode:
-    """An episode that is being played."""
+    """An episode in progress."""
 
     episode: JobEpisode
     group: int
-    step: int  # in which it is played now
+    step: int  # in which it is in progress
     engine: SimulatedEngine | None = None
     stage: int = 0
     steps: int = 0  # decoding steps that are left of its stage
@@ -52,7 +52,7 @@ class SimulatedEngine:
     speed: Speed
     version: int = 0
     owed: int = 0  # episodes that are neither finished nor cut
-    rewards: int = 0  # that are computed for what it has finished
+    rewards: int = 0  # that are computed for its finished episodes
     of: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # the same by version
     waiting: defaultdict[int, deque[SimulatedEpisode]] = field(default_factory=lambda: defaultdict(deque))  # by version
     running: list[tuple[float, int, float, SimulatedEpisode]] = field(
@@ -122,7 +122,7 @@ class SimulationResult:
         if self.learners >= BUSY:
             return "learners"
         shares = dict(self.engines)
-        if self.setting.shared:  # who waits for weights makes them
+        if self.setting.shared:  # the process that waits for weights makes them
             shares |= {"learners": self.learners, "weights": 0.0}
         return max(shares, key=lambda kind: shares[kind])
 
@@ -151,7 +151,7 @@ class Simulation:
         self.learning = False
         self.dirty: dict[int, SimulatedEngine] = {}
         self.served: list[Served] = []
-        self.marks: list[dict[str, float]] = []  # what engines have spent, after each step
+        self.marks: list[dict[str, float]] = []  # the engines' use of time, after each step
 
     def run(self) -> SimulationResult:
         self._open()
@@ -373,7 +373,7 @@ class Simulation:
     def _outcome(self) -> SimulationResult:
         """Over the steps behind the first fifth, in which engines are not yet as far ahead as they may be.
 
-        Learning is counted no faster than playing: what was played ahead before may be learned from only once.
+        Learning is counted no faster than sampling: rollouts sampled in advance can be learned from only once.
         """
         first = max(1, min(self.steps - 2, self.steps // 5 + self.setting.async_steps))
         (began, _, before, _), (ended, _, after, _) = self.learned[first - 1], self.learned[-1]

@@ -29,9 +29,9 @@ class Answers:
         self._making = threading.Lock()
 
     def of(self, path: str, query: Query) -> Any:
-        """Plain JSON data. Raises UserError for what is not there, or cannot be read; KeyError for no such path.
+        """Plain JSON data. Raises UserError for missing or unreadable data; KeyError for no such path.
 
-        Files may hold anything: what they say and no run has written is told in a line, and the other pages stay.
+        Files may hold anything: content that no run writes is reported in a line, and the other pages stay.
         """
         ask = self._asked(path, query)
         try:

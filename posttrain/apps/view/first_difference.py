@@ -193,7 +193,7 @@ def _token(run: OpenRun, part: RolloutPart, index: int, at: int) -> Row:
 
 
 def _sampled_before(row: Row, at: int) -> list[float]:
-    """Return the engine's log-probabilities of what was sampled before a place."""
+    """Return the engine's log-probabilities of the sampled tokens before a place."""
     spans = [s for s in row["spans"] or [] if s["kind"] == SpanKind.SAMPLED]
     return list((row["engine"] or [])[: sum(min(s["length"], max(0, at - s["start"])) for s in spans)])
 

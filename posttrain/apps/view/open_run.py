@@ -87,15 +87,13 @@ class OpenRun:
                 self.problem = str(error)
             except FileNotFoundError:  # a step that a resume has deleted: the next look sees it
                 pass
-            except (
-                Exception
-            ) as error:  # whatever else is wrong with a file: the pages show it, and the next look tries again
+            except Exception as error:  # other faults of a file: the pages show them, and the next look tries again
                 self.problem = f"{self.folder} cannot be read: {one_line(error)[:200]}"
             self.ready.set()
             self._ended.wait(PAUSE if self.on else 5 * PAUSE)
 
     def _index(self) -> None:
-        """Make what is missing of the index of a run that has ended: the next one to open it need not wait."""
+        """Complete the index of a run that has ended: the next one to open it need not wait."""
         if not self.on:
             with contextlib.suppress(OSError):
                 open_index(self.folder)
@@ -150,7 +148,7 @@ class OpenRun:
         return float(given) if known else self.store.success
 
     def _inferred(self) -> bool:
-        """Set what counts as right by what the run itself has counted: the threshold that gives its accuracy."""
+        """Set the threshold of success so that it gives the accuracy that the run itself has counted."""
         known = [(row["step"], row["accuracy"]) for row in read_metrics(self.folder) if row.get("accuracy") is not None]
         if known and all(accuracy == 0 for _, accuracy in known):  # nothing ever was
             self.store.success = self.store.rows.limit + 2  # beyond the greatest reward

@@ -1,4 +1,4 @@
-"""The four questions of the overview: what is drawn for each, of what the run has recorded."""
+"""The four questions of the overview: the panels of each, drawn from the run's record."""
 
 from __future__ import annotations
 

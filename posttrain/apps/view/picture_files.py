@@ -8,7 +8,7 @@ from pathlib import Path
 from posttrain.core import user_files
 from posttrain.core.pictures import FOLDER
 
-MOST = 64 << 20  # bytes of a picture: whatever is larger is none
+MOST = 64 << 20  # bytes of a picture: a larger file is none
 _KINDS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"BM": "image/bmp"}
 
 

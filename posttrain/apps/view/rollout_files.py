@@ -108,7 +108,7 @@ def _scalars_of(part: RolloutPart, file: File) -> pa.Table | UserError:
 
 
 UNUSED = {"step_rewards", "versions", "media", "branch_of", "branch_turns", "branch_taken"}
-"""Columns of the index that nobody asks for here."""
+"""Columns of the index that are not needed here."""
 _WANTED = {*INDEX.names, "prompt", "asked", "text"}
 
 

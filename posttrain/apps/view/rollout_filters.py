@@ -403,7 +403,7 @@ def _at(rows: RolloutColumns, places: Places) -> Mask:
 
 
 def _found(rows: RolloutColumns, text: str) -> Mask:
-    """Rows whose prompt or reply has this text, whatever its case: in the whole text where it is held."""
+    """Rows whose prompt or reply has this text, in any case: in the whole text where it is held."""
     mask = np.zeros(len(rows), dtype=bool)
     for name in ("prompt", "text"):
         codes, values = rows.fullest(name)

@@ -41,7 +41,7 @@ _JSON = ("columns", "notes", "answers", "label")
 def one(
     store: Store, pieces: TokenPieces, objective: Sequence[str], part: RolloutPart, index: int, begin: int = 0
 ) -> dict[str, Any]:
-    """Return a rollout and what is known of its group."""
+    """Return a rollout with the figures of its group."""
     [row] = _read(store, part, [index])
     shown = _shown(row, pieces, begin, WINDOW)
     held = store.rows

@@ -52,7 +52,7 @@ def expecting(parts: Iterable[str]) -> RolloutColumns:
 
 
 class Store:
-    """The rollouts of a run, as far as they have been read; `follow` reads what is new."""
+    """The rollouts of a run, as far as they have been read; `follow` reads new ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Store:
         return self.rows.parts
 
     def meant(self, rows: RolloutColumns, condition: str) -> Places:
-        """Return the rows for which a condition in SQL holds. Raises UserError for what is none."""
+        """Return the rows for which a condition in SQL holds. Raises UserError if it is no condition."""
         return self._asking().places(rows, condition)
 
     def _asking(self) -> Conditions:
@@ -116,7 +116,7 @@ class Store:
     # -- scalars -------------------------------------------------------------------------------------------------------
 
     def follow(self) -> bool:
-        """Read what is new or has changed; whether anything was."""
+        """Read new and changed files; return whether there were any."""
         with self._writing:
             there = parts_of(self.folder)
             self.damaged = {part: (file, why) for part, (file, why) in self.damaged.items() if there.get(part) == file}
@@ -134,7 +134,7 @@ class Store:
             return True
 
     def settle(self) -> None:
-        """Show what has been read, by what counts as right now."""
+        """Show the rows so far, by the current threshold of success."""
         self.rows = RolloutColumns(self.rows.table, self.success, self._texts)
 
     def _forget(self, gone: Iterable[RolloutPart]) -> None:
@@ -221,7 +221,7 @@ class Store:
         return {RolloutPart(int(key >> 1), bool(key & 1)) for key in np.unique(rows.key[found] >> 32).tolist()}
 
     def _texts_of(self, part: RolloutPart, long: bool) -> pa.Table:
-        """Return a part's texts; of one without long ones what else is searched."""
+        """Return a part's texts; of one without long ones, the searched beginnings."""
         table = rows(self.files[part], names=["index", *(TEXTS if long else ("columns", "notes"))])
         count = table.num_rows
         columns = {name: _encoded(table[name]) for name in TEXTS if name in table.column_names}
@@ -230,7 +230,7 @@ class Store:
 
 
 def _held(table: pa.Table) -> pa.Table:
-    """Return a table of the index's columns as it is held. Raises ArrowException or LookupError for what is none."""
+    """Return a table of the index's columns as it is held. Raises ArrowException or LookupError for other tables."""
     columns = {}
     for name, kind in _KINDS.items():
         columns[name] = _encoded(table[name]) if kind == _TEXT else table[name].cast(kind)

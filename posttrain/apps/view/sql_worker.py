@@ -111,7 +111,7 @@ def _table(number: int, descriptor: int) -> pa.Table:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[Any]:
-    """A cursor whose questions end after some seconds; what the database finds wrong is a UserError."""
+    """A cursor whose questions end after some seconds; an error of the database is a UserError."""
     cursor = _database().cursor()
     timer = threading.Timer(seconds, cursor.interrupt)
     timer.daemon = True

@@ -79,7 +79,7 @@ def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
 
 
 def _values(table: dict[str, list[Any]], name: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None:
-    """(values, which row, which place in its tokens) of every scored token that has one; None: nobody recorded it."""
+    """Return (values, rows, places in their tokens) of every scored token that has one; None: not recorded."""
     _, first, less = MEASURES[name]
     if first not in table or all(values is None for values in table[first]):
         return None

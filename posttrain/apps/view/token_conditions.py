@@ -47,7 +47,7 @@ def marked(
     vocabulary: Callable[[], Sequence[str]],
     seconds: float,
 ) -> list[tuple[int, bool, int, int, int]]:
-    """`Marked.rows`, of these parts. Raises UserError for what is no condition, or takes too long."""
+    """`Marked.rows`, of these parts. Raises UserError if it is no condition, or takes too long."""
     sql = f"""select step, held_out, "index", min(place), count(*) from tokens where ({condition}\n) group by all"""
     with Questions(folder, seconds, GIB, vocabulary, {(part.step, part.held_out) for part in parts}) as questions:
         try:

@@ -18,12 +18,12 @@ from posttrain.runs.run_reading import read_run
 if TYPE_CHECKING:
     from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character
+BROKEN = "\ufffd"  # a decoder's character for bytes that are none
 TOGETHER = 8  # tokens that may share a character
 
 
 def vocabulary_of(run: Path) -> list[str]:
-    """Return the texts of a run's tokens, by their ids; [] of what is no run, or has no tokenizer."""
+    """Return the texts of a run's tokens, by their ids; [] if it is no run, or has no tokenizer."""
     return TokenPieces(run, read_run(run)).vocabulary() if run.is_dir() else []
 
 

@@ -54,9 +54,10 @@ def why(row: Mapping[str, Any]) -> str:
 
 
 def equation(row: Mapping[str, Any], others: Sequence[float | None], objective: Sequence[str]) -> dict[str, Any]:
-    """Return the reward as a sum, and the advantage as the equation that gives what was recorded.
+    """Return the reward as a sum, and the advantage as the equation that gives the recorded value.
 
-    `others`: the rewards as used of its whole group. Where no usual equation gives it, the row's own formula is named.
+    `others`: the rewards as used of its whole group. Where no usual equation gives it, the algorithm's own formula is
+    named.
     """
     found: dict[str, Any] = {"formula": _formula(objective)}
     value, advantage = row["used"] if row["used"] is not None else row["reward"], row["advantage"]

@@ -68,7 +68,7 @@ async def _answer(runs: Sequence[OpenRun], token: str, listening: socket.socket)
 
 
 def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tuple[int, list[str]]:
-    """Write one run into one file; its size in bytes, and what is missing in it."""
+    """Write one run into one file; return its size in bytes, and its gaps."""
     if len(folders) != 1:
         raise UserError("--export writes one run: name one folder")
     from posttrain.apps.view.html_export import Selection, gathered, packed
@@ -116,10 +116,10 @@ class _NoPandas:
 
 @contextmanager
 def _lighter() -> Iterator[None]:
-    """Keep pyarrow from what it does not need here.
+    """Keep pyarrow from loading what it does not need here.
 
     It imports pandas before the first numbers go to or from an array, to tell pandas' own apart: 0.3 s and 43 MB. Its own
-    allocator holds on to what has been freed: 80 MB more, and as many pages to be made.
+    allocator keeps freed memory: 80 MB more, and as many pages to be made.
     """
     import pyarrow
 

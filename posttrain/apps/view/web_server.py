@@ -119,7 +119,7 @@ def _run(runs: Sequence[OpenRun], request: web.Request) -> OpenRun:
 
 
 def _guard(token: str) -> Middleware:
-    """Lets in who names this machine and the token, and puts the headers on every answer."""
+    """Admit requests that name this machine and the token, and puts the headers on every answer."""
 
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
         if len(request.path) > LONGEST:

@@ -56,7 +56,7 @@ class AnswerJournal:
         return of_step or question in self.valid, _read_again(found) if isinstance(found, _Line) else found
 
     def note(self, step: int, question: str, service: str, answer: Any) -> None:
-        """Keep what was answered. A run that is killed after this call finds it again."""
+        """Keep an answer. A run that is killed after this call finds it again."""
         found, reasoned = bare(answer), isinstance(answer, Reasoned)
         told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
         said = {"said": list(answer.said)} if reasoned else {}

@@ -63,7 +63,7 @@ class CallJournal:
             self._further |= not any(self._keeps(name, kept) for kept in (value, LEFT_OUT))
 
     def _keeps(self, name: str, value: Any) -> bool:
-        """Note it, if there is room: each costs what it is long, however many there are."""
+        """Store it, if there is room: each costs its length, however many there are."""
         size = [0]
         try:
             ((name, kept),) = plain_data({name: value}, size, 0).items()
@@ -78,7 +78,7 @@ class CallJournal:
         return True
 
     def next(self) -> tuple[int, bool]:
-        """Return the number of what is asked now, and whether its result is known."""
+        """Return the number of the current call, and whether its result is known."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "recorded was called in another thread than its episode's: in an async environment, give it the thread's "
@@ -125,7 +125,7 @@ def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
 
 CURRENT: ContextVar[CallJournal | None] = ContextVar("journal", default=None)
 NOTING: ContextVar[CallJournal | None] = ContextVar("noting", default=None)
-"""The episode's journal, also within what is recorded."""
+"""The episode's journal, also within a recorded call."""
 
 
 def note(*unnamed: Never, **values: Any) -> None:

@@ -37,7 +37,7 @@ EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them
 
 @dataclass(frozen=True)
 class Done:
-    """The episode is over: what it earned, the named parts of that, and what parts of its replies earned besides."""
+    """The episode is over: its reward, the named parts of that, and rewards of parts of its replies besides."""
 
     reward: float | Invalid
     rewards: dict[str, float] = field(default_factory=dict)
@@ -383,7 +383,7 @@ def read_number(value: Any, said: str) -> float | Invalid:
         return unreadable(f"{said} {short(value)}; {EXPECTED}")
     try:
         number = float(value)
-    except Exception:  # integers beyond float, whatever the user's type does
+    except Exception:  # integers beyond float, anything that the user's type does
         return unreadable(f"{said} {short(value)}; {EXPECTED}")
     if not abs(number) <= MOST_REWARD:  # NaN is not, either
         return unreadable(f"{said} {number:g}; {EXPECTED}")

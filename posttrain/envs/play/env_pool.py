@@ -7,8 +7,8 @@ Decided here:
   `Done(Invalid(...))`. So it is when the worker dies by itself, takes too much memory, or sends an unreadable message.
 * Scoring goes to whichever worker is free. An episode of several turns stays with the worker that began it, the one
   with the fewest of them. When that is lost, its other episodes are replayed in a fresh one from their task, the replies
-  and the answers of services that they had, which gives what was there before if the environment is deterministic. It
-  should be: seed what is random from the task.
+  and the answers of services that they had, which gives the same state if the environment is deterministic. It
+  should be: seed its random numbers from the task.
 * An environment that is written with `async def` waits beside others: a worker has as many of its steps under way as are
   asked. It enforces the limit itself, and reports nothing but the result; the pool does so a little later, for code that
   never gives the thread back. Then, and when such a worker dies, the episode whose code ran last is the one that is blamed.
@@ -65,8 +65,8 @@ GRACE_SECONDS = 1.0  # for a worker whose code waits to see to a limit itself
 KILLED = (
     signal.SIGKILL,
     signal.SIGTERM,
-)  # what ends a process from outside: a person, a scheduler, the system out of memory
-KILLED_MOST = 2  # times that an episode is played again for that: one that ends its own process so does it each time
+)  # signals that end a process from outside: a person, a scheduler, the system out of memory
+KILLED_MOST = 2  # replays of an episode for that: one that ends its own process so does it each time
 MOST_BESIDE = 1024  # scores that wait side by side in a worker
 
 
@@ -129,7 +129,7 @@ class _Worker:
         self.unsent = bytearray(framed(pickle.dumps(setup)))
 
     def write(self) -> bool:
-        """Write what it takes. Returns whether all of it went. Raises OSError if it is gone."""
+        """Write as much as the socket takes. Returns whether that was all. Raises OSError if the worker is gone."""
         while self.unsent:
             try:
                 del self.unsent[: self.socket.send(self.unsent)]
@@ -235,7 +235,7 @@ class EnvPool:
     def branch(self, id: int, to: int) -> None:
         """Begin an episode that is where the episode `id` is, which waits for a reply. Its first event is that turn again.
 
-        It is played again with the replies and answers so far; what was recorded is not done again. `Done` comes instead
+        It is replayed with the replies and answers so far; recorded calls are not repeated. `Done` comes instead
         where it goes another way.
         """
         known = self._episodes[id]
@@ -375,7 +375,7 @@ class EnvPool:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def _exchange(self, end: float | None) -> None:
-        """One round with the workers: send what is queued, wait until `end` for an answer or a limit, take it."""
+        """One round with the workers: send queued orders, wait until `end` for an answer or a limit, take it."""
         self._dispatch()
         now = time.monotonic()
         limits = [limit for worker in self._workers if (limit := self._limit(worker)) is not None]
@@ -412,7 +412,7 @@ class EnvPool:
                 self._write(worker)
 
     def _hand(self, worker: _Worker) -> None:
-        """Give a free worker what is queued for it, or its share of what is queued for any: less when less is left."""
+        """Give a free worker the orders queued for it, or its share of those queued for any: less when less is left."""
         worker.queue.extend(self._queue.popleft() for _ in range(self._share(worker)))
         if not worker.queue:
             return
@@ -518,7 +518,7 @@ class EnvPool:
         """A worker that has to be replaced; the reason blames the episode it was in, if any.
 
         `killed`: from outside, as far as can be told. The episode has then lost no more than those beside it, and is
-        played again.
+        replayed.
         """
         if not worker.ready:
             self._import_failed(worker, f"{self._name}: {reason.replace('its', 'a')} while it was imported")

@@ -27,7 +27,7 @@ DIVERGED = (
 )
 
 Records = Callable[[int, int, Any], None]
-"""Keeps what an episode recorded: the episode's number, the number of the result, and the result."""
+"""Keeps a recorded result: the episode's number, the number of the result, and the result."""
 
 
 class _Reports:
@@ -56,7 +56,7 @@ class _Reports:
         return Done(Invalid(cleaned(reason), InvalidKind.RAISED))
 
     def _let_through(self, error: BaseException) -> None:
-        """Raise what is the user's at the keyboard; everything else that an environment raises is its own."""
+        """Raise an exception of the user's at the keyboard; everything else that an environment raises is its own."""
         if isinstance(error, KeyboardInterrupt) and not self._alone:
             raise error
 
@@ -72,12 +72,12 @@ class _Reports:
         return CallJournal(None if records is None else lambda number, value: records(id, number, value), known)
 
     def _end(self, event: Event, journal: CallJournal) -> Event:
-        """With what was noted, if it is the end."""
+        """Return the event, with the episode's notes if it is the end."""
         notes = journal.notes if isinstance(event, Done) else {}
         return replace(event, notes=notes) if isinstance(event, Done) and notes else event
 
     def _own(self, task: Task) -> Task:
-        """The rows of a group are one object: each episode has a copy, to change as it likes."""
+        """Return an own copy of a task: the rows of a group are one object, and an episode may change its row."""
         return task if self._alone else copy.deepcopy(task)
 
 
@@ -92,7 +92,7 @@ class EnvRunner(_Reports):
         self._episodes: dict[int, tuple[Generator[Any, Any, Any], CallJournal]] = {}
 
     def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
-        """`known`: what it recorded when it was played before."""
+        """Begin an episode. `known`: results recorded before its replay."""
         self._episodes[id] = self._begin(task), self._journal(id, known or {})
         return self._resume(id, None)
 
@@ -109,12 +109,12 @@ class EnvRunner(_Reports):
             self._let_through(error)
 
     def close(self) -> None:
-        """Give up what is in progress."""
+        """Give up all episodes in progress."""
         for id in list(self._episodes):
             self.drop(id)
 
     def _begin(self, task: Task) -> Generator[Any, Any, Any]:
-        """Calls the environment only when it is first resumed: what a decorator raises is then caught like the rest."""
+        """Calls the environment only when it is first resumed: an exception of a decorator is then caught like the rest."""
         return (yield from self._env(self._own(task)))
 
     def _resume(self, id: int, said: Any) -> Event:
@@ -130,7 +130,7 @@ class EnvRunner(_Reports):
             return self._verdict(end.value)
         except BaseException as error:
             self._let_through(error)
-            self._episodes[id] = episode  # not ended, if what it yielded is what failed
+            self._episodes[id] = episode  # not ended, if its yielded value has failed
             self.drop(id)
             return self.raised(error)
         finally:
@@ -179,7 +179,7 @@ class AsyncEnvRunner(_Reports):
         self._episodes: dict[int, _Waiting] = {}
 
     async def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
-        """`known`: what it recorded when it was played before."""
+        """Begin an episode. `known`: results recorded before its replay."""
         episode = self._episodes[id] = _Waiting()
         context = copy_context()
         context.run(_ENTERS.set, lambda: self._enters(id))
@@ -209,7 +209,7 @@ class AsyncEnvRunner(_Reports):
         return event
 
     async def _play(self, episode: _Waiting, task: Task, journal: CallJournal) -> None:
-        """An episode from its beginning to its end, in one task: what it opens with `async with` it may close."""
+        """Run an episode from its beginning to its end, in one task: what it opens with `async with` it may close."""
         CURRENT.set(journal)  # of this task
         NOTING.set(journal)
         playing: AsyncGenerator[Any, Any] | None = None
@@ -256,7 +256,7 @@ class OneByOne:
         self._stage.drop(id)
 
     def close(self) -> None:
-        """Cancel what is in progress."""
+        """Cancel all episodes in progress."""
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -318,7 +318,7 @@ def _stepped(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]) ->
             return end.value
         try:
             said, go_on = (yield waits_for), coroutine.send
-        except GeneratorExit:  # nobody waits for it any more
+        except GeneratorExit:  # its caller does not wait any more
             coroutine.close()
             raise
         except BaseException as error:  # it was cancelled

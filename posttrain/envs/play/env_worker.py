@@ -1,7 +1,7 @@
 """The process that runs environments.
 
 The pool (`posttrain.envs.play.env_pool`) sends lists of commands over a socket; each is answered as soon as it is done.
-Of code that has the thread to itself one is done before the next one begins, so that whatever happens to this process
+Of code that has the thread to itself one is done before the next one begins, so that if this process ends
 the pool knows which episode it was in. Of code that waits many are under way, and a few bytes of memory that both share
 hold the episode whose code ran last.
 """
@@ -43,7 +43,7 @@ class _Connection:
         self._frames = Frames(most=1 << 62)  # the pool is trusted
         self._arrived: list[bytes] = []
         self._owner = os.getpid()
-        os.register_at_fork(after_in_child=self._socket.close)  # user code may fork: its child answers nobody
+        os.register_at_fork(after_in_child=self._socket.close)  # user code may fork: its child must not answer
 
     def receive(self) -> bytes:
         """Return the content of the next frame. Raises EOFError."""
@@ -98,7 +98,7 @@ class _Connection:
 
 
 def main(descriptor: int, note: int) -> None:
-    """Play what is asked through this socket until it is closed. `note`: memory that is shared with the pool."""
+    """Run the orders that come through this socket until it is closed. `note`: memory that is shared with the pool."""
     if sys.stdout is not None:  # the user's prints are for people, and should not wait
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection = _Connection(descriptor)
@@ -164,7 +164,7 @@ def _answer(connection: _Connection, stage: EnvRunner, command: WorkerCommand) -
         return
     try:
         event = stage.start(number, pickle.loads(command.task), command.recorded)
-    except BaseException as error:  # classes of the user's among what is in the task
+    except BaseException as error:  # the task may hold classes of the user's
         event = stage.raised(error)
     for said in command.sent:
         if parted(event, said):

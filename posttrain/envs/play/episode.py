@@ -32,7 +32,7 @@ from posttrain.envs.play.env_outputs import Done
 
 @dataclass(frozen=True)
 class Episode:
-    """One rollout to be played."""
+    """A rollout to be sampled."""
 
     task: Task
     group: str
@@ -170,7 +170,7 @@ class RunningEpisode:
         self._learn = turn.learn
 
     def reply(self, completion: Completion, seconds: float) -> Reply:
-        """The policy has answered: what the environment gets."""
+        """Add the policy's reply; return it in the form that the environment gets."""
         read = len(self.context.transcript)
         self.opening = self.opening or completion.logp
         calls = self.context.conversation.calls(completion.text)
@@ -216,7 +216,7 @@ class RunningEpisode:
     def rollouts(self, done: Done, branching: bool = False) -> list[Rollout]:
         """Return its result: a rollout of each side, in the order of their first turns.
 
-        A side that nothing is learned from is a part of the world, and has none. `branching`: rollouts of its group may
+        A side without training is a part of the world, and has none. `branching`: rollouts of its group may
         share replies.
         """
         found = [self._rollout(side, done, branching) for side in self._sides or [self.side]]

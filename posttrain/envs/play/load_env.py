@@ -95,7 +95,7 @@ def _sum_of(terms: Sequence[RewardTerm], spec: str) -> Callable[..., Any]:
 
 
 def _summand(term: str, spec: str) -> Callable[..., Any]:
-    """Return a reward as a part of a sum: what it gives in all."""
+    """Return a reward as a summand: its total."""
     if term.startswith(PREFIX):
         return _verifier(term)
     function = load_env(term)
@@ -148,7 +148,7 @@ def _bound(
 ) -> Callable[..., Any]:
     """Return the environment with these options: values of the types that it gives them.
 
-    Raises UserError for what it has not, and for what `check_options` beside it refuses: a function that gets all options.
+    Raises UserError for unknown options, and for those that `check_options` beside it refuses: a function of all options.
     """
     own = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
     if unknown := next((option for option in options if option not in own), None):
@@ -306,7 +306,7 @@ def pack_env(env: str | Callable[..., Any]) -> str | bytes:
     try:
         packed: bytes = cloudpickle.dumps(env)
         return packed
-    except Exception as error:  # whatever the objects it refers to raise
+    except Exception as error:  # the objects that it refers to may raise anything
         reason = describe_error(error, None)
         raise UserError(
             f"{name} cannot be sent to a worker: {reason}; move it to a file, or use --env-workers 0"

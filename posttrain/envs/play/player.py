@@ -1,7 +1,7 @@
 """Runs episodes: environments ask, the engine and services answer, transcripts grow, rewards come back.
 
 Decided here: sampling, tools and scoring overlap, and yet no outcome depends on timing. Where the engine's replies do not
-depend on what is sampled beside them (`Engine.batch_invariant`), every answer of an environment is taken as it comes.
+depend on other requests (`Engine.batch_invariant`), every answer of an environment is taken as it comes.
 Elsewhere the last bits of a reply would follow from the order of the requests, so that order is fixed: the engine
 answers all it has, then all environments show their next turns, in the order of the episodes. Questions to services,
 whose answers depend on no order, are passed on at once in either case.
@@ -85,9 +85,9 @@ class Player:
     services: Services = field(default_factory=Services)
     """The services that answer questions of environments."""
     world: World = field(default_factory=Alone)
-    """The processes that play together. Each is asked for the same episodes, plays its share of the groups, and gets all."""
+    """The processes that sample together. Each gets the same episodes, runs its share of the groups, and returns all."""
     unwanted: Callable[[], bool] = lambda: False
-    """Whether nobody waits any more for what is played."""
+    """Whether the rollouts in progress are not needed any more."""
 
     def play(self, episodes: Sequence[Episode], plan: BranchPlan | None = None) -> list[Rollout]:
         """Return the rollouts of these episodes, in their order: one each, or one for each side that the policy played.
@@ -122,7 +122,7 @@ class Player:
         return [each for group in groups.values() for each in group]
 
     def _share(self, episodes: Sequence[Episode]) -> dict[str, int]:
-        """Group -> who plays it."""
+        """Return group -> the process that runs it."""
         groups = dict.fromkeys(episode.group for episode in episodes)
         return {group: place % self.world.size for place, group in enumerate(groups)}
 
@@ -328,7 +328,8 @@ class _Play:
             self.sampled += 1
 
     def _request(self, index: int, place: int) -> int:
-        """Return the id of requests in this context of an episode: what is kept of each context is continued by its own."""
+        """Return the id of requests in this context of an episode: the kept state of each context is continued by its
+        own."""
         return index + len(self.playing) * place
 
     def _budget(self, p: RunningEpisode, turn: Turn | None = None) -> int:

@@ -67,7 +67,7 @@ class Services:
             self.journal.begin(step)
 
     def problem(self, ask: Ask) -> str | None:
-        """Why nobody can answer, in words; None: the service exists."""
+        """Return the reason why no service can answer, in words; None: the service exists."""
         if ask.service in self.named:
             return None
         has = f"has {', '.join(self.named)}" if self.named else "has none"
@@ -106,7 +106,7 @@ class Services:
         return [(id, copy.deepcopy(answer)) for id, answer in ready]  # an environment may change what it gets
 
     def forget(self) -> None:
-        """Nobody waits any more: the play that asked was given up. Answers that still come are kept."""
+        """Forget waiting episodes: their run was given up. Answers that still come are kept."""
         self._ready.clear()
         for ids in self._waiting.values():
             ids.clear()
@@ -161,7 +161,7 @@ def digest(identity: str, ask: Ask) -> str:
 
 
 def made_up(ask: Ask) -> Any:
-    """An answer to a question that nobody can answer, of the form that it would have; it follows from the question."""
+    """Return a made-up answer, of the form that it would have; it follows from the question."""
     return made_up_passages() if "retriever" in ask.service else int(digest("", ask)[:4], 16) / 0xFFFF
 
 

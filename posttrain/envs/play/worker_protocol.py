@@ -77,7 +77,7 @@ class WorkerReply:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """The result of what an episode is to do once."""
+    """The result of a call that an episode makes once."""
 
     number: int  # of the episode
     which: int  # of its results

@@ -63,7 +63,7 @@ class RolloutIndex:
                 path.unlink()
 
     def close(self) -> None:
-        """Make the piece of what was written last."""
+        """Make the piece of the last steps."""
         sources = _sources(self._folder).get(self._piece) if self._held else None
         if sources:
             with suppress(OSError):  # no room: its reader makes it

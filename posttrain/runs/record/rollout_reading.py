@@ -79,7 +79,7 @@ def read_file(
 
 
 def rows_of(table: pa.Table) -> list[Row]:
-    """Return a dict for each row: what is JSON in the table as data, `parts` by their names, and "id": "12/3".
+    """Return a dict for each row: JSON of the table as data, `parts` by their names, and "id": "12/3".
 
     Raises UserError for rows that no run has written.
     """
@@ -115,7 +115,8 @@ def _data(text: str | None) -> Any:
 
 
 def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ, held_out: bool = False) -> list[Row]:
-    """Return the rollouts that a step played as `rows_of` has them, without the numbers of tokens unless these are named.
+    """Return the rollouts that a step sampled in the form of `rows_of`, without the numbers of tokens unless these are
+    named.
 
     Those of earlier steps that it learned from again stand in its table alone.
     """

@@ -24,7 +24,7 @@ def said_by(turn: Mapping[str, Any], prompt: str, text: str) -> str:
 
 
 def transcripts_of(row: Mapping[str, Any]) -> list[Transcript]:
-    """Return the transcripts of a row that was read; what is not kept of them, such as routed experts, is missing.
+    """Return the transcripts of a row that was read; unrecorded data, such as routed experts, are missing.
 
     Raises ValueError, LookupError or TypeError if the row is none.
     """

@@ -1,7 +1,7 @@
 """Makes the tables of a step from what became of its rollouts, a column at a time.
 
 A row at a time would be easier to read, and was tried: its some fifty objects a rollout cost the training beside it, which
-shares the interpreter and its garbage collection, three times what they took to make.
+shares the interpreter and its garbage collection, three times the time of making them.
 
 Only the table of seconds depends on the clock. Values without a form in a table get one: infinite rewards are null, a
 half of a surrogate pair becomes its escape.

@@ -6,7 +6,7 @@ one for each sampled token.
 
 Values that follow from other columns are not stored: the ratio is exp(learner - before), 1 where there is no `before`
 because the step's first update alone learned from the rollout, and exp(learner - engine) in rows whose `old` is
-"sampler"; on which side it is clipped follows from the row's bounds, which are in run.json.
+"sampler"; on which side it is clipped follows from the algorithm's bounds, which are in run.json.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SCALARS = pa.schema(
         ("columns", _TEXT),  # JSON of the task's own columns, pictures by their names
         ("side", _TEXT),
         ("prompt", _TEXT),
-        ("asked", _TEXT),  # of a prompt of messages, the beginning of what its user said last; null of text
+        ("asked", _TEXT),  # of a prompt of messages, the beginning of its user's last message; null of text
         ("text", _TEXT),
         ("reward", pa.float64()),  # null: invalid
         ("invalid", _TEXT),  # why
@@ -132,7 +132,7 @@ INDEX = pa.schema(
     ],
     metadata={KEY: VERSION.encode()},
 )
-"""A piece of index/: scalars of 50 steps, without what is long."""
+"""A piece of index/: scalars of 50 steps, without long columns."""
 PIECE, START, ASKED = 50, 80, 400
 """Steps of a piece of the index; characters of a text in it, and of `asked`, where the name of a picture
 takes nearly as many."""

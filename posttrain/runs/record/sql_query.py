@@ -1,4 +1,4 @@
-"""Questions in SQL about what a run left: one SELECT, over the run's own files, within a time and a memory.
+"""Questions in SQL about a run: one SELECT, over the run's own files, within a time and a memory.
 
 The database reads no file but these, which are named before the question is looked at, and whose list cannot be changed
 any more. A statement that is no SELECT is not begun: COPY would write even where nothing else may be read.
@@ -50,7 +50,7 @@ _JSON = ("columns", "notes", "answers", "label")
 class Questions:
     """A database over one run, or over a file of rollouts as an evaluation leaves it.
 
-    `seconds`, `gib`: what a question may take. `vocabulary`: the texts of the tokens, by their ids; [] if nobody knows.
+    `seconds`, `gib`: the limits of a question. `vocabulary`: the texts of the tokens, by their ids; [] if unknown.
     `only`: the files to look at, by step and whether they are held out; default: all.
     """
 
@@ -82,7 +82,7 @@ class Questions:
     def ask(self, sql: str, most: int | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
         """Names of the columns, and the rows: all of them, or the first `most`. A database is asked once.
 
-        Raises UserError for what is no single SELECT, for a mistake in it, and where it takes too long or too much.
+        Raises UserError for anything but a single SELECT, for a mistake in it, and where it takes too long or too much.
         """
         duckdb = _library()
         bounded(sql)
@@ -210,7 +210,7 @@ def names_text(sql: str) -> bool:
 
 
 def bounded(sql: str) -> None:
-    """Raises UserError for what DuckDB cannot even be handed: it reads nested brackets in cubic time, and cannot be
+    """Raises UserError for a query too deep for DuckDB's parser: it reads nested brackets in cubic time, and cannot be
     interrupted while it does."""
     try:
         sql.encode()

@@ -25,7 +25,7 @@ _LATER = (
 
 def tokens_of(rollouts: str, vocabulary: str | None = None, sampler: bool = False) -> str:
     """The SELECT. `rollouts`: a table of rollouts with `held_out`; `vocabulary`: one of ids and their texts; `sampler`:
-    whether the ratio divides by what the tokens were sampled with.
+    whether the ratio divides by the sampler's probabilities.
     """
     old = "engine" if sampler else f"coalesce(before, if({_LATER}, engine, learner))"
     lists = ", ".join(f"unnest({_at_scored(name)}) as {name}" for name in _LISTS)

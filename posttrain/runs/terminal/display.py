@@ -41,9 +41,9 @@ class Display:
         self._waiting: str | None = None  # the last line, as long as it was not printed
 
     def start(self, title: str, steps: int, lines: Sequence[str], done: int = 0) -> None:
-        """Begin: what runs, the number of its last step, and some lines on what it was asked to do, printed once.
+        """Begin: what runs, the number of its last step, and some lines of description, printed once.
 
-        Behind them stands what was held back until now (`notices`): there it is seen.
+        Messages that were held back (`notices`) follow, where they are seen.
 
         `done`: steps of a resumed run that are done.
         """
@@ -80,7 +80,7 @@ class Display:
                 self._print_waiting()
 
     def note(self, text: str) -> None:
-        """Lines that stay, such as what the health check found: broken between words where they are too long."""
+        """Lines that stay, such as findings of the health check: broken between words where they are too long."""
         if self._region:
             width = size(self._stream)[0] - 1
             self._region.print("\n".join(wrapped(line, width) for line in safe(text).split("\n")))

@@ -106,7 +106,8 @@ class Region:
         self._stream.flush()
 
     def _erase(self) -> str:
-        """To the first row of what was drawn, and all from there on gone. A window that was made narrower has wrapped it."""
+        """Go to the first row of the region, and delete it from there on. A window that was made narrower has wrapped
+        it."""
         columns = max(1, size(self._stream)[0])
         above = sum(max(1, -(-width // columns)) for width in self._drawn) - 1
         return "\r" + (f"\x1b[{above}A" if above > 0 else "") + ERASE_BELOW

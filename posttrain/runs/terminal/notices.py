@@ -31,7 +31,7 @@ def tell(text: str) -> None:
 
 
 def show() -> None:
-    """Now is the time: show what has been held back."""
+    """Show the messages that were held back."""
     if _held:
         told, _held[-1] = _held[-1], []
         for text in told:

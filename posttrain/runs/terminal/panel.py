@@ -15,7 +15,7 @@ from posttrain.runs.metrics_table import BY_NAME, METRICS
 from posttrain.runs.metrics_table import HELD_OUT as EVALUATED
 from posttrain.runs.terminal.live_region import Line, cells, fitted
 
-ESSENTIAL = 3  # figures, the first ones, are shown whatever the size: reward, accuracy, entropy
+ESSENTIAL = 3  # figures, the first ones, are shown at any size: reward, accuracy, entropy
 GAP = "   "
 HELD_OUT = "held-out"
 BARS = "▁▂▃▄▅▆▇█"
@@ -43,7 +43,7 @@ def compose(view: View, columns: int, rows: int) -> list[Line]:
     held_out = {name: value for name, value in view.values.items() if name.startswith(EVALUATED)}
     own = figures({name: value for name, value in view.values.items() if name not in held_out})
     essential, others = _rows(own[:ESSENTIAL], own[ESSENTIAL:], width)
-    parts: list[tuple[int, list[Line]]] = [  # (what stays first, lines), in the order in which they are drawn
+    parts: list[tuple[int, list[Line]]] = [  # (rank, lines), in the order in which they are drawn
         (5, [_rule(view.title, width)]),
         (0, [_progress(view, width)]),
         (1, essential),
@@ -59,7 +59,7 @@ def compose(view: View, columns: int, rows: int) -> list[Line]:
 
 
 def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, value) of what is worth a glance."""
+    """Return (label, value) of the most informative figures."""
     shown = [
         (metric.terminal, _figure(values[metric.name], metric.form))
         for metric in METRICS
@@ -117,7 +117,7 @@ def _flowed(shown: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 
 def _held_out(values: Mapping[str, float], width: int) -> list[Line]:
-    """Rows of the held-out figures, what they are to their left."""
+    """Return rows of the held-out figures, with their names to the left."""
     rows = _flowed(_of_held_out(values), width - len(HELD_OUT) - 1)
     return [[((HELD_OUT if i == 0 else " " * len(HELD_OUT)) + " ", "dim"), *row] for i, row in enumerate(rows)]
 

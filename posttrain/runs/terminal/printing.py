@@ -13,7 +13,7 @@ from posttrain.core.types import Outcome, Rollout, SpanKind
 from posttrain.runs.terminal.output import Output, fancy
 from posttrain.runs.terminal.output import columns as columns_of
 
-SLOW = 0.05  # seconds of a turn that are told
+SLOW = 0.05  # seconds of a turn from which on they are printed
 LINES_OF_PROMPT, LINES_OF_REPLY = 2, 3  # of an example, on a screen that is to hold three and some figures
 SPEAKERS = {
     SpanKind.PROMPT: "prompt",
@@ -179,7 +179,7 @@ def _judged(row: Mapping[str, Any]) -> str:
 
 
 def shown(rollout: Rollout) -> Mapping[str, Any]:
-    """Return a rollout that has just been played as it would be read."""
+    """Return a rollout that has just been sampled in the form in which it is read."""
     from posttrain.runs.record.rollout_reading import rows_of
     from posttrain.runs.record.rollout_tables import rollouts_table
 

@@ -38,7 +38,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         return float(value)
     if hint in (bool, int, float, str) and type(value) is hint:
         return value
-    raise UserError(f"{name} is {said(hint)}, not {value!r}")
+    raise UserError(f"{name} is {type_in_words(hint)}, not {value!r}")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -62,7 +62,7 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, origin or hint)
 
 
-def said(hint: Any) -> str:
+def type_in_words(hint: Any) -> str:
     """Return a type in words."""
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(hint, str(hint))
 

@@ -150,7 +150,7 @@ def setting(
     return field(default=default, metadata={"knob": known})
 
 
-def knob_of(f: dataclasses.Field[Any]) -> Setting:
+def setting_of(f: dataclasses.Field[Any]) -> Setting:
     """Return the declaration of a field, or an empty one where it is declared plainly."""
     found: Setting = f.metadata.get("knob", Setting())
     return found

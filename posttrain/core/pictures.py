@@ -144,7 +144,7 @@ def opened(data: bytes, what: str = "the picture") -> Image:
             raise PictureError(f"{what} has more than {MOST_PIXELS:,} pixels: make it smaller") from None
         except Exception as error:  # decoders raise whatever bytes drive them to
             raise PictureError(
-                f"{what} is no picture that can be read ({', '.join(FORMATS)}): {_said(error)}"
+                f"{what} is no picture that can be read ({', '.join(FORMATS)}): {_error_text(error)}"
             ) from None
     width, height = image.size
     if width * height > MOST_PIXELS or not width * height:
@@ -161,7 +161,7 @@ def decoded(data: bytes, what: str = "the picture") -> Image:
     except PictureError:
         raise
     except Exception as error:
-        raise PictureError(f"{what} is damaged: {_said(error)}; copy it again, or leave it out") from None
+        raise PictureError(f"{what} is damaged: {_error_text(error)}; copy it again, or leave it out") from None
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
@@ -220,7 +220,7 @@ def digests(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return inline(re.sub(r"(image file )?<_io\.BytesIO[^>]*>", "it", message_of(error))) or type(error).__name__
 
 
@@ -249,7 +249,7 @@ def _encoded(image: Any) -> bytes:
     try:
         image.convert("RGB").save(into, format="PNG")
     except Exception as error:
-        raise PictureError(f"an image cannot be written as PNG: {_said(error)}") from None
+        raise PictureError(f"an image cannot be written as PNG: {_error_text(error)}") from None
     return into.getvalue()
 
 

@@ -58,6 +58,6 @@ def fixed_day() -> str | None:
     return _fixed
 
 
-def told(own: str | None) -> datetime:
+def template_date(own: str | None) -> datetime:
     """Return the date for a template, at midnight. `own`: the day that a checkpoint was trained with."""
     return datetime.combine(date.fromisoformat(_fixed or own or _begun or today()), time())

@@ -85,7 +85,7 @@ class Draft:
             yield
         except Exception as error:
             shutil.rmtree(self.path, ignore_errors=True)
-            if not of_disk(error):
+            if not is_disk_error(error):
                 raise
             raise UserError(f"could not save checkpoint {self.final}: {error}") from error
 
@@ -192,7 +192,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def of_disk(error: BaseException) -> bool:
+def is_disk_error(error: BaseException) -> bool:
     """Whether writing failed because of the disk. safetensors reports it in its own exception's text."""
     return isinstance(error, OSError) or "I/O error" in str(error) or "No space left" in str(error)
 

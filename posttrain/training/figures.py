@@ -52,7 +52,7 @@ def summary(
         )
     result: dict[str, Any] = {"tasks": len(groups), "samples": sum(map(len, groups))}
     means = [float(rewards.mean()) for rewards in groups]
-    found = share_interval(means, level=level) if _told_right(groups) else mean_interval(means, level)
+    found = share_interval(means, level=level) if _has_binary_rewards(groups) else mean_interval(means, level)
     result["reward"] = stated(float(np.mean(means)), found, tasks=len(means))
     if success is None:
         return result
@@ -71,7 +71,7 @@ def differences(
 ) -> dict[str, dict[str, Any]]:
     """Of the same tasks, the valid rewards of two checkpoints: the first minus the second, in reward and in accuracy."""
     first, second = ([np.asarray(pair[side], dtype=np.float64) for pair in pairs] for side in (0, 1))
-    found = {"reward": _difference(first, second, level, _told_right([*first, *second]))}
+    found = {"reward": _difference(first, second, level, _has_binary_rewards([*first, *second]))}
     if success is not None:
         own, theirs = ([succeeds(rewards, success) for rewards in side] for side in (first, second))
         found["accuracy"] = _difference(own, theirs, level, share=True)
@@ -83,7 +83,7 @@ def _difference(first: list[Any], second: list[Any], level: float, share: bool) 
     return stated(float(np.mean(a)) - float(np.mean(b)), paired_interval(a, b, level, share=share), tasks=len(a))
 
 
-def _told_right(groups: Sequence[Any]) -> bool:
+def _has_binary_rewards(groups: Sequence[Any]) -> bool:
     """Whether rewards say nothing but right and wrong: then their mean is a share."""
     return all(bool(np.isin(rewards, (0.0, 1.0)).all()) for rewards in groups)
 

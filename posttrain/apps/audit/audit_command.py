@@ -46,7 +46,7 @@ class AuditRequest:
 
 def carry_out(request: AuditRequest, as_json: bool) -> int:
     """Train the classifier, audit the run, probe it, as far as asked for; print. Returns the exit code."""
-    _mind(request)
+    _check_options(request)
     said: dict[str, Any] = {}
     classifier = None
     if request.train_classifier is not None:
@@ -76,7 +76,7 @@ def carry_out(request: AuditRequest, as_json: bool) -> int:
     return 0
 
 
-def _mind(request: AuditRequest) -> None:
+def _check_options(request: AuditRequest) -> None:
     """Refuse options that do not go together."""
     if request.run is None and request.train_classifier is None:
         raise UserError("posttrain audit needs the folder of a run, or --train-classifier labelled.jsonl")

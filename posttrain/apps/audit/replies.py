@@ -59,7 +59,7 @@ class Replies:
     def with_tasks(self, tasks: Iterable[Task]) -> Replies:
         """Return the replies with all columns of their tasks, found by id. The rollouts' own values stay."""
         known = {str(task["id"]): task for task in tasks}
-        return replace(self, tasks=[{**known.get(str(own["id"]), {}), **_told(own)} for own in self.tasks])
+        return replace(self, tasks=[{**known.get(str(own["id"]), {}), **_without_nulls(own)} for own in self.tasks])
 
 
 def holds_replies(run: Folder) -> bool:
@@ -82,7 +82,7 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
     valid = [(step, row) for step, row in rows if row["reward"] is not None]
     if not valid:
         raise UserError(f"{run}: none of its {len(rows)} rollouts has a valid reward, so there is nothing to audit")
-    said = [_said(row) for _, row in valid]
+    said = [_replies(row) for _, row in valid]
     names = sorted({name for _, row in valid for name in row["parts"]})
     return Replies(
         step=np.array([step for step, _ in valid], dtype=np.int64),
@@ -108,11 +108,11 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
     )
 
 
-def _told(task: Task) -> Task:
+def _without_nulls(task: Task) -> Task:
     return {name: value for name, value in task.items() if value is not None}
 
 
-def _said(row: Row) -> list[str]:
+def _replies(row: Row) -> list[str]:
     """Return the replies of the policy, one by one."""
     said = [turn["text"] for turn in row["turns"] if turn["role"] == "sampled"]
     return said or [row["text"]]

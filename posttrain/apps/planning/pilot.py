@@ -223,11 +223,12 @@ def _draw(groups: Sequence[Group], size: int, usual: int, seed: int) -> Callable
         episodes = tuple(random.choice(group.episodes) for _ in range(count))
         prompt = group.episodes[0].stages[0].read
         return Group(
-            episodes, prompt + round((group.tokens - prompt) * _said(episodes) / max(1, _said(group.episodes)))
+            episodes,
+            prompt + round((group.tokens - prompt) * _reply_count(episodes) / max(1, _reply_count(group.episodes))),
         )
 
     return draw
 
 
-def _said(episodes: Iterable[JobEpisode]) -> int:
+def _reply_count(episodes: Iterable[JobEpisode]) -> int:
     return sum(1 + episode.sampled for episode in episodes)

@@ -279,7 +279,7 @@ class Simulation:
             engine.occupy(self.job.speed.reply, "reading")
             if self.trace:
                 self.served.append(Served(playing.asked, begun, self.now))
-            self._said(playing)
+            self._reply_ended(playing)
         self._admit(engine)
         engine.events += 1
         if engine.running:
@@ -316,7 +316,7 @@ class Simulation:
         engine.known.add(prompt)
         return tokens
 
-    def _said(self, playing: SimulatedEpisode) -> None:
+    def _reply_ended(self, playing: SimulatedEpisode) -> None:
         """A reply has ended, or was cut."""
         if playing.steps or not playing.left:
             unfinished = playing.steps or playing.stage + 1 < len(playing.episode.stages)

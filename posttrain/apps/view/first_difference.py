@@ -61,7 +61,7 @@ def _parted(a: OpenRun, b: OpenRun) -> dict[str, Any]:
             continue
         found = _differing(one, other, part)
         if isinstance(found, TokenPlace | str):
-            return _told(a, b, part, found, count, numbers or _numbers(a, b, part))
+            return _difference_text(a, b, part, found, count, numbers or _numbers(a, b, part))
         count += len(one)
         numbers = numbers or _numbers(a, b, part)
     steps = f"{_step(both[0])} to {_step(both[-1])}" if len(both) > 1 else _step(both[0])
@@ -150,7 +150,7 @@ def _since(numbers: dict[str, Any]) -> str:
     return f"from step {numbers['step']} on ({_f(numbers['a'])} and {_f(numbers['b'])} in rollout {numbers['index']})"
 
 
-def _told(
+def _difference_text(
     a: OpenRun, b: OpenRun, part: RolloutPart, found: TokenPlace | str, count: int, numbers: dict[str, Any] | None
 ) -> dict[str, Any]:
     before = f" The {count:,} rollouts before it are the same." if count else ""

@@ -102,7 +102,7 @@ def _paired(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> dict[str, Any]:
     if not both:
         return found
     x, y = np.array([own[k]["mean"] for k in both]), np.array([other[k]["mean"] for k in both])
-    share = all(_told_right(groups[key]) for groups in (own, other) for key in both)
+    share = all(_has_binary_rewards(groups[key]) for groups in (own, other) for key in both)
     of = share_interval if share else mean_interval
     order = np.argsort(y - x, kind="stable")
 
@@ -131,7 +131,7 @@ def _side(row: dict[str, Any]) -> dict[str, Any]:
     return {"part": name, "index": row["first"], "mean": row["mean"], "right": row["right_n"], "n": row["n"]}
 
 
-def _told_right(group: dict[str, Any]) -> bool:
+def _has_binary_rewards(group: dict[str, Any]) -> bool:
     """Whether its rewards are all 0 or 1: then their mean determines their spread."""
     mean = group["mean"]
     return group["low"] in (0, 1) and group["high"] in (0, 1) and abs(group["sd"] ** 2 - mean * (1 - mean)) < 1e-4

@@ -62,7 +62,7 @@ def places(condition: str, seconds: float, parts: Sequence[str], number: int, de
         bounded(sql)
         statements = duckdb.extract_statements(sql)
     except duckdb.Error as error:
-        raise UserError(said(error)) from None
+        raise UserError(error_text(error)) from None
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         raise UserError("a condition is part of one SELECT: reward < 0.5 and length > 100")
     try:
@@ -123,13 +123,13 @@ def _limited(seconds: float) -> Iterator[Any]:
     except duckdb.OutOfMemoryException as error:
         raise MemoryError from error
     except duckdb.Error as error:
-        raise UserError(said(error)) from None
+        raise UserError(error_text(error)) from None
     finally:
         timer.cancel()
         cursor.close()
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the first line of the database's message, without internals."""
     text = str(error).strip().splitlines()
     return text[0][:300] if text else "the question cannot be answered"

@@ -133,7 +133,7 @@ def _most(
     merged: dict[tuple[str, str, str | None], dict[str, Any]] = {}
     for i in order:
         own = _one(run, table, name, *found, i)
-        known = merged.setdefault((own["before"], own["piece"], _said(table, int(found[1][i]))), own)
+        known = merged.setdefault((own["before"], own["piece"], _chosen_or_rejected(table, int(found[1][i]))), own)
         known["times"] = known.get("times", 0) + 1
     return list(merged.values())[:MOST]
 
@@ -171,7 +171,7 @@ def _label(text: str | None) -> Any:
         return None
 
 
-def _said(table: dict[str, list[Any]], number: int) -> str | None:
+def _chosen_or_rejected(table: dict[str, list[Any]], number: int) -> str | None:
     """Return "chosen" or "rejected" for a response with one comparison; None for others."""
     label = _label(table["label"][number])
     comparisons = label.get("comparisons") if isinstance(label, dict) else None
@@ -181,7 +181,7 @@ def _said(table: dict[str, list[Any]], number: int) -> str | None:
 
 def _sides(table: dict[str, list[Any]], values: NDArray[Any], row: NDArray[Any]) -> list[dict[str, Any]]:
     """Return the tokens of chosen and of rejected responses apart: how many, and their mean."""
-    said = np.array([_said(table, number) or "" for number in range(len(table["label"]))])[row]
+    said = np.array([_chosen_or_rejected(table, number) or "" for number in range(len(table["label"]))])[row]
     sides = [(name, values[said == name]) for name in ("chosen", "rejected")]
     return [{"name": name, "n": len(own), "mean": float(own.mean())} for name, own in sides if len(own)]
 

@@ -53,7 +53,7 @@ def marked(
         try:
             names, rows = questions.ask(sql, ROLLOUTS + 1)
         except UserError as error:
-            raise UserError(_said(str(error), seconds)) from None
+            raise UserError(_error_text(str(error), seconds)) from None
     if len(names) != 5 or not all(_is_row(row) for row in rows[:1]):
         raise UserError("a condition on tokens is part of one SELECT: ratio > 2 and learned")
     if len(rows) > ROLLOUTS:
@@ -65,7 +65,7 @@ def _is_row(row: tuple[Any, ...]) -> bool:
     return isinstance(row[1], bool) and all(isinstance(row[n], int) for n in (0, 2, 3, 4))
 
 
-def _said(problem: str, seconds: float) -> str:
+def _error_text(problem: str, seconds: float) -> str:
     text = problem.removeprefix("the question cannot be answered: ").removeprefix("the question cannot be read: ")
     if "not found in FROM clause" in text:
         first = text.split(" in FROM clause")[0].removeprefix("Binder Error: ")

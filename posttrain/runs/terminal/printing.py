@@ -96,7 +96,7 @@ def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: 
     width = columns_of(out)
     for rollout in rollouts[:count]:
         row = rollout if isinstance(rollout, Mapping) else shown(rollout)
-        lines = [*_head(row, width or 80), *(_beside(name, text, width) for name, text in _said(row)), ""]
+        lines = [*_head(row, width or 80), *(_beside(name, text, width) for name, text in _lines_by_speaker(row)), ""]
         out.write("\n".join(lines) + "\n")
     out.flush()
 
@@ -110,7 +110,7 @@ def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None 
         head = f"── {name} ── task {rollout.task['id']} "
         head += f"as {rollout.side} " if rollout.side else ""
         lines.append(_shortened(_parts(safe(f"{head}── ended by {rollout.stop} "), width)[0].ljust(width, "─"), width))
-        prompt = _parts_of(_asked(rollout), width - 9)
+        prompt = _parts_of(_prompt_subject(rollout), width - 9)
         reply = _parts_of(rollout.text, width - 9)
         if len(prompt) > LINES_OF_PROMPT:
             prompt = [f"... ({len(prompt) - LINES_OF_PROMPT + 1} more lines before)", *prompt[1 - LINES_OF_PROMPT :]]
@@ -125,7 +125,7 @@ def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None 
     out.flush()
 
 
-def _asked(rollout: Rollout) -> str:
+def _prompt_subject(rollout: Rollout) -> str:
     """Return the subject of the prompt: of messages the last of the user's, for a template ends with its own marks."""
     said = [m["content"] for m in rollout.task.get("messages") or () if m["role"] == "user"]
     return said[-1] if said and isinstance(said[-1], str) else rollout.prompt
@@ -187,7 +187,7 @@ def shown(rollout: Rollout) -> Mapping[str, Any]:
     return {**row, "advantage": None}
 
 
-def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _lines_by_speaker(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (speaker, text) of a rollout, in order."""
     transcript = 0
     for turn in row["turns"]:

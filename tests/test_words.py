@@ -52,6 +52,7 @@ def texts() -> Iterator[tuple[str, str]]:
     yield from documents()
     yield from helps()
     yield from docstrings("recipes", "examples", "tools")
+    yield from docstrings("posttrain/core", "posttrain/runs", "posttrain/apps", "posttrain/envs/play")
 
 
 def documents() -> Iterator[tuple[str, str]]:

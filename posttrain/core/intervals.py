@@ -177,7 +177,7 @@ def sign_test(difference: ArrayLike) -> float:
     """Two-sided p of the mean of paired differences, were each as likely to have the other sign.
 
     Of differences that are all as large, and so of pairs of 0 and 1, it is McNemar's exact test; of up to `ENUMERATED`
-    others all signs are tried; of more, their sum is taken for normal. Differences of 0 say nothing.
+    others all signs are tried; of more, their sum is taken for normal. Differences of 0 have no effect.
     """
     sizes = np.asarray(difference, dtype=np.float64)
     sizes = sizes[sizes != 0]

@@ -230,7 +230,7 @@ class Service(Protocol):
 class World(Protocol):
     """The processes that share a run. Every one of them makes the same calls in the same order.
 
-    A call raises UserError where another process has failed, or says nothing for too long.
+    A call raises UserError where another process has failed, or is silent for too long.
     """
 
     rank: int

@@ -98,7 +98,7 @@ class Turn:
 class Ask:
     """A question of an environment to a service of the run: `score = yield Ask("reward-model", text)`.
 
-    What comes back is the service's answer, plain JSON data, or an Invalid, which the environment may handle or return.
+    The result is the service's answer, plain JSON data, or an Invalid, which the environment may handle or return.
     """
 
     service: str  # its name, such as "reward-model" or "judge"
@@ -331,7 +331,7 @@ class Transcript:
     def observe(self, tokens: Iterable[int], kind: SpanKind | None = None, media: Iterable[Media] = ()) -> None:
         """Append the policy's input. Never trained on. `kind`: the prompt at first, then an observation.
 
-        `media`: what stands in these tokens, their places counted in the transcript.
+        `media`: the pictures in these tokens, their places counted in the transcript.
         """
         kind = kind or (SpanKind.OBSERVATION if self.tokens else SpanKind.PROMPT)
         assert kind not in (SpanKind.SAMPLED, SpanKind.IMITATED), "use sample or imitate"

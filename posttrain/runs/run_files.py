@@ -105,7 +105,7 @@ def made_by_run(folder: Path) -> list[Path]:
 def delete_run(folder: Path) -> None:
     """Delete a run's own files; a folder of it that holds something else besides stays, with that in it.
 
-    Raises UserError, with nothing deleted, if a folder stands where a run has a file.
+    Raises UserError, with nothing deleted, if a folder is where a run has a file.
     """
     made = made_by_run(folder)
     folders = {path for path in made if path.is_dir() and not path.is_symlink()}

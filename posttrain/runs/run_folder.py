@@ -143,7 +143,7 @@ class RunFolder(Generic[AnyTraining]):
     def open(self, told: Mapping[str, Any]) -> RunRecord:
         """Return the record, ready to be written: new, or without the steps after the checkpoint.
 
-        `told`: what else run.json should say.
+        `told`: further entries of run.json.
         """
         if self.world.rank:
             return Unwritten()

@@ -130,7 +130,7 @@ def _unkept(folder: Path, metrics: Iterable[Row]) -> set[int]:
 def read_steps(path: Path, last: int | None = None) -> Iterator[tuple[Row, int]]:
     """(row, bytes until its end) of metrics.jsonl or timing.jsonl; with `last`: up to that step.
 
-    What lies after step `last` is not looked at: a power cut may have left anything there. Raises UserError for a line
+    Lines after step `last` are ignored: a power cut may have left anything there. Raises UserError for a line
     that is not a row of figures, or not of a later step than the one before it.
     """
     before = -1

@@ -63,8 +63,8 @@ class RunRecord:
     def create(cls, folder: Folder, config: Mapping[str, Any], command: str, extra: Mapping[str, Any]) -> RunRecord:
         """Begin a run in `folder`: new, or without a run in it (UserError).
 
-        `command` is the verb, such as "rl"; `config` all settings as resolved, with "seed"; `extra` what else run.json
-        should say, such as {"objective": "the formula"}.
+        `command` is the verb, such as "rl"; `config` all settings as resolved, with "seed"; `extra` further
+        entries of run.json, such as {"objective": "the formula"}.
         """
         path = Path(folder)
         if holds_run(path):

@@ -175,7 +175,7 @@ def rows(file: File, indices: Sequence[int] | None = None, names: Sequence[str] 
 def _before(table: pa.Table) -> pa.Table:
     """With the learner's log-probabilities before the step where they are not written, because no update came before.
 
-    Rollouts of a step with several updates say in `why` which ones learned from them: where that was not the first one
+    Rollouts of a step with several updates list in `why` the ones that learned from them: where that was not the first one
     alone, `before` is not known.
     """
     why = pc.fill_null(table["why"], "")

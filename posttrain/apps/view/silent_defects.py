@@ -198,7 +198,7 @@ def by_chance(tasks: Collection[tuple[str, str | None]]) -> float:
 def telling(tasks: Collection[tuple[str, str | None]]) -> float:
     """Share of (prompt, answer) whose prompt contains its answer.
 
-    A text that stands with several answers tells none of them: "circle or square?" with one picture or another.
+    A text with several answers distinguishes none of them: "circle or square?" with one picture or another.
     """
     answers: dict[str, set[str | None]] = {}
     for prompt, answer in tasks:

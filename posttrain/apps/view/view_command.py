@@ -118,7 +118,7 @@ class _NoPandas:
 def _lighter() -> Iterator[None]:
     """Keep pyarrow from loading what it does not need here.
 
-    It imports pandas before the first numbers go to or from an array, to tell pandas' own apart: 0.3 s and 43 MB. Its own
+    It imports pandas before the first numbers go to or from an array, to recognise pandas' own: 0.3 s and 43 MB. Its own
     allocator keeps freed memory: 80 MB more, and as many pages to be made.
     """
     import pyarrow

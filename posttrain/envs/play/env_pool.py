@@ -517,7 +517,7 @@ class EnvPool:
     def _lost(self, worker: _Worker, reason: str, kind: InvalidKind, killed: bool = False) -> None:
         """A worker that has to be replaced; the reason blames the episode it was in, if any.
 
-        `killed`: from outside, as far as can be told. The episode has then lost no more than those beside it, and is
+        `killed`: from outside, as far as known. The episode has then lost no more than those beside it, and is
         replayed.
         """
         if not worker.ready:

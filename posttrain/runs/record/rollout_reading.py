@@ -118,7 +118,7 @@ def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ,
     """Return the rollouts that a step sampled in the form of `rows_of`, without the numbers of tokens unless these are
     named.
 
-    Those of earlier steps that it learned from again stand in its table alone.
+    Those of earlier steps that it learned from again are in its table alone.
     """
     wanted = EVERY if names is None else tuple(names)
     table = read_table(folder, step, {*wanted, "replayed"}, held_out)

@@ -34,7 +34,7 @@ NUMBERS = (
 )
 """float32, one for each scored token, rounded to eleven bits; null where it was not recorded."""
 COMPARED = ("before", "learner", "after")
-"""Of rollouts that have `after` these are not rounded: the change of a step may be less than eleven bits can show."""
+"""Columns that are not rounded in rollouts that have `after`: the change of a step may be less than eleven bits can show."""
 
 _TEXT = pa.string()
 _CALL = pa.struct([("tool", _TEXT), ("arguments", _TEXT), ("end", pa.int32()), ("problem", _TEXT)])

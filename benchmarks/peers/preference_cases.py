@@ -15,7 +15,7 @@ from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjec
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.settings import change
 from posttrain.core.batch import Outputs, Stats
-from posttrain.core.types import Comparison, Item, Transcript
+from posttrain.core.types import Comparison, PreferenceExample, Transcript
 from posttrain.training.sources.preferences import Comparisons
 from posttrain.training.sources.reference_cache import Reference
 
@@ -32,7 +32,7 @@ def answer(row: PreferenceAlgorithm, case: Case) -> Answer:
     """Loss of a row and its gradient with respect to log-probabilities [N], by the source and the objective of a run."""
     lengths = case.length.tolist()
     items = [
-        Item([transcript(i, lengths[i]), transcript(i, lengths[i + 1])], [Comparison(0, 1)])
+        PreferenceExample([transcript(i, lengths[i]), transcript(i, lengths[i + 1])], [Comparison(0, 1)])
         for i in range(0, len(lengths), 2)
     ]
     pairs = [a + b for a, b in zip(lengths[::2], lengths[1::2], strict=True)]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from posttrain.algorithms.algorithm_base import AlgorithmBase
-from posttrain.core.coerce import convert, fits, said
-from posttrain.core.component import NEVER, Component, Setting, SettingRange, knob_of
+from posttrain.core.coerce import convert, fits, type_in_words
+from posttrain.core.component import NEVER, Component, Setting, SettingRange, setting_of
 from posttrain.core.messages import near, short
 from posttrain.core.types import UserError
 from posttrain.system.user_code import load_named
@@ -122,13 +122,13 @@ def check_components(algorithm: AlgorithmBase) -> None:
     for place, part, name in _settings_at(algorithm, ()):
         value, hint = getattr(part, name), _hints(type(part))[name]
         if not fits(value, hint):
-            raise UserError(f"{algorithm.name}: {place} must be {said(hint)}, not {short(value)}")
+            raise UserError(f"{algorithm.name}: {place} must be {type_in_words(hint)}, not {short(value)}")
 
 
 def check_ranges(algorithm: AlgorithmBase) -> None:
     """Raise UserError for a setting outside its range: a user's own algorithm may be made with any value."""
     for place, part, name in _settings_at(algorithm, ()):
-        known = knob_of(_fields(type(part))[name])
+        known = setting_of(_fields(type(part))[name])
         if known.bounds != SettingRange():
             known.bounds.check(f"{algorithm.name}: {place}", getattr(part, name))
 
@@ -149,7 +149,7 @@ def _values(part: Any, above: Place) -> Iterator[tuple[str, Any]]:
     for f in dataclasses.fields(part):
         if isinstance(part, AlgorithmBase) and f.name in LABELS:
             continue
-        value, choices = getattr(part, f.name), knob_of(f).choices
+        value, choices = getattr(part, f.name), setting_of(f).choices
         place = (*above, f.name)
         if choices is not None:
             names = [name for name, choice in choices.items() if _same_kind(choice, value)]
@@ -175,7 +175,7 @@ def _declared_settings(kind: type[Any], above: Place) -> Iterator[tuple[Place, t
     """Yield (place, its class, its type, its declaration) of each setting of a class and of the components in it."""
     hints = _hints(kind)
     for f in dataclasses.fields(kind):
-        declared, hint = knob_of(f), hints[f.name]
+        declared, hint = setting_of(f), hints[f.name]
         part, several = _component_class(hint)
         if part is None or declared.choices is not None:
             yield (*above, f.name), kind, hint, declared
@@ -247,7 +247,7 @@ def _rank(kind: type[AlgorithmBase], name: str) -> int:
 
 
 def _knob_at(place: Place, owner: type[Component]) -> Setting:
-    return knob_of(_fields(owner)[place[-1]])
+    return setting_of(_fields(owner)[place[-1]])
 
 
 def _has_component(algorithm: AlgorithmBase, place: Place, owner: type[Component]) -> bool:
@@ -278,7 +278,7 @@ def _hint(kind: type[AlgorithmBase], flag: Flag) -> str:
         if any(owner is own for _, own in flag.places) and _knob_at(place, owner).creates
     ]
     fields = _fields(kind)
-    brought = [knob_of(fields[place[0]]).brought for place, _ in flag.places if knob_of(fields[place[0]]).brought]
+    brought = [setting_of(fields[place[0]]).brought for place, _ in flag.places if setting_of(fields[place[0]]).brought]
     how = " or ".join(dict.fromkeys(makers or brought))
     return (
         f"there is no such component to change; {how} brings one" if how else "none of its components has that setting"
@@ -291,7 +291,7 @@ def _assigned(part: Any, place: Sequence[str], value: Any, written: str, whole: 
     name = place[0].replace("-", "_")
     if name not in hints or name in LABELS:
         raise UserError(_unknown(type(part), written, place, whole, [h for h in hints if h not in LABELS]))
-    current, hint, known = getattr(part, name), hints[name], knob_of(_fields(type(part))[name])
+    current, hint, known = getattr(part, name), hints[name], setting_of(_fields(type(part))[name])
     kind, several = _component_class(hint)
     if len(place) > 1:
         assert kind is None or isinstance(kind, type)
@@ -336,13 +336,13 @@ def _in_one(current: Any, kind: type[Component], place: Sequence[str], value: An
     name = place[0].replace("-", "_")
     fields = _fields(owner)
     if len(place) == 1 and name in fields:
-        known = knob_of(fields[name])
+        known = setting_of(fields[name])
         if _is_absent(value, known, _hints(owner)[name]):
             return None
         if current is None and known.creates:
             current = owner()
     if current is None:
-        makers = [f for f in fields if knob_of(fields[f]).creates]
+        makers = [f for f in fields if setting_of(fields[f]).creates]
         above = ".".join(whole.split(".")[: -len(place)])
         how = f"; --set {above}.{makers[0]}=... makes one" if makers else f"; choose one first: --set {above}=..."
         raise UserError(f"{written}: there is no {above} to change{how}")
@@ -389,7 +389,8 @@ def _chosen(value: Any, kind: type[Component], several: bool, hint: Any, known: 
 def _unknown(kind: type[Any], written: str, place: Sequence[str], whole: str, names: Sequence[str]) -> str:
     above = ".".join(whole.split(".")[: -len(place)])
     if above:
-        return f"{written}: {above} has no setting {place[0]!r}{near(place[0], names)} (it has: {', '.join(names) or 'none'})"
+        known = ", ".join(names) or "none"
+        return f"{written}: {above} has no setting {place[0]!r}{near(place[0], names)} (it has: {known})"
     known = [
         *(".".join(place) for place, _, _, _ in _declared_settings(kind, ())),
         *(f"--{name.replace('_', '-')}" for name in flags(kind)),

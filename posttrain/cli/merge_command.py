@@ -16,7 +16,7 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.reward_model import load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.checkpoint import of_disk, resolve
+from posttrain.runs.checkpoint import is_disk_error, resolve
 from posttrain.runs.run_files import writing
 
 
@@ -64,6 +64,6 @@ def _draft_of(out: Path) -> Iterator[Path]:
         draft.rename(out)
     except Exception as error:
         shutil.rmtree(draft, ignore_errors=True)
-        if not of_disk(error):
+        if not is_disk_error(error):
             raise
         raise UserError(f"cannot write {out}: {one_line(error)}") from error

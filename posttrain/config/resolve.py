@@ -15,7 +15,7 @@ from posttrain.config.service_options import LABELLERS, SERVICES, named_services
 from posttrain.config.training import RL, Distill, Prefer, RewardModelling, Training
 from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
-from posttrain.core.component import knob_of
+from posttrain.core.component import setting_of
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
 from posttrain.envs.play.load_env import BUILTIN, split_options
@@ -85,7 +85,7 @@ def check_bounds(config: Any) -> None:
     """Raises UserError for a number that lies outside its option's range, and for text that can name no file."""
     for f in fields(config):
         name, value = f"--{f.name.replace('_', '-')}", getattr(config, f.name)
-        knob_of(f).bounds.check(name, value)
+        setting_of(f).bounds.check(name, value)
         if "\0" in _texts(value):
             raise UserError(f"{name} contains a null character: remove it")
 

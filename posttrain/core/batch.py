@@ -1,4 +1,4 @@
-"""What learners and objectives are given: the scoreboard of an optimizer batch, micro-batches, outputs, metrics.
+"""The inputs and outputs of learners and objectives: scoreboard of an optimizer batch, micro-batches, outputs, metrics.
 
 No tensor is made at import; torch is imported for type checking only.
 
@@ -8,8 +8,8 @@ Shape legend, used everywhere:
     T    tokens of one micro-batch, laid end to end without padding
     K    segments of one micro-batch (a segment is a run of tokens that one or more transcripts have)
     N    scored tokens of one micro-batch: those the policy sampled (in SFT: those to imitate), once for each rollout
-    R    transcripts of one micro-batch that have a scored token, in their order: the replies of its rollouts or items
-    S    rollouts (or items: prompts with several responses) of one optimizer batch, over all micro-batches and ranks
+    R    transcripts of one micro-batch that have a scored token, in their order: replies, or responses
+    S    rollouts, or preference examples, of one optimizer batch, over all micro-batches and ranks
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scores:
     length: Tensor  # float32 [S], scored tokens of each rollout: at least 1
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to its end, step reward)
     pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout, all scored tokens: whose they are, where rollouts branch
-    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: what a KL in the reward takes off each token's
+    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the deduction of a KL in the reward from each token's
     value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's, of the state in which each token was chosen
     squared_gradient_norm: Tensor | None = None  # float64 [S], of the rollout's log-probability
     sampled: Tensor | None = None  # float32 [S], tokens of the episode that count against its budget
@@ -79,7 +79,7 @@ class Scores:
         return Scores(**{**columns, "group": torch.cat(groups)})
 
     def of(self, rows: Tensor) -> Scores:
-        """The scoreboard of some rollouts only: rows int64 [S']."""
+        """Return the scoreboard of some rollouts only: rows int64 [S']."""
 
         def some(x: Any) -> Any:
             if isinstance(x, tuple):
@@ -93,7 +93,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of a micro-batch lie. No padding: segments follow each other.
+    """The arrangement of the tokens of a micro-batch. No padding: segments follow each other.
 
     A segment may name another one as its prefix: the tokens it continues, such as the prompt that a group shares, which
     are then computed once. Prefixes form a tree: a prefix may have one itself. A token sees the segments before its own
@@ -107,7 +107,7 @@ class Layout:
     position: Tensor  # int64 [T], place in the transcript; or [3, T]: places in time, height and width
     start: tuple[int, ...]  # [K]
     length: tuple[int, ...]  # [K]
-    prefix: tuple[int, ...]  # [K] segment before this one, -1: none; a prefix stands before what continues it
+    prefix: tuple[int, ...]  # [K] segment before this one, -1: none; a prefix precedes the segments that continue it
     media: tuple[Media, ...] = ()  # places counted in [T]
     experts: Tensor | None = None  # int16 [T, layers, k] of the engine's routing; -1: not known
 
@@ -137,7 +137,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Preferences:
-    """What people said of the responses of a micro-batch. Items are whole in it, so both sides of a comparison are here.
+    """Comparisons and labels of the responses of a micro-batch, which holds whole preference examples: both sides of
+    each comparison.
 
     U    scores: one a response [R], or, where hidden states are read instead of log-probabilities, one a reading [N]
     C    comparisons between them    V    labels of them
@@ -145,7 +146,7 @@ class Preferences:
 
     better: Tensor  # int64 [C], index in [U]
     worse: Tensor  # int64 [C]
-    margin: Tensor  # float64 [C], by how much, as the rows say
+    margin: Tensor  # float64 [C], by how much, from the rows
     weight: Tensor  # float64 [C], the share of each in the loss
     labelled: Tensor  # int64 [V], index in [U]
     label: Tensor  # float64 [V]
@@ -166,18 +167,18 @@ class Batch(Packed):
     ref_logp: Tensor | None = None  # float32 [N]
     teacher_logp: Tensor | None = None  # float32 [N]
     value: Tensor | None = None  # float32 [N], the critic's at rollout time
-    returns: Tensor | None = None  # float32 [N], what the critic is to learn
+    returns: Tensor | None = None  # float32 [N], the critic's targets
     imitate: Tensor | None = None  # float32 [N], the share of each token in a likelihood term beside the policy's
     preferences: Preferences | None = None  # None: nothing here is compared or labelled
     coefficients: Mapping[str, float] = field(default_factory=dict)  # those that change during a run, by part
-    tap: TokenProbe | None = None  # where the learner leaves what it computes of single tokens
+    tap: TokenProbe | None = None  # receives the numbers of single tokens that the learner computes
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the models say of a micro-batch: log-probabilities, the rest only where it was asked for."""
+    """The models' outputs for a micro-batch: log-probabilities, and the others only where they were requested."""
 
-    logp: Tensor  # float32 [N]; [0] where scores are asked for, which take the place of words
+    logp: Tensor  # float32 [N]; [0] where scores are requested instead
     entropy: Tensor | None = None  # float32 [N], of the whole distribution at each scored token
     kl: Tensor | None = None  # float32 [N], exact KL(policy || reference) at each scored token
     reverse_kl: Tensor | None = None  # float32 [N], exact KL(policy || teacher) at each scored token
@@ -224,11 +225,11 @@ class TrainingStep:
     number: int  # 1, 2, ...
     updates: Sequence[Callable[[], Sequence[Batch]]]  # called in order, each just before its optimizer update
     stats: Stats
-    tokens: int = 0  # sampled, or imitated, in this step: what its speed is measured by
+    tokens: int = 0  # sampled, or imitated, in this step: the speed is measured by these
     played: Sequence[Rollout] = ()  # in order
     outcomes: list[Outcome] = field(default_factory=list)
-    """What became of those that were played, in their order, and behind them of those that were replayed; or of given rows
-    that are recorded. It is known when `Source.learned` has been called, which completes it in place."""
-    seconds: Mapping[str, float] = field(default_factory=dict)  # what took time in it: "waiting" for environments alone
+    """The fates of the rollouts in `played`, in their order, then of replayed ones; or of given rows that are
+    recorded. `Source.learned` completes it in place."""
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by activity: "waiting" is for environments alone
     counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock
-    work: Mapping[str, float] = field(default_factory=dict)  # what the engine counted in it: see `engines.pace`
+    work: Mapping[str, float] = field(default_factory=dict)  # the engine's counts of this step: see `engines.pace`

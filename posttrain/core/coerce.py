@@ -1,4 +1,4 @@
-"""From what a user wrote, as text or as a value, to the type that a setting has. Errors say the name and what fits."""
+"""Conversion of a user's text or value to the type of a setting. Errors name the setting and the accepted values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """The value as a type of settings: bool, int, float, str, Literal, tuple of these, or any of them or None.
+    """Return the value as a type of settings: bool, int, float, str, Literal, tuple of these, or any of them or None.
 
     Text is read ("0.2", "none", "1,2"); other values must be of the type already, whole numbers for float included.
     Raises UserError, with the name and what fits.
@@ -38,11 +38,11 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         return float(value)
     if hint in (bool, int, float, str) and type(value) is hint:
         return value
-    raise UserError(f"{name} is {said(hint)}, not {value!r}")
+    raise UserError(f"{name} is {type_in_words(hint)}, not {value!r}")
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether the value is of this type as it stands: one of those that `convert` knows, a dict, or any class."""
+    """Whether the value is of this type without conversion: one of those that `convert` knows, a dict, or any class."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -62,8 +62,8 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, origin or hint)
 
 
-def said(hint: Any) -> str:
-    """A type in words."""
+def type_in_words(hint: Any) -> str:
+    """Return a type in words."""
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(hint, str(hint))
 
 

@@ -1,6 +1,6 @@
-"""What every part of an algorithm is: a frozen dataclass whose fields are its settings, and what it says of itself.
+"""The base of every component of an algorithm: a frozen dataclass whose fields are its settings, with its description.
 
-A setting is declared once, where it stands: its type, its default, its range, and the name of a flag if it has one.
+A setting is declared once, as a field: its type, its default, its range, and the name of a flag if it has one.
 `--set PART.SETTING=VALUE` reaches every one of them, a user's own included; flags are shorter names for the common ones.
 """
 
@@ -19,7 +19,7 @@ NEVER: Any = object()
 
 
 class Need(StrEnum):
-    """What a part needs of the run that it is part of, before the first update of a step."""
+    """The inputs of a component that the run must provide before the first update of a step."""
 
     GROUP = "group"  # at least two rollouts of every task
     PARTS = "parts"  # the named parts of every reward, the same in all rollouts of a step
@@ -39,7 +39,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True)
 class RunLimits:
-    """What a run fills into parts that leave it open."""
+    """The values of a run that components take where they leave them open."""
 
     episode_tokens: int | None = None  # None: episodes of several turns without a budget
     temperature: float = 1.0  # of sampling
@@ -55,7 +55,7 @@ class SettingRange:
     below: float | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Raises UserError if a number is not finite or lies outside; anything that is not a number passes."""
+        """Raise UserError if a number is not finite or outside the range. Values that are no numbers pass."""
         for x in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
                 continue
@@ -82,9 +82,9 @@ unless another one is given; anew: it is not kept. Options are fixed by default.
 
 @dataclass(frozen=True)
 class OptionShown:
-    """How --help shows an option, and what a resumed run does with it; what is left open is as in the class overridden."""
+    """The appearance of an option in --help, and its treatment on resume. Open fields are as in the class overridden."""
 
-    group: str = ""  # the heading that it stands under
+    group: str = ""  # the heading above it
     first_hour: bool | None = None  # whether --help shows it, and not only --help-all
     value: str = ""  # a word for its value: FOLDER; "": by its type
     on_resume: OnResume | None = None
@@ -113,16 +113,16 @@ def option(
 
 @dataclass(frozen=True)
 class Setting:
-    """What is told of a setting beside its type and default."""
+    """The declaration of a setting beside its type and default."""
 
     flag: str = ""  # its short name on the command line, without dashes; "": it has none
     help: str = ""
     bounds: SettingRange = SettingRange()
-    off: Any = NEVER  # a value that stands for None, such as 0 for "no such bound"
-    absent: Any = NEVER  # the value at which the part is not there at all
-    creates: bool = False  # whether setting it makes the part, where a row has none
-    choices: Mapping[str, Any] | None = None  # name -> part, where the setting is a part or several
-    brought: str = ""  # what brings such a part, where no setting of its own does
+    off: Any = NEVER  # a value that means None, such as 0 for "no such bound"
+    absent: Any = NEVER  # the value at which the component is absent
+    creates: bool = False  # whether setting it adds the component to an algorithm that has none
+    choices: Mapping[str, Any] | None = None  # name -> component, where the setting is a component or several
+    brought: str = ""  # the option that adds such a component, where no setting of its own does
     first_hour: bool = False  # whether --help shows its flag, and not only --help-all
 
 
@@ -142,15 +142,16 @@ def setting(
     brought: str = "",
     first_hour: bool = False,
 ) -> Any:
-    """A setting of a part, as a dataclass field: `low: float = setting(0.2, "clip-low", "...", least=0, most=1)`."""
+    """Declare a setting of a component, as a dataclass field: `low: float = setting(0.2, "clip-low", "...", least=0,
+    most=1)`."""
     creates = creates or absent is not NEVER
     bounds = SettingRange(least, above, most, below)
     known = Setting(flag, help, bounds, off, absent, creates, choices, brought, first_hour)
     return field(default=default, metadata={"knob": known})
 
 
-def knob_of(f: dataclasses.Field[Any]) -> Setting:
-    """What is told of a field; nothing, where it is declared plainly."""
+def setting_of(f: dataclasses.Field[Any]) -> Setting:
+    """Return the declaration of a field, or an empty one where it is declared plainly."""
     found: Setting = f.metadata.get("knob", Setting())
     return found
 
@@ -160,7 +161,7 @@ class Component:
 
     @property
     def formula(self) -> str:
-        """What it computes with its settings, in plain mathematics."""
+        """The equation that it computes with its settings, in plain mathematics."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""Decides which tokens a turn adds to a transcript. What the policy sampled is never decoded and tokenised again."""
+"""The conversion of turns to tokens of a transcript. Sampled tokens are never decoded and tokenised again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from posttrain.core.pictures import digests
 from posttrain.core.types import Completion, Media, ToolCall, Turn, UserError
 
-MOST_IDS = 100_000  # that are numbered in nine letters and digits, far more than a context holds calls
+MOST_IDS = 100_000  # ids of nine letters and digits: far more than the calls of a context
 
 
 class ContinuedText(Protocol):
-    """What stands behind a reply, and a message that stands for the reply."""
+    """The template's text after a reply, and a message as a placeholder for the reply."""
 
     @property
     def text(self) -> str: ...
@@ -24,7 +24,7 @@ class ContinuedText(Protocol):
 
 
 class ToolCallFormat(Protocol):
-    """How calls of tools are written."""
+    """The format of tool calls."""
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]: ...
     def start(self, text: str) -> int: ...
@@ -32,10 +32,10 @@ class ToolCallFormat(Protocol):
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The methods of a tokenizer that are needed here."""
 
     chat_template: str | None
-    unknown_id: int | None  # what stands for text that it has no token for
+    unknown_id: int | None  # the token of unknown text
 
     def encode(self, text: str, start: bool = False) -> list[int]: ...
     def check_tokens(self, tokens: Sequence[int]) -> None: ...
@@ -66,13 +66,13 @@ class Conversation:
         self.messages: list[Mapping[str, Any]] = []
         self.first = True
         self.chat = False  # whether it began with messages
-        self.tools: Sequence[Mapping[str, Any]] | None = None  # that the model was told of
+        self.tools: Sequence[Mapping[str, Any]] | None = None  # that the prompt lists
         self.last_calls: Sequence[ToolCall] = ()  # of the last reply
         self.seen: Sequence[Media] = ()  # pictures of the last turn, places counted from its first token
         self._ids: set[str] = set()  # of all calls so far
 
     def branch(self) -> Conversation:
-        """Another one that begins with all that was said in this."""
+        """Return another conversation that begins with all turns of this one."""
         other = copy(self)
         other._ids = set(self._ids)
         return other
@@ -92,7 +92,7 @@ class Conversation:
         after = self.tokenizer.render_after(self.messages, new, self.last_calls, self.tools)
         self.messages = [*self.messages, after.reply, *new]
         tokens = self._encoded(after.text, new)
-        # what of it ends the reply, the policy has sampled: the end id, a stop string, what closes a call
+        # the policy has sampled the end of its reply: the end id, a stop string, the end of a call
         sampled = [] if last is None or last.stop.truncated else list(last.tokens)
         longest = min(len(sampled), len(tokens))
         said = next((n for n in range(longest, 0, -1) if sampled[-n:] == tokens[:n]), 0)
@@ -101,14 +101,14 @@ class Conversation:
         return tokens[said:]
 
     def _encoded(self, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> list[int]:
-        """The tokens of what the template made of messages; their pictures are noted."""
+        """Return the tokens of messages that the template rendered, and store their pictures."""
         if not (pictures := digests(messages)):
             return self.tokenizer.encode(text, start=start)
         tokens, self.seen = self.tokenizer.encode_seen(text, pictures, start)
         return tokens
 
     def calls(self, text: str) -> Sequence[ToolCall]:
-        """The calls of tools in a reply."""
+        """Return the calls of tools in a reply."""
         form = self.tokenizer.tool_format if self.chat else None
         self.last_calls = ()
         if form is not None:
@@ -117,7 +117,7 @@ class Conversation:
         return self.last_calls
 
     def _taken(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """As the template takes them."""
+        """Return the messages in the form that the template takes."""
         calling = any(message.get("tool_calls") for message in messages)
         return with_calls(messages, self.tokenizer.tool_format) if calling else list(messages)
 
@@ -127,7 +127,7 @@ class Conversation:
         return None if form is None else form.start(text)
 
     def _id(self, own: str) -> str:
-        """A call's own id, if all templates take it and no call before has it, or else a new one."""
+        """Return a call's own id, if all templates take it and no call before has it, or else a new one."""
         fits = re.fullmatch("[A-Za-z0-9]{9}", own) and own not in self._ids
         numbered = (f"call{number:05d}" for number in range(len(self._ids), MOST_IDS))
         id = own if fits else next(id for id in numbered if id not in self._ids)

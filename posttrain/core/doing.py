@@ -1,6 +1,6 @@
-"""What is being done while a user waits: said by whoever does it, shown by whoever watches, and else by nobody.
+"""A channel for progress before a run, or a figure, is there to be seen: libraries, weights, tasks.
 
-It is for the seconds before a run, or a figure, is there to be seen: libraries, weights, tasks. Nothing follows from it.
+The code at work reports, and a display that watches shows it. Nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ _watcher: Callable[[str, bool], None] | None = None
 
 
 def doing(text: str, done: int | None = None, of: int = 0) -> None:
-    """This is being done now; `done` of so many parts of it are ready."""
+    """Report the current activity; `done` of so many parts of it are ready."""
     if _watcher is not None:
         _watcher(text if done is None else f"{text}: {done:,} of {of:,}", done is not None)
 
 
 def watch(watcher: Callable[[str, bool], None] | None) -> None:
-    """Whom it is told from now on: (text, whether it is only progress). None: nobody."""
+    """Send reports from now on to this watcher: (text, whether it is only progress). None: to nobody."""
     global _watcher
     _watcher = watcher

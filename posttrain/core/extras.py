@@ -1,6 +1,6 @@
 """The optional libraries: how an extra of the package is installed, and which commands run without it.
 
-What is said to a user names only what runs here, or how to install it. That is decided here alone.
+Messages to a user name only commands that run here, or how to install them. That is decided here alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ NEEDED = {"view": ("duckdb",), "query": ("duckdb",)}
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra, as any shell takes it."""
+    """Return the command that installs an extra, as any shell takes it."""
     return f"pip install 'posttrain[{extra}]'"
 
 
@@ -26,11 +26,11 @@ def installed(library: str) -> bool:
 
 
 def lacking(verb: str) -> list[str]:
-    """The libraries that a verb needs and that are not there."""
+    """Return the libraries that a verb needs and that are not there."""
     return [library for library in NEEDED.get(verb, ()) if not installed(library)]
 
 
 def runnable(command: str) -> str:
-    """A command of ours as a hint names it: with what is to be installed before, where it would not run as it is."""
+    """Return a command of ours as a hint names it: with what is to be installed before, where it would not run as it is."""
     _, verb, *_ = command.split()
     return f"{command} (after {install('view')})" if lacking(verb) else command

@@ -1,16 +1,16 @@
 """Every interval of the project: one rule for shares, means, differences and seeds.
 
 It decides that tasks (or prompts, whose replies are not independent) are the units. Each counts once, however many samples
-it has, and what is known of the spread is how far tasks lie apart.
+it has, and the spread is estimated from the differences between tasks.
 
     shares          Wilson's score interval; where tasks have several samples, with the effective number of tasks
-    means           Student's t; on the score scale where all values lie within [0, 1] or [-1, 1], so that it ends there
+    means           Student's t; on the score scale where all values are within [0, 1] or [-1, 1], so that it ends there
     paired shares   Tango's score interval, which includes 0 wherever the exact test of McNemar does not reject it
     other pairs     as means, and 0 is included wherever a test that flips signs does not reject it
     seeds           Student's t
 
-No interval has width 0. Below `FEWEST` tasks, or where nothing says how far they lie apart, there is none, and `why` says
-so. How often they cover the truth: docs/results/intervals.md.
+No interval has width 0. Below `FEWEST` tasks, or where their spread is unknown, there is none, and `why` gives the
+reason. How often they cover the truth: docs/results/intervals.md.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Totals = tuple[ArrayLike, ArrayLike]
-"""[n] and [n]: of each unit the sum over what belongs to it, and how much that is."""
+"""[n] and [n]: of each unit the sum over its values, and their number."""
 
 Scale = tuple[float, float]
-"""The least value that there can be, and how far it is to the greatest."""
+"""The least possible value, and the distance to the greatest."""
 
 SHARES: Scale = (0.0, 1.0)
 DIFFERENCES: Scale = (-1.0, 2.0)  # of two shares
@@ -58,11 +58,11 @@ class Interval:
         return f"({self.why})" if self.why else f"[{self.low:{form}}, {self.high:{form}}]"
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON can hold it: None where there is no interval, and `why`."""
+        """Return it as JSON data: None where there is no interval, and `why`."""
         return {"low": None, "high": None, "why": self.why} if self.why else {"low": self.low, "high": self.high}
 
     def holding(self, value: float) -> Interval:
-        """As far as that value, if it does not reach it."""
+        """Return the interval, extended to that value if it does not contain it."""
         return self if self.why else Interval(min(self.low, value), max(self.high, value))
 
 
@@ -85,7 +85,7 @@ def wilson_interval(successes: float, n: float, level: float = LEVEL, quantile: 
 
 
 def share_interval(sums: ArrayLike, counts: ArrayLike = 1.0, level: float = LEVEL, of: str = "tasks") -> Interval:
-    """Interval of a share: of each task (or whatever `of` says) the sum of its right ones, and of how many.
+    """Interval of a share: of each task (or the unit that `of` names) the sum of its right ones, and their number.
 
     With a count of 1, `sums` may be the shares of right samples: every task then counts once. Where each task is all right
     or all wrong it is Wilson's. Else his interval has an effective number of tasks, p (1 - p) / variance (as for clustered
@@ -177,7 +177,7 @@ def sign_test(difference: ArrayLike) -> float:
     """Two-sided p of the mean of paired differences, were each as likely to have the other sign.
 
     Of differences that are all as large, and so of pairs of 0 and 1, it is McNemar's exact test; of up to `ENUMERATED`
-    others all signs are tried; of more, their sum is taken for normal. Differences of 0 say nothing.
+    others all signs are tried; of more, their sum is taken for normal. Differences of 0 have no effect.
     """
     sizes = np.asarray(difference, dtype=np.float64)
     sizes = sizes[sizes != 0]
@@ -226,7 +226,7 @@ def tango_interval(won: int, lost: int, n: int, level: float = LEVEL) -> Interva
 
 
 def _crossing(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Where a falling function is 0, or the end where it has already been or will be."""
+    """Return the zero of a falling function, or the end of the range if it is outside."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)
@@ -337,7 +337,7 @@ def _alike(each: Floats, of: str) -> Interval:
 
 
 def stated(mean: float, interval: Interval, **more: Any) -> dict[str, Any]:
-    """A figure as JSON: mean, low, high, and why there are none."""
+    """Return a figure as JSON: mean, low, high, and why there are none."""
     return {"mean": mean, **interval.as_dict(), **more}
 
 

@@ -1,4 +1,4 @@
-"""JSON as this package writes it: strict, in UTF-8, of whatever a row or a setting may hold.
+"""JSON as this package writes it: strict, in UTF-8, of any value of a row or a setting.
 
 Dates become ISO 8601, bytes base64, decimals and all else that JSON has no form for their text; NaN, which is no number, is
 null, and infinity is text. A lone half of a surrogate pair becomes its escape.
@@ -44,7 +44,7 @@ def known(value: Any, otherwise: Any) -> Any:
 
 
 def number(value: float) -> float | None:
-    """A number as JSON can hold it: it has neither infinity nor NaN."""
+    """Return a number as JSON can hold it: it has neither infinity nor NaN."""
     return float(value) if math.isfinite(value) else None
 
 

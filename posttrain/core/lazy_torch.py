@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class _Deferred:
-    """Stands for a module that is not loaded yet."""
+    """A placeholder for a module that is not loaded yet."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Pieces of what is said to a user: exceptions on one line, values cut short, control codes shown, the nearest word."""
+"""Tools for messages to a user: exceptions on one line, values cut short, control codes shown, the nearest word."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _UNSEEN = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
 
 def clip(text: str, longest: int = 60) -> str:
-    """The text, or its beginning and "..."."""
+    """Return the text, or its beginning and "..."."""
     return text if len(text) <= longest else text[:longest] + "..."
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says; "" where even that raises."""
+    """Return the message of an exception; "" where even that raises."""
     try:
         return str(error)
     except KeyboardInterrupt:
@@ -27,23 +27,23 @@ def message_of(error: BaseException) -> str:
 
 
 def inline(text: str) -> str:
-    """A text as part of a message: no line ends, and not a page."""
+    """Return a text as part of a message: no line ends, and not a page."""
     return clip(SYSTEM.sub("", " ".join(text.split())), 300)
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message as part of another; its type where it says nothing that helps."""
+    """Return an exception's message as part of another; its type where the message does not help."""
     text = inline(message_of(error))
     return text if text and "object>" not in text else type(error).__name__
 
 
 def safe(text: str) -> str:
-    """The text with control codes made visible: printed as they stand they could rewrite the screen."""
+    """Return the text with control codes made visible: printed raw they could rewrite the screen."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def safe_json(line: str) -> str:
-    """A line of JSON that says the same, with control codes and marks of direction as their escapes."""
+    """Return a line of JSON with the same content, with control codes and marks of direction as their escapes."""
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
@@ -57,7 +57,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 def near_or_all(word: str, known: list[str], most: int = 12) -> str:
-    """ "; did you mean ...? (there are: ...)", as far as there is anything to say. `most`: that are listed."""
+    """ "; did you mean ...? (there are: ...)", or "" where nothing helps. `most`: that are listed."""
     listed = ", ".join(known[:most]) + (", ..." if len(known) > most else "")
     return f"{near(word, known)} (there are: {listed})" if known else ""
 
@@ -69,13 +69,13 @@ def near_or_where(word: str, known: Iterable[str], where: str) -> str:
 
 
 def short(value: Any) -> str:
-    """A value as a reason shows it."""
+    """Return a value as a reason shows it."""
     try:
         shown = " ".join(repr(value).split())
     except Exception:  # the user's __repr__
         shown = "?"
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
-    if shown.startswith("<"):  # an object without a text of its own: where it lies in memory helps nobody
+    if shown.startswith("<"):  # an object without a text of its own: its address helps nobody
         return f"a value of type {type(value).__name__}"
     return f"{shown if len(shown) <= 60 else shown[:60] + '...'} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""What a user who knows another trainer calls things, and what does that here."""
+"""The names of other trainers' options, and the options here that do the same."""
 
 from __future__ import annotations
 
@@ -266,12 +266,12 @@ ANSWERS = {
     **_alike(
         "packing eval_packing packing_strategy padding_free use_remove_padding pad_to_multiple_of group_by_length "
         "use_dynamic_bsz",
-        "rows always stand end to end without padding, and none sees another; {tokens_per_microbatch} says how many go at "
-        "once",
+        "rows are always end to end without padding, and none sees another; {tokens_per_microbatch} bounds a "
+        "micro-batch",
     ),
     **_alike(
         "use_kl_loss",
-        "the coefficient says whether there is a KL penalty: {kl} 0.001 and {kl_where} loss (0: none, and no reference)",
+        "the coefficient decides whether there is a KL penalty: {kl} 0.001 and {kl_where} loss (0: none, and no reference)",
     ),
     **_alike(
         "min_p repetition_penalty generation_kwargs suppress_tokens do_sample",
@@ -304,7 +304,7 @@ ANSWERS = {
     ),
     **_alike(
         "precompute_ref_log_probs precompute_ref_batch_size",
-        "what the reference says of all rows is computed once and kept, always",
+        "the reference's log-probabilities of all rows are always computed once and kept",
     ),
     **_alike(
         "attn_implementation use_flash_attn flash_attn",
@@ -328,14 +328,14 @@ ANSWERS = {
     ),
     **_alike(
         "vllm_max_model_length max_model_len max_model_length",
-        "the context is what the model's config.json says; {max_tokens} bounds a reply",
+        "the context is that of the model's config.json; {max_tokens} bounds a reply",
     ),
     **_alike(
         "model_init_kwargs override_config",
-        "a model is its folder; {precision} and {device} say how it is computed with",
+        "a model is its folder; {precision} and {device} define its computation",
     ),
 }
-"""A name there -> what is said of it where no option is its like."""
+"""A name there -> the answer where no option here is equivalent."""
 
 
 _OF_VERBS = re.compile(r"(\{\w+\}) \((rl|sft)\) or (\{\w+\}) \((rl|sft)\)")

@@ -1,8 +1,8 @@
-"""Pictures by the hash of their content: a task, a turn, a transcript holds the name, and the bytes lie in one place.
+"""Pictures by the hash of their content: a task, a turn, a transcript holds the name, and the bytes are stored once.
 
-Decided here: what a picture may be given as (a path, the bytes of a file, a PIL image), which are refused before anything
-of them is decoded, and where they lie: in memory until a run has its folder, and from then on in its files. A name means
-the same picture in every process and every run, so the place is one for the whole process.
+Decided here: the accepted forms of a picture (a path, the bytes of a file, a PIL image), the refusal of
+files before they are decoded, and where pictures are stored: in memory until a run has its folder, and from then on in its
+files. A name means the same picture in every process and every run, so the place is one for the whole process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FOLDER = "pictures"  # of a run
 MOST_BYTES = 16 << 20  # of a picture's file
-MOST_PIXELS = 50_000_000  # of a picture: 150 MB as numbers, which only its header tells before it is decoded
+MOST_PIXELS = 50_000_000  # of a picture: 150 MB as numbers, known from its header before it is decoded
 MOST_OF_A_TURN = 64  # pictures
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # each decoder is code that strangers' bytes go through
 _NAME = re.compile(r"sha256:([0-9a-f]{64})")
@@ -39,22 +39,22 @@ class PictureError(UserError):
 
 
 class Pictures:
-    """Where pictures lie. A name is "sha256:" and the digest: the hash of the file's bytes in hexadecimal."""
+    """The store of pictures. A name is "sha256:" and the digest: the hash of the file's bytes in hexadecimal."""
 
     def __init__(self) -> None:
-        self._held: dict[str, bytes | Path] = {}  # digest -> the file's content, or where it is
+        self._held: dict[str, bytes | Path] = {}  # digest -> the file's content, or its path
         self._new: set[str] = set()  # of this run, that wait for its folder
         self._folder: Path | None = None
         self._others: list[Path] = []  # folders that are looked into as well
-        self._lock = threading.RLock()  # steps may be played in a thread beside the learner's
+        self._lock = threading.RLock()  # steps may be sampled in a thread beside the learner's
 
     def put(self, image: Any) -> str:
-        """The name of a picture: a path, the bytes of a file, a PIL image, or a name.
+        """Return the name of a picture: a path, the bytes of a file, a PIL image, or a name.
 
         Raises PictureError for a file that is missing, damaged at its beginning, too large, or of another format.
         """
         if is_name(image):
-            return str.__str__(image)  # whether it is here is seen where it is looked at
+            return str.__str__(image)  # whether it is here is checked when it is read
         path = Path(image) if isinstance(image, str | os.PathLike) else None
         data = _read(path) if path is not None else _encoded(image)
         check(data, "the picture" if path is None else str(path))
@@ -68,14 +68,14 @@ class Pictures:
         return f"sha256:{digest}"
 
     def hold(self, data: bytes) -> str:
-        """The digest of a picture that is no run's."""
+        """Return the digest of a picture that is no run's."""
         digest = hashlib.sha256(data).hexdigest()
         with self._lock:
             self._held[digest] = data
         return digest
 
     def read(self, digest: str) -> bytes:
-        """The bytes of the file. Raises PictureError if they are not what they were."""
+        """Return the bytes of the file. Raises PictureError if they are not what they were."""
         with self._lock:
             held = self._held.get(digest)
             places = [held, *(folder / digest for folder in self._others)]
@@ -90,14 +90,14 @@ class Pictures:
         raise PictureError(f"there is no picture sha256:{digest[:12]}...: give its file, or put the run's folder back")
 
     def take(self, name: str) -> bytes | None:
-        """The bytes of a picture that was put here as such, which is then let go: for who sends them on."""
+        """Return the bytes of a picture that was put here as such, and remove it: for a process that sends it on."""
         digest = name.removeprefix("sha256:")
         with self._lock:
             held = self._held.pop(digest, None)
         return None if held is None else held if isinstance(held, bytes) else _read(held)
 
     def begin(self, folder: Path) -> None:
-        """A run begins whose folder this will be: pictures of an earlier attempt may lie there."""
+        """Begin a run whose folder this will be: pictures of an earlier attempt may be there."""
         with self._lock:
             self._new.clear()
         self.look(folder)
@@ -109,7 +109,7 @@ class Pictures:
                 self._others.append(folder)
 
     def keep(self, folder: Path) -> None:
-        """The run has its folder: what was put since it began is written there, and all that will be."""
+        """Move the run's pictures into its folder, now that it exists, and write further ones there."""
         with self._lock:
             for digest in sorted(self._new):
                 self._held[digest] = _written(folder, digest, self.read(digest))
@@ -126,12 +126,12 @@ PICTURES = Pictures()
 
 
 def check(data: bytes, what: str) -> None:
-    """Raises PictureError for what is no picture, or one of too many pixels: by its header, nothing is decoded."""
+    """Raise PictureError for data that are no picture, or one of too many pixels: by its header, nothing is decoded."""
     opened(data, what).close()
 
 
 def opened(data: bytes, what: str = "the picture") -> Image:
-    """The PIL image, of which only the header is read. Raises PictureError."""
+    """Return the PIL image, of which only the header is read. Raises PictureError."""
     from PIL import Image
 
     if len(data) > MOST_BYTES:
@@ -144,7 +144,7 @@ def opened(data: bytes, what: str = "the picture") -> Image:
             raise PictureError(f"{what} has more than {MOST_PIXELS:,} pixels: make it smaller") from None
         except Exception as error:  # decoders raise whatever bytes drive them to
             raise PictureError(
-                f"{what} is no picture that can be read ({', '.join(FORMATS)}): {_said(error)}"
+                f"{what} is no picture that can be read ({', '.join(FORMATS)}): {_error_text(error)}"
             ) from None
     width, height = image.size
     if width * height > MOST_PIXELS or not width * height:
@@ -153,7 +153,7 @@ def opened(data: bytes, what: str = "the picture") -> Image:
 
 
 def decoded(data: bytes, what: str = "the picture") -> Image:
-    """The PIL image in RGB, upright, its first frame. Raises PictureError."""
+    """Return the PIL image in RGB, upright, its first frame. Raises PictureError."""
     from PIL import ImageOps
 
     try:
@@ -161,11 +161,11 @@ def decoded(data: bytes, what: str = "the picture") -> Image:
     except PictureError:
         raise
     except Exception as error:
-        raise PictureError(f"{what} is damaged: {_said(error)}; copy it again, or leave it out") from None
+        raise PictureError(f"{what} is damaged: {_error_text(error)}; copy it again, or leave it out") from None
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    """The file of a picture, [height, width, 3] in red, green and blue."""
+    """Return the file of a picture, [height, width, 3] in red, green and blue."""
     from PIL import Image
 
     into = io.BytesIO()
@@ -174,7 +174,7 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def parts(content: Sequence[Any]) -> list[dict[str, Any]]:
-    """The parts of a message, its pictures put into their place and known by their names.
+    """Return the parts of a message, its pictures put into their place and known by their names.
 
     Raises PictureError for a part that is neither text nor a picture.
     """
@@ -212,7 +212,7 @@ def is_name(image: Any) -> bool:
 
 
 def digests(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The hashes of the pictures in these messages, in order."""
+    """Return the hashes of the pictures in these messages, in order."""
     contents = [message.get("content") for message in messages]
     pieces = [part for content in contents if isinstance(content, list) for part in content]
     return [
@@ -220,12 +220,12 @@ def digests(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return inline(re.sub(r"(image file )?<_io\.BytesIO[^>]*>", "it", message_of(error))) or type(error).__name__
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a file."""
+    """Return the bytes of a file."""
     try:
         return user_files.content(path, MOST_BYTES)
     except OSError as error:
@@ -235,7 +235,7 @@ def _read(path: Path) -> bytes:
 
 
 def _encoded(image: Any) -> bytes:
-    """The bytes of a file. A PIL image becomes a PNG."""
+    """Return the bytes of a file. A PIL image becomes a PNG."""
     if isinstance(image, bytes | bytearray):
         return bytes(image)
     if not callable(getattr(image, "save", None)) or not hasattr(image, "size"):
@@ -249,7 +249,7 @@ def _encoded(image: Any) -> bytes:
     try:
         image.convert("RGB").save(into, format="PNG")
     except Exception as error:
-        raise PictureError(f"an image cannot be written as PNG: {_said(error)}") from None
+        raise PictureError(f"an image cannot be written as PNG: {_error_text(error)}") from None
     return into.getvalue()
 
 

@@ -1,6 +1,6 @@
-"""Who works with batches and rollouts: the seams of the house. Everything above knows these, and no implementation.
+"""The protocols between the rooms: learners, engines, sources, objectives, services. Everything above knows these alone.
 
-Each implementation is proven against its protocol by the type checker, at the end of its own module.
+The type checker proves each implementation against its protocol, at the end of its own module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRAINING = "training"
 
 
 class ModelShape(Protocol):
-    """What is asked of a model's own configuration."""
+    """The fields of a model's own configuration that are read here."""
 
     @property
     def vocab(self) -> int: ...
@@ -35,7 +35,7 @@ class ModelShape(Protocol):
 
 
 class Model(Protocol):
-    """A language model that can be trained: the whole of what a learner asks of it. It is a torch module."""
+    """A language model that can be trained: all that a learner needs. It is a torch module."""
 
     eos_ids: tuple[int, ...]  # every token id that ends a reply
 
@@ -44,7 +44,7 @@ class Model(Protocol):
 
     @property
     def head(self) -> Head:
-        """How hidden states become logits."""
+        """The map of hidden states to logits."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class Model(Protocol):
         """Write a checkpoint folder from which the same kind of model is loaded again: config and weights."""
         ...
 
-    # what every torch module has
+    # methods of every torch module
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def requires_grad_(self, requires_grad: bool = True) -> Self: ...
@@ -85,9 +85,9 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Where steps come from. `produce(k)` is called with k = 1, 2, ...; all it remembers is in `state()`.
+    """A source of steps. `produce(k)` is called with k = 1, 2, ...; all it remembers is in `state()`.
 
-    A state is JSON data, but for what is still being made: that has a method `plain`, which waits for it.
+    A state is JSON data, but for values that are still being made: these have a method `plain`, which waits for them.
     """
 
     def produce(self, number: int) -> TrainingStep: ...
@@ -117,7 +117,7 @@ class Learner(Protocol):
         of: str = "policy",
         want: frozenset[str] = frozenset(),
     ) -> list[Outputs]:
-        """What the policy (or another model that is held, by its name) and the critic say of each micro-batch.
+        """Return the outputs of the policy (or another held model, by its name) and the critic for each micro-batch.
 
         Without a gradient. The frozen starting model is "reference"; divergences are those of the policy from the models
         that `Packed.readings` name.
@@ -133,11 +133,11 @@ class Learner(Protocol):
         ...
 
     def refresh_reference(self) -> None:
-        """The policy as it is becomes the reference."""
+        """Make the current policy the reference."""
         ...
 
     def weights(self) -> Model:
-        """The policy, for an engine to take over."""
+        """Return the policy, for an engine to take over."""
         ...
 
     def save(self, folder: Path | None) -> None:
@@ -158,21 +158,21 @@ class Engine(Protocol):
     @property
     def batch_invariant(
         self,
-    ) -> bool: ...  # whether no bit of a completion depends on what is sampled beside it, or when
+    ) -> bool: ...  # whether no bit of a completion depends on other requests, or the time
     @property
-    def backend(self) -> str: ...  # what computes, in words
+    def backend(self) -> str: ...  # the implementation, in words
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         """Ask for a reply. `keep`: the next request of this id may begin with these tokens and the reply.
 
-        Only what is new in it is then computed. Whether it is, and whether what was kept was let go meanwhile, changes no
+        Only its new tokens are then computed. Whether they are, and whether kept state was freed meanwhile, changes no
         bit of the reply where requests are `batch_invariant`.
         """
         ...
 
     def forget(self, id: int) -> None: ...  # no other request goes on from this one
     def copy(self, id: int, to: int, tokens: int) -> None:
-        """The next request `to` may begin with the first so many tokens of what is kept of this one, and its reply."""
+        """The next request `to` may begin with the first so many kept tokens of this one, and its reply."""
         ...
 
     def cancel(self, id: int) -> None: ...  # a request that is not answered yet: there will be no completion
@@ -202,26 +202,26 @@ class Seeing(Protocol):
     def submit_seen(
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
     ) -> None:
-        """As `Engine.submit`. `media`: what stands in the prompt."""
+        """Submit as `Engine.submit` does. `media`: the pictures in the prompt."""
         ...
 
 
 class Service(Protocol):
     """Answers questions of environments in the main process, many at once.
 
-    An answer is plain JSON data, or Invalid where there is none; Reasoned is either of them with what was said for it. It
-    follows from the content of its question: not from the order of the questions, nor from what is asked beside it. Neither
+    An answer is plain JSON data, or Invalid where there is none; Reasoned is either of them with its reasons. It
+    follows from the content of its question: not from the order of the questions, nor from other questions. Neither
     `submit` nor `poll` waits for an answer.
     """
 
     @property
-    def identity(self) -> str: ...  # what the answers depend on besides: another identity may answer otherwise
+    def identity(self) -> str: ...  # all else that the answers depend on: another identity may answer otherwise
 
     @property
-    def description(self) -> str: ...  # who answers, in words
+    def description(self) -> str: ...  # the service in words
 
     def submit(self, id: int, content: Any) -> None: ...  # plain JSON data, as the environment gave it
-    def poll(self) -> list[tuple[int, Any]]: ...  # (id, answer) of what has been answered; may compute some of it
+    def poll(self) -> list[tuple[int, Any]]: ...  # (id, answer) of finished questions; may compute some of them
     def example(self) -> Any: ...  # an answer as it may come, for rehearsals: nothing is asked
     def counts(self) -> dict[str, float]: ...  # since the beginning: requests, tokens, cost, failures ...
     def close(self) -> None: ...
@@ -230,7 +230,7 @@ class Service(Protocol):
 class World(Protocol):
     """The processes that share a run. Every one of them makes the same calls in the same order.
 
-    A call raises UserError where another process has failed, or says nothing for too long.
+    A call raises UserError where another process has failed, or is silent for too long.
     """
 
     rank: int
@@ -244,7 +244,7 @@ class World(Protocol):
 
 @runtime_checkable
 class Lasting(Protocol):
-    """A world whose launcher may start all of its processes again, and keeps for them what was marked before."""
+    """A world whose launcher may start all of its processes again, and keeps earlier marks for them."""
 
     def mark(self, name: str) -> None: ...
     def marked(self, name: str) -> bool: ...

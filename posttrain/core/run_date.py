@@ -1,10 +1,9 @@
-"""The date that chat templates are told (`strftime_now`): fixed for a run, so that no prompt depends on the clock.
+"""The date that chat templates use (`strftime_now`): fixed for a run, so that no prompt depends on the clock.
 
-A run fixes the day on which it begins, or the day that its starting checkpoint was trained with. It stands in run.json,
-is used again when the run is resumed, and goes with the tokenizer into its checkpoints, so that these are asked as they were
-trained.
-A file of rows that `sample` or `label` writes keeps the day on which it was begun too, for models without a
-day of their own.
+A run fixes the day on which it begins, or the day that its starting checkpoint was trained with. It is stored in run.json,
+is used again when the run is resumed, and goes with the tokenizer into its checkpoints, so that these are asked as they
+were trained. A file of rows that `sample` or `label` writes keeps the day on which it was begun too, for models without
+a day of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _begun: str | None = None
 
 
 def today() -> str:
-    """The day here and now, as 2026-11-24."""
+    """Return the day here and now, as 2026-11-24."""
     return datetime.now().date().isoformat()
 
 
@@ -34,7 +33,7 @@ def is_day(value: object) -> bool:
 
 @contextmanager
 def fixed(day: str | None) -> Iterator[None]:
-    """Within it templates are told this day, whatever the clock or a checkpoint says; None: nothing is changed."""
+    """A context in which templates use this day, whatever the clock or a checkpoint has; None: nothing is changed."""
     global _fixed
     before, _fixed = _fixed, day or _fixed
     try:
@@ -45,7 +44,7 @@ def fixed(day: str | None) -> Iterator[None]:
 
 @contextmanager
 def begun(day: str) -> Iterator[None]:
-    """Within it this day is told instead of today: where no run fixes one, and no checkpoint has its own."""
+    """A context in which this day replaces today: where no run fixes one, and no checkpoint has its own."""
     global _begun
     before, _begun = _begun, day
     try:
@@ -55,10 +54,10 @@ def begun(day: str) -> Iterator[None]:
 
 
 def fixed_day() -> str | None:
-    """The day that is fixed now."""
+    """Return the day that is fixed now."""
     return _fixed
 
 
-def told(own: str | None) -> datetime:
-    """What a template is told, at midnight. `own`: the day that a checkpoint was trained with."""
+def template_date(own: str | None) -> datetime:
+    """Return the date for a template, at midnight. `own`: the day that a checkpoint was trained with."""
     return datetime.combine(date.fromisoformat(_fixed or own or _begun or today()), time())

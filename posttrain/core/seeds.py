@@ -1,4 +1,4 @@
-"""Counted randomness: every random number of a run follows from what it is for, and nothing mutable is remembered."""
+"""Counted randomness: every random number of a run follows from its purpose, without mutable state."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 def seed_of(*parts: object) -> int:
-    """A seed in [0, 2^63) from what it is for, such as (run seed, "rollout", step, task, member)."""
+    """Return a seed in [0, 2^63) from its purpose, such as (run seed, "rollout", step, task, member)."""
     return _number(_hash(parts))
 
 
 def seeds_of(*parts: object, count: int) -> list[int]:
-    """[seed_of(*parts, 0), seed_of(*parts, 1), ...]: so many of them."""
+    """Return [seed_of(*parts, 0), seed_of(*parts, 1), ...], `count` of them."""
     begun, found = _hash((*parts, "")), []
     for place in range(count):
         whole = begun.copy()

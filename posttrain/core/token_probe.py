@@ -1,7 +1,7 @@
-"""Where an update leaves what it computes of single tokens, for the record.
+"""A probe that copies an update's numbers of single tokens, for the record.
 
-A micro-batch may carry a tap, and the learner then leaves there what passes by: log-probabilities, entropies, and what each
-token weighs. Nothing of an update is computed otherwise for it, so it changes no bit of a run.
+A micro-batch may carry a tap, to which the learner then copies log-probabilities, entropies, and the weight of each
+token. The update itself is computed as without it, so no bit of a run changes.
 
     N    scored tokens of a micro-batch    S    rollouts of the optimizer batch    n_i    scored tokens of rollout i
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 WHOLE = {"reverse_kl": 1.0, "forward_kl": 1.0, "jensen_shannon": 1.0, "expected_q": -1.0}
-"""Fields of `Outputs` that are made of whole distributions -> the sign with which the loss of a row has them."""
+"""Fields of `Outputs` that are made of whole distributions -> their sign in the loss of an algorithm."""
 SCORE = "score"  # a reward model's, one for each reading, which takes the place of the tokens' numbers
 SHARE = "share"  # the weight of these, where log-probabilities have none
 
@@ -31,7 +31,7 @@ Found: TypeAlias = "dict[int, dict[str, NDArray[np.float32]]]"
 
 @dataclass
 class TokenSink:
-    """What one update has computed of the tokens that are asked for."""
+    """The numbers of the requested tokens from one update."""
 
     asked: frozenset[int] = frozenset()  # rollouts, by their places in [S]
     entropy: bool = True  # whether entropies are asked for too, though the loss may not read any
@@ -40,7 +40,8 @@ class TokenSink:
     _passed: list[tuple[TokenProbe, dict[str, Tensor]]] = field(default_factory=list)
 
     def tap(self, index: Sequence[int], sizes: Sequence[int]) -> TokenProbe:
-        """That of a micro-batch of these rollouts, which have so many scored tokens, or other readings, each."""
+        """Return the tap for a micro-batch of these rollouts, with the number of scored tokens, or other readings, of
+        each."""
         spans, row = [], 0
         for place, size in zip(index, sizes, strict=True):
             if place in self.asked:
@@ -49,11 +50,11 @@ class TokenSink:
         return TokenProbe(self, tuple(spans))
 
     def take(self, tap: TokenProbe, columns: Mapping[str, Tensor]) -> None:
-        """Columns of a micro-batch, [N] each. They stay where they are until somebody reads."""
+        """Take columns of a micro-batch, [N] each. They stay on their device until `settle`."""
         self._passed.append((tap, {name: values.detach() for name, values in columns.items()}))
 
     def settle(self) -> Found:
-        """What was found, on the CPU: one copy a column, however many rollouts and micro-batches there are."""
+        """Return the numbers, on the CPU: one copy a column, however many rollouts and micro-batches there are."""
         import torch
 
         names = dict.fromkeys(name for _, columns in self._passed for name in columns)
@@ -85,13 +86,13 @@ class TokenSink:
 
 
 def sink_of(batches: Iterable[Batch]) -> TokenSink | None:
-    """That of an update of these micro-batches, if it has one."""
+    """Return the sink of an update of these micro-batches, if it has one."""
     return next((batch.tap.sink for batch in batches if batch.tap is not None), None)
 
 
 @dataclass(frozen=True)
 class TokenProbe:
-    """Which tokens of one micro-batch are asked for."""
+    """The requested tokens of one micro-batch."""
 
     sink: TokenSink
     spans: tuple[tuple[int, int, int], ...]  # (place in [S], first row, the one behind the last), counted in readings
@@ -111,12 +112,11 @@ class TokenProbe:
         return found
 
     def watch(self, outputs: Outputs) -> None:
-        """Those of the update's forward pass. What a token weighs is known when its gradient passes by.
+        """Record the outputs of the update's forward pass. The weight of a token is known when its gradient passes by.
 
-        weight = -d loss / d log p: what the gradient of the token's log-probability is multiplied by, to go up. Nothing of
-        the row has to be known for it: clips, corrections and penalties are in it. Where the loss reads no
-        log-probability, but a divergence or an expected value of all tokens, it is what the gradient of that is
-        multiplied by.
+        weight = -d loss / d log p: the factor of the gradient of the token's log-probability, to go up. Nothing of the
+        algorithm has to be known for it: clips, corrections and penalties are in it. Where the loss reads no
+        log-probability, but a divergence or an expected value of all tokens, it is the factor of the gradient of that.
         """
         if not self.spans:
             return

@@ -1,6 +1,6 @@
 """The nouns that no tensor is needed for: tasks, turns, replies, transcripts, rollouts.
 
-What batches of them look like stands in `posttrain.core.batch`, who works with them in `posttrain.core.protocols`.
+Batches of them are in `posttrain.core.batch`, and the protocols that take them in `posttrain.core.protocols`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def value_type(cls: type[_Class]) -> type[_Class]:
 
 
 class UserError(ValueError):
-    """A mistake of the user's. The message is one line that says the fix; the command line prints it and exits with 2."""
+    """A mistake of the user's. The message is one line with the fix; the command line prints it and exits with 2."""
 
     code = 2  # of the command's exit
 
@@ -45,11 +45,11 @@ def succeeds(reward: Any, threshold: float) -> Any:
     return reward >= threshold - 1e-6
 
 
-# -- what an environment and the policy say to each other --------------------------------------------------------------
+# -- messages between an environment and the policy --------------------------------------------------------------------
 
 
 class StopReason(StrEnum):
-    """Why a completion or an episode ended, as it was seen to end; never guessed afterwards from the last token."""
+    """The reason why a completion or an episode ended, as observed; never guessed afterwards from the last token."""
 
     EOS = "eos"  # sampled one of the model's end-of-sequence ids (which stays part of the sampled tokens)
     STOP = "stop"  # its text reached one of the stop strings of the request
@@ -65,15 +65,15 @@ class StopReason(StrEnum):
 
 
 class InvalidKind(StrEnum):
-    """What made a reward invalid. Metrics give the share of each kind that comes up, as `invalid/timeout`."""
+    """The cause of an invalid reward. Metrics give the share of each kind that comes up, as `invalid/timeout`."""
 
-    REPORTED = "reported"  # the environment said so itself
+    REPORTED = "reported"  # the environment reported it itself
     RAISED = "raised"  # its code raised
-    UNREADABLE = "unreadable"  # what it yielded, returned or sent is no turn and no reward
+    UNREADABLE = "unreadable"  # its output is no turn and no reward
     TIMEOUT = "timeout"  # it took longer than a step may take
     DIED = "died"  # its process ended
     UNANSWERED = "unanswered"  # a service that was asked has no answer
-    DIVERGED = "diverged"  # it went another way when it was played a second time
+    DIVERGED = "diverged"  # its replay gave other turns
 
 
 @dataclass(frozen=True)
@@ -85,32 +85,32 @@ class Invalid:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may say a chat message. Which of them a model knows, its template says."""
+"""The roles of a chat message. A model's template defines which of them it knows."""
 
 
 @value_type
 class Turn:
-    """What an environment shows the model next, and how the reply is to be sampled."""
+    """The next input of the model from an environment, and how to sample the reply."""
 
-    text: str | None = None  # appended as it stands
+    text: str | None = None  # appended unchanged
     messages: Sequence[Mapping[str, Any]] | None = None  # or: chat messages, rendered by the tokenizer's template
     tokens: Sequence[int] | None = None  # or: token ids, always the whole of a context
     stop: tuple[str, ...] = ()  # stop strings; the reply ends with the one that was reached
     reward: float = 0.0  # reward of the step that led here (0: none); where sides take turns, of this side's last step
     max_tokens: int | None = None  # budget of this reply; None: the run's
-    tool: bool = False  # whether a tool says this (messages of the role "tool" say so themselves)
-    fresh: bool = False  # begin a transcript of its own: nothing that was said before is in the model's context
+    tool: bool = False  # whether this is a tool's answer (messages of the role "tool" are in any case)
+    fresh: bool = False  # begin a transcript of its own: nothing earlier is in the model's context
     learn: bool = True  # whether the reply to this is learned from
-    whole: bool = False  # this is all that the policy is to see: it continues a context of the episode, or begins one
+    whole: bool = False  # this is the policy's whole context: it continues a context of the episode, or begins one
     tools: Iterable[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
-    side: str = ""  # who is asked, where the policy plays several sides: each has contexts and a rollout of its own
+    side: str = ""  # the side to move, where the policy plays several: each has contexts and a rollout of its own
 
 
 @dataclass(frozen=True)
 class Ask:
     """A question of an environment to a service of the run: `score = yield Ask("reward-model", text)`.
 
-    What comes back is the service's answer, plain JSON data, or an Invalid, which the environment may handle or return.
+    The result is the service's answer, plain JSON data, or an Invalid, which the environment may handle or return.
     """
 
     service: str  # its name, such as "reward-model" or "judge"
@@ -126,31 +126,31 @@ class Reasoned:
 
 
 def bare(answer: Any) -> Any:
-    """What a service answered, as an environment gets it."""
+    """Return a service's answer in the form that an environment gets."""
     return answer.answer if isinstance(answer, Reasoned) else answer
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that stands in a reply."""
+    """A tool call in a reply."""
 
     name: str  # of the tool; "" where none can be read
     arguments: Mapping[str, Any]  # JSON data by name
     end: int = 0  # characters of the reply up to and with the call: where a `SpanReward` for it ends
-    problem: str | None = None  # why it cannot be made, if it is malformed
-    id: str = ""  # tells the calls of a context apart; `reply.number` says in which reply of the episode it stands
+    problem: str | None = None  # the reason why it cannot be executed, if it is malformed
+    id: str = ""  # distinguishes the calls of a context; `reply.number` is the reply of the episode that has it
 
 
 class Reply(str):
-    """What the model said: the text of the sampled tokens up to and with the stop string, without the end-of-sequence token.
+    """The model's reply: the text of the sampled tokens up to and with the stop string, without the end-of-sequence token.
 
-    It is a `str` for environments that only read it; `reply.stop` tells why it ended. An empty reply whose stop is
+    It is a `str` for environments that only read it; `reply.stop` is the reason why it ended. An empty reply whose stop is
     truncated was not sampled: the episode has run out of that. The environment may still
     score what there is, and gets nothing else if it goes on asking (only a fresh turn has its context to itself).
     """
 
     stop: StopReason
-    tool_calls: tuple[ToolCall, ...]  # in order, malformed ones too, where a turn has told the model of tools
+    tool_calls: tuple[ToolCall, ...]  # in order, malformed ones too, where a turn lists tools for the model
     number: int  # of the episode's replies: 0 is the first
     before_calls: int | None  # characters before the first call of a tool; None: it makes none
     sampled: Completion | None  # the same as tokens; None where nothing was
@@ -195,7 +195,7 @@ class Graded:
 
 @dataclass(frozen=True)
 class Sides:
-    """What each side of a game earned: `return Sides({"black": 1.0, "white": -1.0})`.
+    """The rewards of the sides of a game: `return Sides({"black": 1.0, "white": -1.0})`.
 
     Any other verdict is that of all sides.
     """
@@ -204,10 +204,10 @@ class Sides:
 
 
 Verdict = float | dict[str, float] | Graded | Sides | Invalid
-"""What scores a reply. A dict names the parts of the reward: their sum is the reward, unless it has the key "reward"."""
+"""The score of a reply. A dict names the parts of the reward: their sum is the reward, unless it has the key "reward"."""
 
 Env = Callable[[Task], Generator["Turn | str | Ask", Any, Verdict]]
-"""A generator function: yields what the model should see, receives what it said, returns the reward.
+"""A generator function: yields the model's input, receives the model's reply, returns the reward.
 
 To an `Ask` it receives the answer of a service instead of a `Reply`."""
 
@@ -220,7 +220,7 @@ Reward = Callable[[Task, str], Verdict]
 
 @value_type
 class Sampling:
-    """How one completion is sampled. Its result depends on these fields, the prompt and the weights alone."""
+    """The parameters of one completion. Its result depends on these fields, the prompt and the weights alone."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -235,7 +235,7 @@ class Sampling:
 
 @value_type
 class Completion:
-    """What an engine returns for one request."""
+    """An engine's result for one request."""
 
     id: int
     tokens: Sequence[int]  # [n] sampled, a final end-of-sequence token included
@@ -248,35 +248,35 @@ class Completion:
     prompt_experts: NDArray[np.int16] | None = None  # [tokens of the prompt, layers, k]
 
     def continued(self, more: Completion) -> Completion:
-        """This and what was sampled behind it, whose text is already that of both."""
+        """Return this completion and the one sampled after it, whose text is already that of both."""
         runs = tuple(run for part in (self, more) for run in part.runs or ((len(part.tokens), part.version),))
         tokens, logp = [*self.tokens, *more.tokens], [*self.logp, *more.logp]
         return Completion(more.id, tokens, logp, more.text, more.stop, self.version, None, runs)
 
 
-# -- what was said of replies ------------------------------------------------------------------------------------------
+# -- labels of replies -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One response to a prompt is better than another."""
 
-    better: int  # which of the item's responses
+    better: int  # which of the example's responses
     worse: int
-    share: float = 1.0  # what it counts beside the others, such as how many people say so
+    share: float = 1.0  # its weight beside the others, such as the number of people who agree
     margin: float = 0.0  # by how much it is better
 
 
-# -- what was said, as tokens ------------------------------------------------------------------------------------------
+# -- tokens ------------------------------------------------------------------------------------------------------------
 
 
 class SpanKind(StrEnum):
-    """Where the tokens of a span come from."""
+    """The origin of the tokens of a span."""
 
-    PROMPT = "prompt"  # what the policy saw first
+    PROMPT = "prompt"  # the policy's first input
     SAMPLED = "sampled"  # by the policy
     IMITATED = "imitated"  # written by the author of a demonstration
-    OBSERVATION = "observation"  # what the environment said later, and what the chat template put between turns
+    OBSERVATION = "observation"  # the environment's later text, and the chat template's between turns
     TOOL = "tool"  # a tool's answer
 
 
@@ -294,7 +294,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Media:
-    """A picture (or sound, or film) that stands in a transcript. The tokens at its place only hold the place."""
+    """A picture (or sound, or film) in a transcript. The tokens at its place are only placeholders."""
 
     start: int  # place of the first of these tokens
     length: int  # how many they are
@@ -303,9 +303,9 @@ class Media:
 
 
 def positions_of(length: int, media: Sequence[Media]) -> NDArray[np.int64] | None:
-    """[3, length]: places in time, height and width. None where no picture has a grid, and all tokens stand in one line.
+    """[3, length]: places in time, height and width. None where no picture has a grid, and all tokens are in one line.
 
-    Text advances in all three alike. A picture stands where the text has come, each of its tokens at its row and column,
+    Text advances in all three alike. A picture begins where the text has come, each of its tokens at its row and column,
     and text goes on behind the longest of its sides (M-RoPE, Wang et al. 2024, arXiv 2409.12191, section 2.1).
     """
     gridded = sorted((m for m in media if m.grid), key=lambda m: m.start) if media else ()
@@ -342,9 +342,9 @@ class Transcript:
         self.n_scored = 0  # tokens that have a gradient
 
     def observe(self, tokens: Iterable[int], kind: SpanKind | None = None, media: Iterable[Media] = ()) -> None:
-        """Append what the policy was shown. Never trained on. `kind`: the prompt at first, then an observation.
+        """Append the policy's input. Never trained on. `kind`: the prompt at first, then an observation.
 
-        `media`: what stands in these tokens, their places counted in the transcript.
+        `media`: the pictures in these tokens, their places counted in the transcript.
         """
         kind = kind or (SpanKind.OBSERVATION if self.tokens else SpanKind.PROMPT)
         assert kind not in (SpanKind.SAMPLED, SpanKind.IMITATED), "use sample or imitate"
@@ -352,7 +352,7 @@ class Transcript:
         self.media.extend(media)
 
     def sample(self, completion: Completion, learn: bool = True) -> None:
-        """Append what the policy sampled. Without `learn`, none of it is scored."""
+        """Append the policy's sampled tokens. Without `learn`, none of it is scored."""
         assert len(completion.tokens) == len(completion.logp), "one log-probability per sampled token"
         self.logp.extend(completion.logp)
         if completion.prompt_experts is not None and len(completion.prompt_experts) == len(self.tokens):
@@ -367,7 +367,7 @@ class Transcript:
         assert start == len(completion.tokens), "every token has its weights"
 
     def _routed(self, experts: NDArray[np.int16]) -> None:
-        """Note the experts [L, layers, k] of all that stands here; what was told before stays."""
+        """Store the experts [L, layers, k] of all tokens so far; known ones stay."""
         import numpy as np
 
         for place, span in enumerate(self.spans):
@@ -377,11 +377,11 @@ class Transcript:
             self.spans[place] = replace(span, experts=told)
 
     def imitate(self, tokens: Iterable[int]) -> None:
-        """Append what the policy is to imitate."""
+        """Append tokens for the policy to imitate."""
         self._append(tokens, SpanKind.IMITATED, True)
 
     def branch(self) -> Transcript:
-        """Another transcript that begins with all that stands here so far. What both share is computed once."""
+        """Return another transcript that begins with all tokens so far. The shared tokens are computed once."""
         other = Transcript()
         other.tokens, other.spans, other.logp = list(self.tokens), list(self.spans), list(self.logp)
         other.media, other.n_scored = list(self.media), self.n_scored
@@ -389,9 +389,9 @@ class Transcript:
         return other
 
     def behind(self, prompt: Sequence[int]) -> Transcript:
-        """All of this behind another prompt: as a reader sees it who was told something else at first."""
+        """Return all of this after another prompt: for a reader whose prompt differs."""
         first, *others = self.spans
-        assert first.kind is SpanKind.PROMPT, "what was said first is replaced"
+        assert first.kind is SpanKind.PROMPT, "the first prompt is replaced"
         moved, other = len(prompt) - first.length, Transcript()
         other.observe(prompt, SpanKind.PROMPT)
         other.tokens += self.tokens[first.length :]
@@ -437,7 +437,7 @@ class Transcript:
         return len(self.logp)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; `from_dict` gives the same transcript again."""
+        """Return it as JSON data; `from_dict` gives the same transcript again."""
         plain: dict[str, Any] = {
             "tokens": list(map(int, self.tokens)),
             "spans": [[str(s.kind), s.length, int(s.learned), s.version] for s in self.spans],
@@ -453,7 +453,7 @@ class Transcript:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Transcript:
-        """The inverse of `as_dict`."""
+        """Return the inverse of `as_dict`."""
         import numpy as np
 
         found = Transcript()
@@ -488,22 +488,22 @@ class Transcript:
 
 @value_type
 class PlayedTurn:
-    """One side's words in an episode, for readers: what stands in `Rollout.turns`."""
+    """One side's words in an episode, for readers: an entry of `Rollout.turns`."""
 
-    kind: SpanKind  # who said it
+    kind: SpanKind  # its origin
     text: str
     transcript: int  # which of the rollout's
     start: int  # place of its first token there
     length: int  # tokens
-    reward: float = 0.0  # what the environment gave for this step before the episode's end
+    reward: float = 0.0  # the environment's reward of this step, before the episode's end
     seconds: float = field(default=0.0, compare=False)  # that it took: depends on the clock, and goes with the timings
     cut: int = 0  # tokens of it that did not fit the context and were left out
     calls: tuple[ToolCall, ...] = ()  # of tools, in a reply
 
 
 @dataclass(frozen=True)
-class Item:
-    """A prompt with some responses, and what was said of these: comparisons, or a label for each.
+class PreferenceExample:
+    """A prompt with some responses and their labels: comparisons, or a label for each response.
 
     The responses are transcripts that begin with the same prompt, which is computed once for all of them.
     """
@@ -530,7 +530,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a rollout left another one of its group."""
+    """The place where a rollout branched off another one of its group."""
 
     of: int  # which member of the group
     turns: int  # of its own turns, the first ones, that are the other's
@@ -539,7 +539,7 @@ class Branch:
 
 @dataclass(slots=True)
 class Rollout:
-    """One episode, played and scored."""
+    """One episode with its reward."""
 
     task: Task
     group: str
@@ -557,8 +557,10 @@ class Rollout:
     side: str = ""  # of the episode, where the policy plays several: each has a rollout, and is compared with its like
     pieces: list[Piece] = field(default_factory=list)  # all scored tokens, in order; []: its group does not branch
     branch: Branch | None = None  # where it left another one; None: it began with the prompt
-    notes: dict[str, Any] = field(default_factory=dict)  # what its environment noted: JSON data; for reading only
-    asked: str = ""  # of a prompt of messages, what its user said last: what tells it from others; for reading only
+    notes: dict[str, Any] = field(default_factory=dict)  # notes of its environment: JSON data; for reading only
+    asked: str = (
+        ""  # of a prompt of messages, its user's last message, which distinguishes it from others; for reading only
+    )
     seconds: float = field(default=0.0, compare=False)  # from its last turn to its reward: depends on the clock
 
     @property
@@ -573,7 +575,7 @@ class Rollout:
 
     @property
     def compared(self) -> tuple[str, str]:
-        """Which rollouts it is compared with: those of its group that played the same side."""
+        """The rollouts that it is compared with: those of its group with the same side."""
         return self.group, self.side
 
     @property
@@ -583,35 +585,35 @@ class Rollout:
 
     @property
     def version(self) -> int:
-        """Of the oldest weights that sampled any of it; 0 if none did."""
+        """The version of the oldest weights that sampled any of it; 0 if none did."""
         found = [s.version for t in self.transcripts for s in t.spans if s.version is not None]
         return min(found, default=0)
 
 
 class Fate(StrEnum):
-    """What became of a rollout that a step played: exactly one of these."""
+    """The fate of a rollout in a step: exactly one of these."""
 
     TRAINED = "trained"  # an update of the step was given it
     EQUAL = "equal group"  # all rewards of its group are equal, and nothing but the advantage would move its tokens
     INVALID = "invalid"  # its reward is none, or the policy wrote nothing
     SMALL = "group too small"  # it is valid, and too few others of its group are
-    REPLACED = "replaced"  # dynamic sampling left its group out, and played another one if its budget allowed
+    REPLACED = "replaced"  # dynamic sampling left its group out, and sampled another one if its budget allowed
     FILTERED = "filtered"  # a filter of the row left it out, or its teacher cannot read it
-    UNSELECTED = "not selected"  # no update was given it, though its group tells something: see `Outcome.why`
+    UNSELECTED = "not selected"  # no update was given it, though its group has a signal: see `Outcome.why`
 
 
 @value_type
 class Outcome:
-    """A rollout of a step, and what the step made of it. What a record keeps."""
+    """A rollout of a step and its use in the step, for the record."""
 
     rollout: Rollout
     advantage: float | None = None  # mean over its scored tokens; None: nothing was credited to it
     fate: Fate = Fate.TRAINED
     why: str = ""  # of the fate, in words, such as "cut off after 512 tokens"
-    flags: tuple[str, ...] = ()  # what else is worth knowing: see `posttrain.training.sources.ledger`
-    shaping: float = 0.0  # what shaping added to its reward
-    penalty: float = 0.0  # what a KL in the reward took off, over all its tokens
-    replayed: bool = False  # whether an earlier step played it, and this one learned from it again
-    member: int | None = None  # which response of its item; None: it is of none
-    label: Any = None  # JSON data of what was said of a response: see `posttrain.training.sources.example_recording`
+    flags: tuple[str, ...] = ()  # further remarks: see `posttrain.training.sources.ledger`
+    shaping: float = 0.0  # the addition of shaping to its reward
+    penalty: float = 0.0  # the deduction of a KL in the reward, over all its tokens
+    replayed: bool = False  # whether an earlier step sampled it, and this one learned from it again
+    member: int | None = None  # which response of its preference example; None: of none
+    label: Any = None  # JSON data of a response's labels: see `posttrain.training.sources.example_recording`
     numbers: dict[str, NDArray[Any]] = field(default_factory=dict)  # column -> [n_i], of each scored token

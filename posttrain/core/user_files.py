@@ -1,8 +1,8 @@
-"""Files of a user: of data, of checkpoints, of runs. Whatever stands in the place of one, opening it ends at once.
+"""Files of a user: of data, of checkpoints, of runs. Opening never blocks, whatever kind of file the path names.
 
-A pipe would be waited for, a device read without end, a file of a terabyte of nothing eats the memory. So what is opened
-is a regular file, or a link to one, and what is read whole is read up to a bound. What is wrong is an OSError, as of a file
-that is not there: whoever reads says what to do about it.
+A pipe would be waited for, a device read without end, a sparse file of a terabyte would fill the memory. So only a
+regular file, or a link to one, is opened, and a file is read whole up to a bound. Anything else raises OSError, as a
+missing file does: the caller adds the fix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from io import BufferedIOBase, BufferedRandom
 from pathlib import Path
 from typing import cast
 
-MOST = 1 << 30  # bytes of what is read whole; of a line, in what is read by lines
+MOST = 1 << 30  # bytes of a file that is read whole; of a line, in one that is read by lines
 
 _KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
@@ -26,12 +26,12 @@ Name = str | os.PathLike[str]
 
 
 def opened(path: Name, mode: str = "rb") -> BufferedRandom:
-    """The file, opened as `open` does, and never waited for: neither to be read nor to be written."""
-    return cast(BufferedRandom, open(named(path), mode, opener=_opener))  # it can what its mode lets it
+    """Return the file, opened as `open` does, and never waited for: neither to be read nor to be written."""
+    return cast(BufferedRandom, open(named(path), mode, opener=_opener))  # its methods depend on the mode
 
 
 def content(path: Name, most: int = MOST) -> bytes:
-    """All that stands in it."""
+    """Return the whole content."""
     with opened(path) as file:
         large = os.fstat(file.fileno()).st_size > most
         data = b"" if large else file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
@@ -41,12 +41,12 @@ def content(path: Name, most: int = MOST) -> bytes:
 
 
 def text(path: Name, most: int = MOST) -> str:
-    """The same as text. Raises UnicodeDecodeError where it is not UTF-8."""
+    """Return the same as text. Raises UnicodeDecodeError where it is not UTF-8."""
     return content(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def lines(file: BufferedIOBase, most: int = MOST) -> Iterator[bytes]:
-    """The lines of an open file, with their ends."""
+    """Yield the lines of an open file, with their ends."""
     while line := file.readline(most + 1):
         if len(line) > most:
             raise OSError(errno.EFBIG, f"a line of it has more than {most:,} bytes")
@@ -54,19 +54,19 @@ def lines(file: BufferedIOBase, most: int = MOST) -> Iterator[bytes]:
 
 
 def readable(path: Name) -> Path:
-    """The path of a file that a library opens by itself, once it is known that it can."""
+    """Return the path of a file that a library opens by itself, once it is known that it can."""
     opened(path).close()
     return Path(path)
 
 
 def writable(path: Name) -> Path:
-    """The same of one that a library writes by itself; it is there afterwards."""
+    """Return the same of one that a library writes by itself; it is there afterwards."""
     opened(path, "ab").close()
     return Path(path)
 
 
 def readable_folder(folder: Name) -> Path:
-    """The same of all that lies in a folder whose files a library chooses: there is nothing among them to wait for."""
+    """Return a folder whose files a library chooses and reads, once it is known that none of them blocks."""
     for path in sorted(Path(named(folder)).iterdir()):
         try:
             kind = stat.S_IFMT(path.stat().st_mode)
@@ -78,12 +78,12 @@ def readable_folder(folder: Name) -> Path:
 
 
 def real(path: Name) -> Path:
-    """Where a name leads, whatever is there: of links in a circle, to one of them. `Path.resolve` raises for these."""
+    """Return the target of a name: of links in a circle, one of them. `Path.resolve` raises for these."""
     return Path(os.path.realpath(named(path)))
 
 
 def named(path: Name) -> Name:
-    """The name, which the system takes as it stands."""
+    """Return the name. Raises OSError for one that the system cannot take."""
     if "\0" in os.fspath(path):
         raise OSError(errno.EINVAL, "its name has a character of code 0", os.fspath(path).replace("\0", "\\0"))
     return path

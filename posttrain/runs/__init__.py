@@ -1,1 +1,1 @@
-"""What a run leaves in its directory, and what a person sees of it."""
+"""The files that a run leaves in its folder, and its output on the terminal."""

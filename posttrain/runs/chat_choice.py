@@ -1,8 +1,8 @@
-"""Whether the plain prompts of rows reach a model as messages, in its chat template, or as they are.
+"""The choice whether the plain prompts of rows reach a model as messages, in its chat template, or unchanged.
 
-Decided here: where the user does not say, a checkpoint of a run goes on as that run did. Of any other, the template is used
-if it is that of an instruct model: what it puts behind a reply is what ends replies of this model. What was decided stands
-in run.json, for resumption, for evaluation and for what is trained next.
+Decided here: without --chat or --no-chat, a checkpoint of a run goes on as that run did. Of any other, the template is
+used if it is that of an instruct model: its text after a reply ends replies of this model. The decision is stored in
+run.json, for resumption, for evaluation and for later training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Templated(Protocol):
 
 
 class Asked(Protocol):
-    """The options that say it."""
+    """The options that decide it."""
 
     @property
     def chat(self) -> bool | None: ...
@@ -42,11 +42,11 @@ class Asked(Protocol):
 
 @dataclass(frozen=True)
 class Chatting:
-    """How plain prompts reach a model."""
+    """The form in which plain prompts reach a model."""
 
     on: bool = False
     system: str | None = None
-    because: str = ""  # what decided it, where the user did not
+    because: str = ""  # the reason, where the user did not decide
     template: bool = False  # whether the model has one
 
     @overload
@@ -62,11 +62,11 @@ class Chatting:
         return AsMessages(self.system)(task) if self.on else task
 
     def recorded(self) -> dict[str, Any]:
-        """As run.json holds it."""
+        """Return it as run.json holds it."""
         return {"on": self.on, "system": self.system}
 
     def lines(self, tasks: Tasks | Stream, shown: Turn | None = None) -> list[str]:
-        """What is said of it at the start of a run. `shown`: what the environment shows first, where there is one."""
+        """Return the lines about it at the start of a run. `shown`: the environment's first turn, where there is one."""
         if not self.template:
             return []
         if shown is not None and shown.messages is None and not _plain(shown, tasks):
@@ -92,12 +92,12 @@ class Chatting:
 
 
 def _plain(shown: Turn, tasks: Tasks | Stream) -> bool:
-    """Whether what is shown is the prompt of a row."""
+    """Whether the first turn is the prompt of a row."""
     return any(task.get("prompt") == shown.text for task in tasks.examples())
 
 
 def chatting(asked: Asked | None, folder: Path | None, tokenizer: Templated, ends: Collection[int]) -> Chatting:
-    """What holds for a model: by these options, by the run that its folder is of, or by its template.
+    """Return the choice for a model: from these options, from the run that its folder is of, or from its template.
 
     `ends`: the ids that end its replies. Raises UserError for --chat without a template, and for --system without a chat.
     """
@@ -122,18 +122,18 @@ def chatting(asked: Asked | None, folder: Path | None, tokenizer: Templated, end
 
 
 def system_of(folder: Path) -> str | None:
-    """The system message that the run of a checkpoint had."""
+    """Return the system message that the run of a checkpoint had."""
     system = _of_run(folder)[1].get("system")
     return system if isinstance(system, str) else None
 
 
 def _of_run(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
-    """The run that a checkpoint is of, and what it did."""
+    """Return the run that a checkpoint is of, and its choice."""
     for place in (folder, *list(folder.parents)[:2]):
         if (place / RUN).is_file():
             try:
                 found = read_run(place).get(CHAT)
-            except UserError:  # told where it matters
+            except UserError:  # reported where it matters
                 return None, {}
             return place, found if isinstance(found, dict) else {}
     return None, {}

@@ -5,8 +5,8 @@
     checkpoints/step-000120/manifest.json   size and SHA-256 of every other file; written last
 
 A folder takes its final name only when everything in it is on the disk, so a run killed at any moment leaves either a
-whole checkpoint or none; one that was damaged later is told by its checksums and the one before it is used. What else
-lies among the checkpoints is not looked at.
+whole checkpoint or none; one that was damaged later is recognised by its checksums, and the one before it is used.
+Other files among the checkpoints are ignored.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ class Draft:
 
     @contextmanager
     def _given_up(self) -> Iterator[None]:
-        """Where something fails nothing is left."""
+        """Delete the draft if anything fails within."""
         try:
             yield
         except Exception as error:
             shutil.rmtree(self.path, ignore_errors=True)
-            if not of_disk(error):
+            if not is_disk_error(error):
                 raise
             raise UserError(f"could not save checkpoint {self.final}: {error}") from error
 
 
 def listed(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, whole or not."""
+    """Return the checkpoints of a run, oldest first, whole or not."""
     folder = run / CHECKPOINTS
     try:
         there = list(folder.iterdir()) if folder.is_dir() else []
@@ -102,12 +102,12 @@ def listed(run: Path) -> list[Path]:
 
 
 def examined(run: Path) -> Iterator[tuple[Path, str | None]]:
-    """The checkpoints of a run, the newest first, each with what is wrong with it (None: nothing)."""
+    """Yield the checkpoints of a run, the newest first, each with its damage (None: none)."""
     return ((folder, damaged(folder)) for folder in reversed(listed(run)))
 
 
 def newest(run: Path, say: Callable[[str], None] = lambda text: None) -> Path | None:
-    """The newest undamaged checkpoint; says which ones were passed over and why."""
+    """Return the newest undamaged checkpoint; report those that are skipped, and why."""
     for folder, damage in examined(run):
         if damage is None:
             return folder
@@ -116,7 +116,7 @@ def newest(run: Path, say: Callable[[str], None] = lambda text: None) -> Path | 
 
 
 def damaged(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """Return the damage of a checkpoint in words, or None."""
     try:
         manifest = json.loads(user_files.content(folder / MANIFEST))
         seen = {PurePosixPath(name): (int(file["bytes"]), file["sha256"]) for name, file in manifest["files"].items()}
@@ -141,7 +141,7 @@ def damaged(folder: Path) -> str | None:
 
 
 def resolve(model: str) -> Path:
-    """The checkpoint folder that a name means: a run directory stands for its newest undamaged checkpoint."""
+    """Return the checkpoint folder that a name means: for a run directory, its newest undamaged checkpoint."""
     path = Path(model)
     if not os.path.lexists(path / RUN):
         return path
@@ -154,7 +154,7 @@ def resolve(model: str) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """The step after which a checkpoint was made."""
+    """Return the step after which a checkpoint was made."""
     step = step_of_name(folder.name)
     assert step is not None, f"{folder} is not named as a checkpoint"
     return step
@@ -163,8 +163,8 @@ def step_of(folder: Path) -> int:
 def save_state(state: dict[str, Any]) -> Callable[[Path], None]:
     """State that is not weights: the source's, the controllers', and torch's own random generator, as it is now.
 
-    Returns what writes it into a folder, later. What is still being made then says itself, by `plain()`, what JSON holds of
-    it, and may take its time.
+    Returns a function that writes it into a folder, later. A value that is still being made then returns its JSON data from
+    `plain()`, and may take its time.
     """
     import torch
 
@@ -192,7 +192,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def of_disk(error: BaseException) -> bool:
+def is_disk_error(error: BaseException) -> bool:
     """Whether writing failed because of the disk. safetensors reports it in its own exception's text."""
     return isinstance(error, OSError) or "I/O error" in str(error) or "No space left" in str(error)
 

@@ -1,7 +1,8 @@
 """Draws what happened over the steps of a run, or of several: the metrics that the table of metrics calls plotted.
 
 A curve that is the same as one drawn before, such as the accuracy where the reward is 1 or 0, is not drawn again. Of runs
-under one label the mean is drawn, with the 95% interval of it. What the health check found stands on the axis of the steps.
+under one label the mean is drawn, with the 95% interval of it. Findings of the health check are marked on the axis of
+the steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Points = tuple[np.ndarray, np.ndarray]  # steps, values
 
 @dataclass
 class _Line:
-    """The runs under one label: for each metric the points of each of them that has it, and what was found."""
+    """The runs under one label: for each metric the points of each of them that has it, and the findings."""
 
     label: str
     series: dict[str, list[Points]] = field(default_factory=dict)
@@ -97,7 +98,7 @@ def _figure(lines: Sequence[_Line], names: Sequence[str]) -> Figure:
     return figure
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------------------
+# -- content -----------------------------------------------------------------------------------------------------------
 
 
 def _listed(given: Folder | Sequence[Folder]) -> list[Folder]:
@@ -115,7 +116,7 @@ def _read(label: str, folders: Sequence[Folder]) -> _Line:
 
 
 def _series(folder: Folder) -> dict[str, Points]:
-    """Name -> (steps, values), of what was recorded and finite."""
+    """Name -> (steps, values), of recorded and finite values."""
     points: dict[str, list[tuple[int, float]]] = {}
     for row in read_metrics(folder) + read_timing(folder):
         for name, value in row.items():
@@ -125,7 +126,7 @@ def _series(folder: Folder) -> dict[str, Points]:
 
 
 def _panels(lines: Sequence[_Line]) -> list[str]:
-    """The names to draw, in the order of the table."""
+    """Return the names to draw, in the order of the table."""
     there = {name for line in lines for name in line.series}
     drawn: list[str] = []
     for metric in METRICS:
@@ -237,7 +238,7 @@ def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """The running mean of many values, a few as they are."""
+    """Return the running mean of many values, a few as they are."""
     if len(values) < 30:
         return values
     window = np.ones(2 * (len(values) // 50) + 3)  # about a twenty-fifth of the run, centred: it does not lag

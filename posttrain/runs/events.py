@@ -1,4 +1,4 @@
-"""Event files for TensorBoard. Decides how a resumed run hides what an earlier attempt wrote of the same steps."""
+"""Event files for TensorBoard. Decides how a resumed run hides an earlier attempt's values of the same steps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-SECONDS_BETWEEN_FLUSHES = 10.0  # of what TensorBoard shows of a run that is on
+SECONDS_BETWEEN_FLUSHES = 10.0  # of the values of a run that is on
 
 
 class Events:
-    """An event file of TensorBoard, which shows of older files only what lies before step `first`.
+    """An event file of TensorBoard, which shows only the steps before `first` of older files.
 
     It is written in the caller's thread. tensorboardX's SummaryWriter has a thread for it, which dies of a full disk;
     the queue in front of it then fills up, and the run waits for ever.

@@ -1,4 +1,4 @@
-"""What a run was given to read, in a few bytes: so that a resumed one notices that it has changed.
+"""Fingerprints of the inputs of a run, in a few bytes: a resumed run compares them to notice changes.
 
 Decides what counts as changed: the content of files, not their age. Of a file of more than `WHOLE` bytes, size and samples
 from all over it are compared, so that a model of a hundred gigabytes takes no longer than one of one; for such a file
@@ -20,7 +20,7 @@ from posttrain.envs.play.load_env import split_options
 from posttrain.system.user_code import source_file
 
 READ = {".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet", ".arrow", ".safetensors", ".jinja", ".model"}
-"""Endings of the files of a folder that rows or a model are read from: logs and notes may stand beside them."""
+"""Endings of the files of a folder that rows or a model are read from: logs and notes may be beside them."""
 WHOLE = 256 << 20  # bytes: half a second to read
 SAMPLES, SAMPLE_BYTES = 256, 1 << 16  # of larger ones: 16 MiB
 ROWS = 1000  # of rows in memory, from all over them
@@ -30,7 +30,7 @@ Print = dict[str, Any]
 
 
 def of_path(path: Path) -> Print | None:
-    """Of a file, or of the data and weights in a folder; None if there is neither."""
+    """Return the fingerprint of a file, or of the data and weights in a folder; None if there is neither."""
     try:
         if path.is_file():
             files, found = [path], Print(digest=_content(path))
@@ -49,19 +49,19 @@ def of_path(path: Path) -> Print | None:
 
 
 def of_rows(rows: Sequence[Any]) -> Print:
-    """Of rows in memory. What JSON cannot hold counts by its type."""
+    """Return the fingerprint of rows in memory. Values without a form in JSON count by their type."""
     chosen = range(0, len(rows), max(1, len(rows) // ROWS))
     return {"digest": _digest([rows[i] for i in chosen]), "rows": len(rows)}
 
 
 def of_code(code: str | Callable[..., Any]) -> Print | None:
-    """Of the file in which "my.py:name", or a function, is written; None for what is part of an installed package."""
+    """Return that of the file of "my.py:name", or of a function; None for one of an installed package."""
     file = split_options(code)[0].rpartition(":")[0] if isinstance(code, str) else source_file(code)
     return of_path(Path(file)) if file and file.endswith(".py") and Path(file).is_file() else None
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Print | None]) -> list[str]:
-    """The names of what was there before, is there now, and has another content."""
+    """Return the names of inputs that were there before, are there now, and have another content."""
     both = [(n, then, now.get(n)) for n, then in before.items() if isinstance(then, Mapping)]
     return [name for name, then, present in both if present and then.get("digest") != present["digest"]]
 

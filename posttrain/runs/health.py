@@ -1,7 +1,7 @@
-"""What goes wrong in a run, named when it happens: from the metrics of its steps and nothing else.
+"""The health check of a run: faults, named when they happen, from the metrics of its steps and nothing else.
 
-What steps report follows from configuration and seed alone, and so do the findings: a resumed run that replays its
-metrics finds the same. `history` holds what the checks look at, `checks` what counts as a fault.
+Metrics follow from configuration and seed alone, and so do the findings: a resumed run that replays its metrics finds
+the same. `metric_history` holds the input of the checks, `health_checks` the faults.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class HealthFinding:
 
     step: int
     name: str  # a key of CHECKS
-    message: str  # what was seen; the usual causes and what to try: two lines
+    message: str  # the observation; the usual causes and remedies: two lines
 
     @property
     def fatal(self) -> bool:
-        """Whether the run ends whatever --health says: nothing more will be learned."""
+        """Whether the run ends whatever --health is set to: nothing more will be learned."""
         return self.name in FATAL
 
     @property
@@ -41,7 +41,7 @@ class Health:
         self._seen: dict[str, int] = {}  # finding -> the last step at which it held
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[HealthFinding]:
-        """What is newly found after this step, whose metrics are as in metrics.jsonl; those it lacks are not judged."""
+        """Return the new findings after this step, with metrics as in metrics.jsonl. Missing metrics are not judged."""
         self.history.add(step, metrics)
         found = []
         for name, check in CHECKS.items():
@@ -62,7 +62,8 @@ class Health:
 
     @classmethod
     def replay(cls, rows: Iterable[Mapping[str, Any]], limits: HealthLimits | None = None) -> Health:
-        """As after these steps, in order: the rows of metrics.jsonl, each with its "step", of a run that is resumed."""
+        """Return the state after these steps, in order: the rows of metrics.jsonl, each with its "step", of a resumed
+        run."""
         health = cls(limits)
         for row in rows:
             health.look(int(row["step"]), row)

@@ -1,6 +1,6 @@
 """The faults that the health check knows: a function each, from the history of a run to a message, or None.
 
-A message has two lines: what was seen; then what usually causes it and what to try. An option is named only where it
+A message has two lines: the observation; then the usual cause and the remedy. An option is named only where it
 can help: a clip, for one, is without effect where each step has a single update, whose ratios are all 1.
 """
 
@@ -98,7 +98,7 @@ def kl(history: History) -> str | None:
     series, uncertainty, limits = history.of("kl"), history.of("entropy"), history.limits
     if series is None or uncertainty is None or uncertainty.start <= 0:
         return None
-    # Medians: a single token that the reference never says makes the mean of a step anything.
+    # Medians: a single token that the reference never samples makes the mean of a step anything.
     half, now = len(series) // 2, median(series.values[-limits.window :])
     before = median(series.values[max(0, half - limits.window) : half])
     share, reward = now / uncertainty.start, history.of("reward")
@@ -148,7 +148,7 @@ def signal(history: History) -> str | None:
 
 
 def _tries(history: History, *known: str) -> str:
-    """What to try, dynamic sampling among it unless the run does that already."""
+    """Return the remedies, with dynamic sampling unless the run uses it already."""
     *others, last = [*known] if history.replacing else [*known, "--dynamic-sampling 4"]
     return f"{', '.join(others)}{',' if len(others) > 1 else ''} or {last}" if others else last
 
@@ -159,7 +159,7 @@ def solved(history: History) -> str | None:
     if equal is None or accuracy is None or not history.solved:
         return None
     more = "" if history.replacing else ", or spend the steps on what is left with --dynamic-sampling 4"
-    # What a critic expects of a reply does not depend on its group.
+    # A critic's values of a reply do not depend on its group.
     left = "neither teaches anything" if history.of("explained_variance", 1) is None else "little is left to learn"
     return (
         f"{accuracy.now:.1%} of the replies are right: in about {equal.right:.0%} of the groups all are, in about "
@@ -289,7 +289,7 @@ CHECKS: dict[str, Check] = {check.__name__: check for check in _ALL}
 """Name of the finding -> its message, or None as long as all is well."""
 
 FATAL = frozenset({"stalled"})
-"""What ends a run unless the health check is off: going on would waste the time and change nothing."""
+"""Findings that end a run unless the health check is off: going on would waste the time and change nothing."""
 
 GOOD = frozenset({"solved"})
 """Good news: never a reason to stop."""

@@ -1,4 +1,4 @@
-"""Lines of JSON, and what they are to hold: what is wrong is a UserError of one line that names the file and the line."""
+"""Files of JSON lines and their checks: an error is a UserError of one line that names the file and the line."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A file of rows that is written as they are made, a line of JSON each, and continued after its process was killed.
 
-What the rows follow from (options, tasks, models) stands in a hidden file beside it: a file that was begun with anything
-else is not continued. So does the day, which is kept. Decided here: whole lines count, a half line at the end is dropped,
-one process writes at a time.
+The inputs of the rows (options, tasks, models) are stored in a hidden file beside it: a file that was begun with others
+is not continued. The day is stored there too, and kept. Decided here: whole lines count, a half line at the end is
+dropped, one process writes at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Lines:
     """The file, opened for writing at its end."""
 
     def __init__(self, path: Path, follows_from: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-        """`follows_from`: what the rows follow from, by names that a user knows.
+        """`follows_from`: the inputs of the rows, by names that a user knows.
 
         Raises UserError for a file that is there already, or was begun otherwise, or is being written.
         """
@@ -46,7 +46,7 @@ class Lines:
             self._file.close()
             raise UserError(f"--out {path} is being written by another process: wait for its end") from error
         self._told = {**plain(follows_from), "day": self.day}
-        self._kept = there and overwrite  # what is to be replaced stays until there is a first row
+        self._kept = there and overwrite  # the file to be replaced stays until there is a first row
         with writing(path):
             self.ends: list[int] = [] if overwrite else self._whole_lines()
         if not self._kept:
@@ -57,7 +57,7 @@ class Lines:
         return len(self.ends)
 
     def last(self) -> dict[str, Any] | None:
-        """The last row. Raises UserError if it is damaged."""
+        """Return the last row. Raises UserError if it is damaged."""
         return self[self.count - 1] if self.ends else None
 
     def __getitem__(self, place: int) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Lines:
             self._file.truncate(self.ends[-1] if self.ends else 0)
 
     def close(self) -> None:
-        """Let go of the file; one without a line is taken away."""
+        """Close the file; delete it if it has no line."""
         if not self.ends and not self._kept:
             self.path.unlink(missing_ok=True)
             self.origin.unlink(missing_ok=True)
@@ -110,14 +110,14 @@ class Lines:
             replace(self.origin, json_document(self._told))
 
     def _continued(self, told: Mapping[str, Any]) -> str:
-        """The day on which the file was begun. Raises UserError if it follows from anything else than this."""
+        """Return the day on which the file was begun. Raises UserError if it follows from anything else than this."""
         try:
             before = json.loads(user_files.content(self.origin))
             day: str = before.pop("day")
             assert run_date.is_day(day)
         except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, AssertionError) as error:
             raise UserError(
-                f"cannot resume {self.path}: {self.origin.name} beside it, which says what it was made from, is missing or "
+                f"cannot resume {self.path}: {self.origin.name} beside it, which lists its inputs, is missing or "
                 "damaged; use --overwrite"
             ) from error
         for name in {**before, **told}:
@@ -131,7 +131,7 @@ class Lines:
         return day
 
     def _whole_lines(self) -> list[int]:
-        """The places where lines end."""
+        """Return the places where lines end."""
         self._file.seek(0)
         ends, end = [], 0
         for line in self._file:

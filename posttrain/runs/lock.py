@@ -1,9 +1,9 @@
-"""One process at a time writes a run: the lock on its folder, and how an owner that is gone is told from one that works.
+"""The lock on the folder of a run: one process at a time writes it, and an owner that is gone loses it.
 
-The file `lock` in the folder is locked by the operating system (flock), which lets go of it however its process ends; the
+The file `lock` in the folder is locked by the operating system (flock), which releases it however its process ends; the
 processes that this one starts do not keep it. So is the folder itself, where its file system can lock folders: a file
-that somebody deletes admits no second owner. What stands in the file, and when it was last touched, is for the cases in
-which that is not enough:
+that a user deletes admits no second owner. The file's content, and the time when it was last touched, are for the
+cases in which that is not enough:
 
 * another machine shares the folder and its kernel does not see our locks: the owner touches the file every
   `BEAT_SECONDS`, and counts as gone once it was silent for `SILENT_SECONDS` or its machine has started anew;
@@ -38,12 +38,12 @@ _held: set[int] = set()  # descriptors, for `_forget`
 
 @dataclass(frozen=True)
 class Owner:
-    """Who writes a run."""
+    """The process that writes a run."""
 
     pid: int
     host: str
-    boot: str  # of the kernel that it runs under; "" where the system does not tell
-    born: str  # when the process was started, as the kernel counts; "" where it does not tell
+    boot: str  # of the kernel that it runs under; "" where the system has none
+    born: str  # when the process was started, as the kernel counts; "" where it has none
     since: str  # when it took the lock
 
     def __str__(self) -> str:
@@ -71,9 +71,9 @@ class Lock:
         self._beating.start()
 
     def release(self) -> None:
-        """Let go of the folder. May be called twice."""
+        """Release the folder. May be called twice."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None or descriptor not in _held:  # let go of, or a forked child's copy
+        if descriptor is None or descriptor not in _held:  # released, or a forked child's copy
             return
         self._released.set()
         self._beating.join()
@@ -86,7 +86,7 @@ class Lock:
                 os.close(held)
 
     def _take(self) -> str | None:
-        """Try to become the owner. Returns who is, in words, if that is another one."""
+        """Try to become the owner. Returns another owner in words, if there is one."""
         try:
             descriptor = os.open(self._path, FLAGS, 0o644)
         except OSError as error:
@@ -133,7 +133,7 @@ class Lock:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process writes a run now, as far as its lock says. Leaves everything as it is."""
+    """Whether a process writes a run now, by its lock. Leaves everything unchanged."""
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -152,7 +152,7 @@ def in_use(folder: Path) -> bool:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether a process has the folder itself locked: somebody has deleted the file."""
+    """Whether a process has the folder itself locked: a user has deleted the file."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -175,7 +175,7 @@ def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 
 def _read(descriptor: int) -> Owner | None:
-    """Who the file says has the folder. What cannot be read was written by nobody."""
+    """Return the owner that the file names. None for a file that cannot be read."""
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
         return Owner(int(content.pop("pid")), **{name: str(value) for name, value in content.items()})
@@ -197,7 +197,7 @@ def _alive(owner: Owner, descriptor: int, folder: Path, exclusive: bool) -> str:
 
 
 def _clock(folder: Path) -> float:
-    """The time as the folder's file server has it."""
+    """Return the time as the folder's file server has it."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
         return os.fstat(file.fileno()).st_mtime
 
@@ -231,7 +231,7 @@ def _born(pid: int) -> str:
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    """Whether the name still leads to the open file: whoever lets go of a folder removes the file."""
+    """Whether the name still leads to the open file: a process that releases a folder removes the file."""
     try:
         there, ours = path.stat(), os.fstat(descriptor)
     except OSError:

@@ -1,4 +1,4 @@
-"""The metrics of a run so far, as the health check looks at them: windows, noise, and what they say of groups and replies.
+"""The metrics of a run so far, as the health check looks at them: windows, noise, groups and replies.
 
 A run is measured by itself: its last steps are compared with its first or best ones, in units of its own noise, its own
 entropy and its own share of wrong replies, so no limit has to know the model, the task or the scale of the reward.
@@ -29,20 +29,20 @@ class HealthLimits:
     window: int = 10
     """Steps that count as now. A comparison with the start needs both, that is 15 steps."""
     again: int = 30
-    """Steps for which a fault must have been away before it is told again."""
+    """Steps for which a fault must have been absent before it is reported again."""
     noise: float = 6.0
     """Standard errors beyond which a change of the reward is none of its noise. High, for thousands of looks."""
     entropy: float = 0.33
     """Entropy has collapsed below this share of its start, times the share of wrong replies that is left: solving a
     task takes entropy, about in proportion. Healthy runs stayed above 0.48."""
     entropy_alone: float = 0.1
-    """The same where no accuracy says how much is solved."""
+    """The same where no accuracy measures the progress."""
     accurate: float = 0.05
-    """Accuracy from which on it tells how much is solved; below, rewards seldom reach what counts as correct."""
+    """Accuracy from which on it measures the progress; below, rewards seldom reach the threshold of success."""
     length: float = 2.0
     """Replies have blown up if they are so many times longer than at the start and no more accurate."""
     gain: float = 0.02
-    """What counts as more accurate."""
+    """Least gain in accuracy."""
     truncated: float = 0.2
     """Replies have also blown up if they grew and the share that is cut off rose by so much."""
     kl: float = 2.0
@@ -58,7 +58,7 @@ class HealthLimits:
     solved: float = 0.8
     """Share of groups that are all right, above which that is because the task is solved."""
     drop: float = 0.5
-    """Share of what the reward had gained that must be lost again."""
+    """Share of the reward's gain that must be lost again."""
     drop_least: float = 0.1
     """And share of its best value."""
     memory: float = 0.2
@@ -76,7 +76,7 @@ class HealthLimits:
     routing: float = 0.5
     """Routers have collapsed below this share of the entropy that the load of the experts had at the start."""
     critic: float = -0.1
-    """Explained variance below which the critic does harm; 0 is what a constant explains."""
+    """Explained variance below which the critic does harm; a constant explains 0."""
     critic_after: int = 30
     """Steps that it has to learn first."""
 
@@ -86,7 +86,7 @@ class EqualGroups:
     """Groups whose rewards are all equal."""
 
     share: float  # of the rollouts, that are in such groups
-    right: float | None = None  # share of the groups that are all right; None: nobody knows what is right
+    right: float | None = None  # share of the groups that are all right; None: unknown
     wrong: float | None = None
 
 
@@ -125,7 +125,7 @@ class Series:
         Lately or in the whole run, whichever is more: there may be no success lately where successes are rare.
         """
         lately = fmean((a - b) ** 2 for a, b in pairwise(self.values[-3 * self._limits.window :]))
-        variance = max(lately, self._moved / (len(self) - 1)) / 2  # of one value: neighbours share what changes slowly
+        variance = max(lately, self._moved / (len(self) - 1)) / 2  # of one value: neighbours share slow changes
         return math.sqrt(variance * (1 / self._limits.first + 1 / self._limits.window))
 
 
@@ -138,7 +138,7 @@ class History:
         self._series: dict[str, Series] = {}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """What is huge or not finite, which metrics.jsonl holds as null, is left out."""
+        """Add a step. Huge and non-finite values, which metrics.jsonl holds as null, are left out."""
         self.step = step
         for name in READ & metrics.keys():
             value = metrics[name]
@@ -146,8 +146,8 @@ class History:
                 self._series.setdefault(name, Series(self.limits)).add(value)
 
     def of(self, name: str, least: int | None = None) -> Series | None:
-        """The metric, if it has at least so many values; without a number: enough for a start and a now."""
-        assert name in READ, f"{name}: the table of metrics does not say that it is checked"
+        """Return the metric, if it has at least so many values; without a number: enough for a start and a now."""
+        assert name in READ, f"{name}: the table of metrics does not mark it as checked"
         series = self._series.get(name)
         enough = self.limits.first + self.limits.window if least is None else least
         return series if series and len(series) >= enough else None
@@ -172,9 +172,9 @@ class History:
 
     @property
     def equal_groups(self) -> EqualGroups | None:
-        """What is known of the groups whose rewards are all equal; None: most groups have a signal, or a teacher gives one.
+        """The groups whose rewards are all equal; None: most groups have a signal, or a teacher gives one.
 
-        How many are all right follows from the accuracy, if the groups that differ are half right.
+        The number that is all right follows from the accuracy, if the groups that differ are half right.
         """
         if self.taught:
             return None
@@ -202,7 +202,7 @@ class History:
 
     @property
     def taught(self) -> bool:
-        """Whether a teacher says what every token is worth, whatever the rewards."""
+        """Whether a teacher gives every token its signal, whatever the rewards."""
         return self.of("divergence", 1) is not None
 
     @property

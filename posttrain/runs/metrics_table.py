@@ -1,9 +1,9 @@
 """Every metric that a run logs: its name, what it means, its unit, and where it is shown.
 
-Whoever shows metrics reads this table: the plots, the terminal, the overview of `view`, the health check, and the reference
-page. `METRICS` is in the order in which they are shown. A name with a placeholder, such as `reward/{part}`, stands for a
-family. A user's own metric is logged under any name that does not stand here, best `own/NAME`: it has a curve in `view` and in
-TensorBoard as well, under its name.
+Everything that shows metrics reads this table: the plots, the terminal, the overview of `view`, the health check, and
+the reference page. `METRICS` is in the order in which they are shown. A name with a placeholder, such as
+`reward/{part}`, names a family. A user's own metric is logged under any name that is not here, best
+`own/NAME`: it has a curve in `view` and in TensorBoard as well, under its name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEARNING, HONEST, EXPLORING, STABLE = QUESTIONS = (
 
 HELD_OUT = "eval/"
 REWARDS = "reward/{part}"
-SPOKEN = ("", "count", "share")  # units that a title says already
+SPOKEN = ("", "count", "share")  # units that a title has already
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Metric:
     terminal: str = ""  # its label there
     form: str = ".3f"  # of its value there
     checked: bool = False  # whether the health check reads it
-    unless: tuple[str, ...] = ()  # where one of these is logged, which says more, it is none of those that are shown
+    unless: tuple[str, ...] = ()  # where one of these is logged, which is more exact, it is not shown
 
     @property
     def label(self) -> str:
@@ -52,12 +52,12 @@ class Metric:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Of the names of the family; its groups are what stands for the placeholders."""
+        """A pattern of the names of the family; its groups are the values of the placeholders."""
         parts = re.split(r"{(\w+)}", self.name)
         return re.compile("".join(f"(?P<{x}>.+)" if i % 2 else re.escape(x) for i, x in enumerate(parts)))
 
     def hidden(self, logged: Container[str]) -> bool:
-        """Whether others that are logged say more."""
+        """Whether others that are logged are more exact."""
         return any(name in logged for name in self.unless)
 
 
@@ -79,7 +79,7 @@ _TRAINING = (
     Metric("accuracy/{side}", "Accuracy: {side}", "share", "Accuracy of one side of a game."),
     Metric("margin", "Margin of the better responses", "", "Mean reward (implicit, or of the reward model) of the chosen response less that of the rejected one.", LEARNING, plotted=True, terminal="margin"),
     Metric("nll", "Training loss", "nats per token", "Negative log-likelihood of the responses of the rows.", LEARNING, plotted=True, terminal="loss", form=".4f"),
-    Metric("loss", "Loss", "", "Loss of an update, mean over the updates of the step; with policy gradients it does not tell progress.", LEARNING, plotted=True, terminal="loss", form=".4f", unless=("reward", "nll")),
+    Metric("loss", "Loss", "", "Loss of an update, mean over the updates of the step; with policy gradients it does not measure progress.", LEARNING, plotted=True, terminal="loss", form=".4f", unless=("reward", "nll")),
     Metric("entropy", "Entropy", "nats per token", "Entropy of the policy when it sampled, estimated from the log-probabilities of what it sampled.", EXPLORING, zero=True, plotted=True, terminal="entropy", form=".2f", checked=True),
     Metric("length", "Reply length", "tokens", "Mean number of sampled tokens of a rollout.", HONEST, zero=True, plotted=True, terminal="length", form=".1f", checked=True),
     Metric("kl", "KL from the reference", "nats per token", "KL(policy || reference), k3 estimate at the sampled tokens.", STABLE, colour="pink", zero=True, plotted=True, silent=True, terminal="KL", form=".4f", checked=True),
@@ -87,7 +87,7 @@ _TRAINING = (
     Metric("truncated", "Share of replies cut off", "share", "Share of the rollouts that a limit of tokens or turns ended.", HONEST, _LOST, "cut off", "red", zero=True, plotted=True, silent=True, checked=True),
     Metric("invalid", "Share of rewards that are invalid", "share", "Share of the rollouts whose reward could not be computed; they are left out of their groups.", HONEST, _LOST, "invalid", "pink", zero=True, plotted=True, silent=True, terminal="invalid", form=".3g", checked=True),
     *(Metric(f"invalid/{kind}", f"Invalid rewards: {kind}", "share", f"Share of the rollouts whose reward is invalid because {why}.", checked=kind == InvalidKind.TIMEOUT)
-      for kind, why in {InvalidKind.REPORTED: "the environment said so", InvalidKind.RAISED: "its code raised",
+      for kind, why in {InvalidKind.REPORTED: "the environment reported it", InvalidKind.RAISED: "its code raised",
                         InvalidKind.UNREADABLE: "what it returned is no reward", InvalidKind.TIMEOUT: "it took too long",
                         InvalidKind.DIED: "its process ended", InvalidKind.UNANSWERED: "a service had no answer",
                         InvalidKind.DIVERGED: "a second play went another way"}.items()),
@@ -98,7 +98,7 @@ _TRAINING = (
     Metric("groups/played", "Groups played", "count", "Groups that dynamic sampling played for the step.", checked=True),
     Metric("groups/kept", "Groups kept", "count", "Groups that dynamic sampling kept for the step."),
     Metric("dropped", "Share of rollouts dropped", "share", "Share of the rollouts left out because they, or too many of their group, cannot be learned from."),
-    Metric("rollouts", "Rollouts", "count", "Rollouts that were played for the step."),
+    Metric("rollouts", "Rollouts", "count", "Rollouts that were sampled for the step."),
     Metric("unfinished", "Unfinished rollouts", "count", "Rollouts that go on in a later step, under newer weights."),
     Metric("too_long", "Tasks too long", "count", "Tasks or rows that were left out because they do not fit the context."),
     Metric("unwanted", "Unwanted rows", "count", "Recorded episodes left out because their reward is below `--min-reward`."),
@@ -181,8 +181,8 @@ _TIMING = (
     Metric("tokens_per_second/read", "Speed of reading", "tokens per second", "Tokens of the updates' micro-batches over the seconds of the step.", LEARNING, zero=True, plotted=True, terminal="tok/s read", form=",.0f"),
     Metric("tokens_per_second/learned", "Speed of learning", "tokens per second", "Tokens of responses that are learned over the seconds of the step.", LEARNING, zero=True, plotted=True, terminal="tok/s learned", form=",.0f"),
     *(Metric(f"seconds/{stage}", f"Seconds: {stage}", "seconds", f"Time of a step {what}.") for stage, what in {
-        "rollout": "until its batches are ready: sampling, rewards, credit", "update": "for its updates", "load": "for handing weights to the engine",
-        "play": "for playing rollouts", "credit": "for old and reference log-probabilities, values and advantages",
+        "rollout": "until its batches are ready: sampling, rewards, credit", "update": "for its updates", "load": "for weight sync to the engine",
+        "play": "for rollouts in progress", "credit": "for old and reference log-probabilities, values and advantages",
         "waiting": "in which nothing was sampled because environments were waited for", "services": "in which nothing was sampled because judges, reward models or retrievers were waited for",
         "between": "between the update before and this one: record, evaluation, checkpoint"}.items()),
     *(Metric(f"seconds/turn/{who}{end}", f"Seconds of a turn: {who}{word}", "seconds", f"{of} time of a turn of {whose}.")
@@ -202,7 +202,7 @@ _TIMING = (
         "asked": "Questions put to a judge or retriever.", "invalid": "Questions without an answer.", "votes": "Replies of a generative judge.",
         "unreadable": "Replies of a judge without a verdict.", "cached": "Questions answered from what was asked before.",
         "disagreements": "Pairs on which the two orders disagree.", "rubbish": "Replies of an endpoint that could not be read.",
-        "tokens/prompt": "Tokens of a judge's prompts.", "tokens/reply": "Tokens of a judge's replies.", "cost": "What the tokens cost at the prices of the recipe.",
+        "tokens/prompt": "Tokens of a judge's prompts.", "tokens/reply": "Tokens of a judge's replies.", "cost": "Cost of the tokens at the prices of the recipe.",
         "scored": "Texts that a reward model scored.", "tokens": "Tokens that a reward model read.", "requests": "Requests to an endpoint.",
         "retries": "Requests made again.", "failures": "Requests given up."}.items()),
 )  # fmt: skip
@@ -214,7 +214,7 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 @cache
 def metric_named(name: str) -> Metric | None:
-    """What the table says of a logged metric, its placeholders filled in; None: it is a user's own."""
+    """Return the table's row of a logged metric, its placeholders filled in; None: it is a user's own."""
     if (exact := BY_NAME.get(name)) is not None:
         return exact
     for metric in METRICS:

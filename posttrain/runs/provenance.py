@@ -1,4 +1,4 @@
-"""Where a run comes from, beside its options: versions, code revision, machine. What else a result may depend on."""
+"""The origin of a run beside its options, as far as a result may depend on it: versions, code revision, machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("posttrain", "torch", "transformers", "tokenizers", "numpy")
 
 
 def circumstances() -> dict[str, Any]:
-    """What run.json says of the process that writes it."""
+    """Return the entries of run.json on the process that writes it."""
     versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     torch = sys.modules.get("torch")  # asked only if the run has loaded it
     machine = {
@@ -29,7 +29,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

@@ -1,14 +1,14 @@
-"""What lies where in the folder of a run, and how it is written: whole or not at all, and safe from a power cut.
+"""The files of a run's folder, and their writing: whole or not at all, and safe from a power cut.
 
-run.json                    what was run, with what, where, from when to when, and its final figures
+run.json                    verb, options, machine, begin and end, and the final figures
 metrics.jsonl               one line a step, of configuration and seed alone: a resumed run repeats every byte
 timing.jsonl                one line a step, of all that depends on the clock
-health.jsonl                what the health check found, and after which step
-answers.jsonl               what services answered: see `posttrain.envs.play.answer_journal`
-rollouts/step-000012.parquet  what was played in a step, and what it made of that: see `posttrain.runs.record.schema`
+health.jsonl                findings of the health check, and their steps
+answers.jsonl               answers of services: see `posttrain.envs.play.answer_journal`
+rollouts/step-000012.parquet  the rollouts of a step and their fates: see `posttrain.runs.record.schema`
 evals/step-000012.parquet   the same of the held-out tasks after that step
 seconds/step-000012.parquet a row for each of these rollouts: the seconds that each of its turns took, and its reward
-index/000000-000049.parquet what is short of all of them, in pieces of 50 steps: can be made again at any time
+index/000000-000049.parquet the short columns of all of them, in pieces of 50 steps: can be made again at any time
 pictures/                   those of tasks and turns, each named by the hash of its content
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
@@ -43,7 +43,7 @@ REPORT = "report.json"  # of a reward model: its figures on held-out rows, besid
 
 MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, EVALS, SECONDS, INDEX, CHECKPOINTS,
         TENSORBOARD, WEIGHT_SYNC, PICTURES)  # fmt: skip
-"""What a run makes in its folder."""
+"""The names that a run makes in its folder."""
 
 _STEP = re.compile(r"step-(\d{6,})")
 _INSIDE = {
@@ -54,7 +54,7 @@ _INSIDE = {
     WEIGHT_SYNC: re.compile(r"weights-\d+-\d+(\.partial)?"),
     PICTURES: re.compile(r"[0-9a-f]{64}(\.\d+\.tmp)?"),
 }
-"""Folder of a run -> names of what the run puts into it."""
+"""Folder of a run -> names of the run's files in it."""
 
 
 def step_name(step: int) -> str:
@@ -69,12 +69,12 @@ def step_of(name: str) -> int | None:
 
 
 def table_file(folder: Path, kind: str, step: int) -> Path:
-    """Where the table of a step lies. `kind`: ROLLOUTS, EVALS or SECONDS."""
+    """Return the path of the table of a step. `kind`: ROLLOUTS, EVALS or SECONDS."""
     return folder / kind / f"{step_name(step)}.parquet"
 
 
 def kept_file(folder: Path, kind: str, step: int) -> Path | None:
-    """The table of a step, if there is one."""
+    """Return the table of a step, if there is one."""
     table = table_file(folder, kind, step)
     return table if table.is_file() else None
 
@@ -85,9 +85,9 @@ def holds_run(folder: Path) -> bool:
 
 
 def made_by_run(folder: Path) -> list[Path]:
-    """What a run has made in a folder, and nothing else that may stand there: run.json first, folders last.
+    """Return a run's own files in a folder, and no others: run.json first, folders last.
 
-    A link in the place of one of our folders is listed itself; what it leads to is not the run's.
+    A link in the place of one of our folders is listed itself; its target is not the run's.
     """
     found = []
     for name in MADE:
@@ -103,9 +103,9 @@ def made_by_run(folder: Path) -> list[Path]:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete what a run has made; a folder of it that holds something else besides stays, with that in it.
+    """Delete a run's own files; a folder of it that holds something else besides stays, with that in it.
 
-    Raises UserError, with nothing deleted, if a folder stands where a run has a file.
+    Raises UserError, with nothing deleted, if a folder is where a run has a file.
     """
     made = made_by_run(folder)
     folders = {path for path in made if path.is_dir() and not path.is_symlink()}
@@ -118,7 +118,7 @@ def delete_run(folder: Path) -> None:
         elif path.parent.name == CHECKPOINTS:
             shutil.rmtree(path)
         else:
-            with suppress(OSError):  # not empty: it holds what the run has not made
+            with suppress(OSError):  # not empty: it holds files that the run has not made
                 path.rmdir()
 
 
@@ -127,7 +127,7 @@ def delete_run(folder: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Within it, a disk that is full or not writable is a UserError."""
+    """A context in which a disk that is full or not writable is a UserError."""
     try:
         yield
     except OSError as error:
@@ -138,7 +138,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within it, an error of the disk that names no file, as that of a full one, names this one."""
+    """A context in which an error of the disk that names no file, as that of a full one, names this one."""
     try:
         yield
     except OSError as error:
@@ -156,7 +156,7 @@ def replace(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError:  # no room: what is not whole is of no use
+    except OSError:  # no room: a part of a file is of no use
         with suppress(OSError):
             unfinished.unlink()
         raise

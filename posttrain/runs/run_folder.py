@@ -1,7 +1,7 @@
 """The folder of a run, from the first look at it to its record.
 
 Decides whether a run may begin or go on in a folder, what it goes on from, and what an overwritten one loses. Nothing is
-written or deleted before `RunFolder.open`, so that whatever is wrong with options, data or model costs nothing.
+written or deleted before `RunFolder.open`, so that a fault in options, data or model costs nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ READ = (
     "algorithm",
     *SERVICES,
 )
-"""Options that may name files. Another content of one of them would be another run; so would another content of `env`."""
+"""Options that may name files. With another content of one of them, or of `env`, it would be another run."""
 
 
 class RunFolder(Generic[AnyTraining]):
@@ -57,10 +57,10 @@ class RunFolder(Generic[AnyTraining]):
         self.path = Path(config.out)
         self.world = world or Alone()
         self.config: AnyTraining = config
-        self.checkpoint: Path | None = None  # what the run goes on from
-        self.chat = Chatting()  # how plain prompts reach the model
+        self.checkpoint: Path | None = None  # the checkpoint that the run goes on from
+        self.chat = Chatting()  # the form in which plain prompts reach the model
         self._rows, self._env = rows, env
-        self._noted: dict[str, Any] = {}  # what run.json is to say of this resumption
+        self._noted: dict[str, Any] = {}  # entries of run.json on this resumption
         self._lock: Lock | None = None
         self._dated = ExitStack()
         if self.world.rank == 0:
@@ -70,7 +70,7 @@ class RunFolder(Generic[AnyTraining]):
         self.config, self.checkpoint = self.world.gather(found)[0]
 
     def _again(self, config: AnyTraining) -> AnyTraining:
-        """The options with which torchrun's restart of a run goes on: with what was saved, or from the beginning.
+        """Return the options with which torchrun's restart of a run goes on: from a checkpoint, or from the beginning.
 
         Only where an earlier attempt has begun the run. A folder that it refused is refused again.
         """
@@ -83,11 +83,11 @@ class RunFolder(Generic[AnyTraining]):
 
     @property
     def _begun_here(self) -> str:
-        """What is marked for later attempts once this one may write the folder."""
+        """The mark for later attempts, once this one may write the folder."""
         return f"begun {self.path.absolute()}"
 
     def _look(self, config: AnyTraining) -> None:
-        """What the folder holds, and what is to become of it."""
+        """Examine the folder, and decide what happens to it."""
         if config.resume and config.overwrite:
             raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
         try:
@@ -116,7 +116,7 @@ class RunFolder(Generic[AnyTraining]):
 
     @cached_property
     def day(self) -> str:
-        """The day that chat templates are told in all of the run, in each of its processes."""
+        """The day that chat templates use in all of the run, in each of its processes."""
         found = None
         if self.world.rank == 0:
             found = read_run(self.path).get("day") if self.config.resume else day_of(self.start)
@@ -141,9 +141,9 @@ class RunFolder(Generic[AnyTraining]):
         return checkpoints.resolve(self.config.model) if self.config.model else None
 
     def open(self, told: Mapping[str, Any]) -> RunRecord:
-        """The record, ready to be written: new, or with what was recorded since the checkpoint taken out.
+        """Return the record, ready to be written: new, or without the steps after the checkpoint.
 
-        `told`: what else run.json should say.
+        `told`: further entries of run.json.
         """
         if self.world.rank:
             return Unwritten()
@@ -172,7 +172,7 @@ class RunFolder(Generic[AnyTraining]):
         return config
 
     def _continued(self, config: AnyTraining) -> AnyTraining:
-        """The options of the run, once it is known that it can go on as it was."""
+        """Return the options of the run, once it is known that it can go on as it was."""
         if not (self.path / RUN).exists():
             raise UserError(f"{self.path} holds no run to resume: leave out --resume, or give the --out of one")
         run = read_run(self.path)
@@ -196,7 +196,7 @@ class RunFolder(Generic[AnyTraining]):
                 "begin a new run in another --out, or continue with what is there now with --accept-changes"
             )
         for name in other:
-            warn(f"{self._named(name)} changed since the run began: the run goes on with it, and {RUN} says so")
+            warn(f"{self._named(name)} changed since the run began: the run goes on with it, as {RUN} records")
         for name in fingerprint.rewritten(before, self._inputs):
             tell(f"{self._named(name)} was written since the run began; its size and samples of it are the same")
         self._noted = {
@@ -206,7 +206,7 @@ class RunFolder(Generic[AnyTraining]):
         return chosen
 
     def _newest(self, config: Training) -> Path:
-        """The newest undamaged checkpoint; says which ones were passed over."""
+        """Return the newest undamaged checkpoint; report those that are skipped."""
         passed: list[tuple[Path, str]] = []
         for folder, damage in checkpoints.examined(self.path):
             if damage is None:
@@ -227,7 +227,7 @@ class RunFolder(Generic[AnyTraining]):
 
     @cached_property
     def _inputs(self) -> dict[str, Print | None]:
-        """Fingerprints of what the run reads, by option. A dataset by its name has none."""
+        """Return fingerprints of the run's inputs, by option. A dataset by its name has none."""
         found: dict[str, Print | None] = {}
         for name in READ:
             for label, value in _paths(self.config, name):
@@ -241,7 +241,7 @@ class RunFolder(Generic[AnyTraining]):
         return {name: value for name, value in found.items() if value is not None}
 
     def _named(self, option: str) -> str:
-        """The option with its value, for messages."""
+        """Return the option with its value, for messages."""
         kind, _, entry = option.partition(" ")
         value = self.start if option == "model" else getattr(self.config, kind)
         return f"--{kind.replace('_', '-')} {dict(_paths(self.config, kind))[option] if entry else value}"
@@ -250,7 +250,7 @@ class RunFolder(Generic[AnyTraining]):
 def begin(
     config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None, world: World | None = None
 ) -> RunFolder[AnyTraining]:
-    """The folder of the run of these options, checked and locked; nothing in it is changed yet.
+    """Return the folder of the run of these options, checked and locked; nothing in it is changed yet.
 
     `rows` and `env`: tasks and environment that were given as objects; `world`: the processes that share the run, of which
     the first looks, locks and writes. Raises UserError if --out holds a run and none is
@@ -260,10 +260,10 @@ def begin(
 
 
 def day_of(checkpoint: Path | None) -> str | None:
-    """The day that a checkpoint was trained with, where a run has left it there."""
+    """Return the day that a checkpoint was trained with, where a run has left it there."""
     from posttrain.models.tokenizer.tokenizer_files import read_special
 
-    if checkpoint is None or not os.path.isdir(checkpoint):  # of a name too long for the system the loader tells
+    if checkpoint is None or not os.path.isdir(checkpoint):  # the loader reports a name too long for the system
         return None
     return read_special(checkpoint / "tokenizer_config.json").get(run_date.CONFIG_KEY)
 
@@ -280,7 +280,7 @@ def _keep_inputs(config: Training, folder: Path) -> None:
 
 
 def _paths(config: Training, name: str) -> list[tuple[str, str]]:
-    """(label, value) of what an option of `READ` names: one, or one for each service or entry."""
+    """Return (label, value) of the files of an option of `READ`: one, or one for each service or entry."""
     value = getattr(config, name, None)
     if name in SERVICES:
         named = named_services(value or (), name.replace("_", "-"))

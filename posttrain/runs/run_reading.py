@@ -1,6 +1,6 @@
 """Reads what runs leave behind, while they are on and afterwards. Needs no lock.
 
-Decides what a sound file looks like: whatever is wrong is a UserError of one line that names the file and the line.
+Decides what a sound file looks like: a fault is a UserError of one line that names the file and the line.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def read_run(folder: Folder) -> Row:
 
 
 def divides_by_sampler(run: Row) -> bool:
-    """Whether its ratio divides by what the tokens were sampled with, and not by the weights before the step."""
+    """Whether its ratio divides by the sampler's probabilities, and not by those of the weights before the step."""
     said = run.get("objective")
     return isinstance(said, list) and any(str(line).strip().startswith("old: the policy that sampled") for line in said)
 
 
 def split_of(config: Row) -> tuple[float, int]:
-    """(share, seed) of what a run holds out, as its run.json has it."""
+    """Return (share, seed) of a run's held-out tasks, from run.json."""
     seed = config.get("split_seed")
     return float(config.get("held_out") or 0.0), int(config.get("seed") or 0) if seed is None else int(seed)
 
 
 def _where_runs_are(folder: Path) -> str:
-    """What helps somebody who has named a folder without a run."""
+    """Return a hint for a user who has named a folder without a run."""
     above = next((path for path in [*folder.absolute().parents][:3] if os.path.isfile(path / RUN)), None)
     if above is not None:
         return f"it is part of the run {os.path.relpath(above) if not folder.is_absolute() else above}: pass that"
@@ -74,7 +74,7 @@ def _age(folder: Path) -> float:
 
 
 def read_metrics(folder: Folder) -> list[Row]:
-    """One dict a step: {"step": 12, "reward": 0.5, ...}; None for what was not finite. Works during the run."""
+    """One dict a step: {"step": 12, "reward": 0.5, ...}; None for non-finite values. Works during the run."""
     return [row for row, _ in read_steps(Path(folder) / METRICS)]
 
 
@@ -90,9 +90,9 @@ def read_health(folder: Folder) -> list[Row]:
 
 
 def rollout_steps(folder: Folder, held_out: bool = False) -> list[int]:
-    """The steps whose rollouts are there, in order; `held_out`: those of evaluations during the run.
+    """Return the steps whose rollouts are there, in order; `held_out`: those of evaluations during the run.
 
-    Whatever else lies among them is not looked at.
+    Other files among them are ignored.
     """
     kind = EVALS if held_out else ROLLOUTS
     inside = Path(folder) / kind
@@ -105,7 +105,7 @@ def rollout_steps(folder: Folder, held_out: bool = False) -> list[int]:
 
 
 def missing_steps(folder: Path, last: int) -> list[str]:
-    """What a whole record of the steps up to `last` would hold and this one does not, in words."""
+    """Return the parts that a whole record of the steps up to `last` would hold and this one does not, in words."""
     metrics = [row for row, _ in read_steps(folder / METRICS, last)]
     timed = {row["step"] for row, _ in read_steps(folder / TIMING, last)}
     every = set(range(1, last + 1))
@@ -118,7 +118,7 @@ def missing_steps(folder: Path, last: int) -> list[str]:
 
 
 def missing_rollouts(folder: Path) -> str | None:
-    """The steps that played rollouts which are not there any more, in words. Of a run that is on, the last may yet come."""
+    """Return the steps whose rollouts are missing, in words. Of a run that is on, the last may yet come."""
     steps = _unkept(folder, read_metrics(folder))
     if "end" not in read_run(folder):
         steps = {step for step in steps if step < max(rollout_steps(folder), default=0)}
@@ -132,7 +132,7 @@ def _unkept(folder: Path, metrics: Iterable[Row]) -> set[int]:
 def read_steps(path: Path, last: int | None = None) -> Iterator[tuple[Row, int]]:
     """(row, bytes until its end) of metrics.jsonl or timing.jsonl; with `last`: up to that step.
 
-    What lies after step `last` is not looked at: a power cut may have left anything there. Raises UserError for a line
+    Lines after step `last` are ignored: a power cut may have left anything there. Raises UserError for a line
     that is not a row of figures, or not of a later step than the one before it.
     """
     before = -1

@@ -1,7 +1,7 @@
-"""Writes what a run leaves behind, for people and for any tool to read: see `posttrain.runs.run_files`.
+"""Writes the files of a run, for people and for any tool to read: see `posttrain.runs.run_files`.
 
-It decides when these files are written and when they are safe on disk; what stands in tables, `posttrain.runs.record` says.
-It never reads a tensor.
+It decides when these files are written and when they are safe on disk; the content of tables is defined in
+`posttrain.runs.record`. It never reads a tensor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from posttrain.system.worker_thread import WorkerThread
 
 
 class RunRecord:
-    """The record of one run, open for writing. Only one process writes it: whoever has the folder's lock."""
+    """The record of one run, open for writing. Only one process writes it: the one with the folder's lock."""
 
     def __init__(self, folder: Path, run: Row, step: int) -> None:
         """Use `create` or `resume`. `run`: what run.json holds; `step`: the last one that is kept, -1 in a new run."""
@@ -63,8 +63,8 @@ class RunRecord:
     def create(cls, folder: Folder, config: Mapping[str, Any], command: str, extra: Mapping[str, Any]) -> RunRecord:
         """Begin a run in `folder`: new, or without a run in it (UserError).
 
-        `command` is the verb, such as "rl"; `config` all settings as resolved, with "seed"; `extra` what else run.json
-        should say, such as {"objective": "the formula"}.
+        `command` is the verb, such as "rl"; `config` all settings as resolved, with "seed"; `extra` further
+        entries of run.json, such as {"objective": "the formula"}.
         """
         path = Path(folder)
         if holds_run(path):
@@ -87,10 +87,10 @@ class RunRecord:
         extra: Mapping[str, Any] | None = None,
         noted: Mapping[str, Any] | None = None,
     ) -> RunRecord:
-        """Continue a run from its checkpoint of `step`: what was recorded of later steps is deleted.
+        """Continue a run from its checkpoint of `step`: records of later steps are deleted.
 
         `config`: all settings as they are from now on, if some were changed; `extra` replaces what `create` was given;
-        `noted`: what is worth knowing of this resumption.
+        `noted`: entries of run.json on this resumption.
         """
         path = Path(folder)
         run = read_run(path)
@@ -108,7 +108,7 @@ class RunRecord:
         return cls(path, run, step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl; once a step. What depends on the clock belongs in `timing`."""
+        """Write one line of metrics.jsonl; once a step. Values that depend on the clock belong in `timing`."""
         self._metrics.append(step, values)
         self._draw(step, values)
 
@@ -118,7 +118,7 @@ class RunRecord:
         self._draw(step, values)
 
     def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
-        """Add lines to health.jsonl: (step, name, message) of what was found. `anew`: it holds nothing else."""
+        """Add lines to health.jsonl: (step, name, message) of each finding. `anew`: it holds nothing else."""
         path = self.folder / HEALTH
         content = b"".join(json_line({"step": s, "name": name, "message": told}) for s, name, told in findings)
         if anew:
@@ -132,7 +132,7 @@ class RunRecord:
     def rollouts(self, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
         """Write what became of the rollouts of a step, and the seconds of their turns beside them.
 
-        Both files appear whole or not at all, the seconds first: whoever finds the rollouts finds them too. They are
+        Both files appear whole or not at all, the seconds first: a reader that finds the rollouts finds them too. They are
         written beside what comes next, and an error is raised there: by the next call, `flush` or `close`.
         """
         self._write(step, ROLLOUTS, outcomes, kind)
@@ -189,9 +189,9 @@ class RunRecord:
         replace(self.folder / RUN, json_document({**self._run, "end": now(), "final": final}))
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass on to TensorBoard, which hides what an earlier attempt wrote of the steps since the resume."""
+        """Pass on to TensorBoard, which hides an earlier attempt's values of the steps since the resume."""
         if self._events is None:
-            # The suffix, because two attempts may begin within one second, which is all their names would tell.
+            # The suffix, because two attempts may begin within one second, which is all that their names have.
             suffix = f".{len(self._run.get('resumes', []))}"
             self._events = Events(self.folder / TENSORBOARD, self._kept + 1, suffix)
         self._events.add(step, values)
@@ -226,7 +226,7 @@ class Unwritten(RunRecord):
 
 
 class _Journal:
-    """A file of one JSON line a step, in the order of the steps. Opening it removes what lies after step `last`."""
+    """A file of one JSON line a step, in the order of the steps. Opening it removes the lines after step `last`."""
 
     def __init__(self, path: Path, last: int) -> None:
         self._last, size = -1, 0

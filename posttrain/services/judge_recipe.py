@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from posttrain.core import user_files
 from posttrain.core.coerce import convert
-from posttrain.core.component import knob_of, option
+from posttrain.core.component import option, setting_of
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
 from posttrain.data.tasks_from_rows import Pattern, parse_template
@@ -223,7 +223,7 @@ def _filled(kind: type[Kind], given: Mapping[str, Any], where: str) -> Kind:
     values = {name: convert(_numbers(value), hints[name], f"{where}{name}") for name, value in given.items()}
     made = kind(**values)
     for f in fields(kind):
-        knob_of(f).bounds.check(f"{where}{f.name}", getattr(made, f.name))
+        setting_of(f).bounds.check(f"{where}{f.name}", getattr(made, f.name))
         if f.default is dataclasses.MISSING and not getattr(made, f.name).strip():
             raise UserError(f"{where}{f.name} is empty")
     return made

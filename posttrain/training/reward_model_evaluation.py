@@ -15,7 +15,7 @@ from posttrain.algorithms.links import SquaredError
 from posttrain.algorithms.reward_model_table import RewardModelObjective
 from posttrain.core.batch import Stats
 from posttrain.core.intervals import ratio_interval, share_interval, stated
-from posttrain.core.types import Item
+from posttrain.core.types import PreferenceExample
 from posttrain.data.tasks import ENDLESS
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.reward_model import RewardModel
@@ -74,13 +74,13 @@ class Scored:
             self._centre = self.learner.version, float(np.mean(scores)) if scores else 0.0
         return self._centre[1]
 
-    def _items(self, items: PreferenceExamples, most: int | None = None) -> list[tuple[int, Item]]:
+    def _items(self, items: PreferenceExamples, most: int | None = None) -> list[tuple[int, PreferenceExample]]:
         count = len(items)
         some = count if most is None else min(most, count)
         places = range(some) if count == ENDLESS else [place * count // some for place in range(some)]
         return [(place, item) for place in places for item in (items[place],) if item is not None]
 
-    def _scores(self, items: Sequence[Item]) -> list[list[float]]:
+    def _scores(self, items: Sequence[PreferenceExample]) -> list[list[float]]:
         """Return the scores of the responses (or of their steps) of each preference example, in order."""
         found: list[list[float]] = [[] for _ in items]
         for first in range(0, len(items), AT_ONCE):
@@ -97,7 +97,7 @@ class Scored:
         return found
 
     def _compared(
-        self, said: Sequence[ComparedTexts], items: Sequence[Item], scores: Sequence[list[float]]
+        self, said: Sequence[ComparedTexts], items: Sequence[PreferenceExample], scores: Sequence[list[float]]
     ) -> dict[str, Any]:
         margins = [
             [own[c.better] - own[c.worse] for c in item.comparisons] for item, own in zip(items, scores, strict=True)
@@ -123,7 +123,7 @@ class Scored:
             "offset": self.offset(),
         }
 
-    def _labelled(self, items: Sequence[Item], scores: Sequence[list[float]]) -> dict[str, Any]:
+    def _labelled(self, items: Sequence[PreferenceExample], scores: Sequence[list[float]]) -> dict[str, Any]:
         labels = [[value for own in item.labels for value in own] for item in items]
         if isinstance(self.objective.algorithm.link, SquaredError):
             errors = [[(s - y) ** 2 for s, y in zip(a, b, strict=True)] for a, b in zip(scores, labels, strict=True)]
@@ -146,7 +146,7 @@ class Scored:
                 )
         return {"prompts": len(items), "labels": sum(map(len, labels)), "figures": figures, "offset": self.offset()}
 
-    def _said(self, items: PreferenceExamples, place: int, item: Item) -> ComparedTexts:
+    def _said(self, items: PreferenceExamples, place: int, item: PreferenceExample) -> ComparedTexts:
         texts = items.tasks[place]["responses"]
         return ComparedTexts(texts, [(c.better, c.worse) for c in item.comparisons])
 

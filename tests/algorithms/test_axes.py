@@ -40,7 +40,7 @@ from posttrain.algorithms.teacher import Distillation
 from posttrain.cli.main import main
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, Distill
-from posttrain.core.component import NEVER, Need, knob_of
+from posttrain.core.component import NEVER, Need, setting_of
 from posttrain.core.types import Task, UserError
 from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
@@ -439,7 +439,7 @@ def test_default_and_range_of_a_setting_are_those_written_down(line: str) -> Non
     place, _, rest = line.partition(" = ")
     part, name = place.split(".")
     (field,) = (f for f in dataclasses.fields(globals()[part]) if f.name == name)
-    told = knob_of(field)
+    told = setting_of(field)
     words = f"{field.default}" + (f": {told.bounds}" if str(told.bounds) else "")
     words += "" if told.off is NEVER else f"; {told.off} is none"
     words += "" if told.absent is NEVER else f"; {told.absent} is absent"

@@ -30,7 +30,7 @@ from posttrain.algorithms.settings import change
 from posttrain.core.batch import Batch, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import World
-from posttrain.core.types import Comparison, Item, Transcript
+from posttrain.core.types import Comparison, PreferenceExample, Transcript
 from posttrain.data.preference_examples import to_item
 from posttrain.data.row_files import Row
 from posttrain.data.tasks import to_tasks
@@ -51,7 +51,7 @@ COEFFICIENTS = {"drift": DRIFT, "shift": SHIFT}
 class Case:
     """Items, what the reference says of them, and a learner in float64."""
 
-    items: list[Item]
+    items: list[PreferenceExample]
     reference: Reference
     learner: LocalLearner
 
@@ -89,18 +89,18 @@ def case(world: World | None = None) -> Case:
     prompts = [tokens(1, 9) for _ in range(5)]
     long = tokens(8, 12)
     items = [
-        Item([response(prompts[0], tokens(1, 9)) for _ in range(2)], [Comparison(0, 1)]),
-        Item([response(prompts[0], tokens(1, 9)) for _ in range(2)], [Comparison(1, 0, 2.5, 0.7)]),
-        Item(  # each begins like the next; the first is a single token
+        PreferenceExample([response(prompts[0], tokens(1, 9)) for _ in range(2)], [Comparison(0, 1)]),
+        PreferenceExample([response(prompts[0], tokens(1, 9)) for _ in range(2)], [Comparison(1, 0, 2.5, 0.7)]),
+        PreferenceExample(  # each begins like the next; the first is a single token
             [response(prompts[1], long[:1]), response(prompts[1], long[:5]), response(prompts[1], long)],
             [Comparison(0, 1, 1.0, 0.2), Comparison(0, 2, 0.5, 1.5), Comparison(2, 1, 3.0, 0.1)],
         ),
-        Item([response(prompts[2], tokens(1, 2)) for _ in range(2)], [Comparison(0, 1, 0.25, -0.4)]),
-        Item(  # a cycle, and a response that both wins and loses as much
+        PreferenceExample([response(prompts[2], tokens(1, 2)) for _ in range(2)], [Comparison(0, 1, 0.25, -0.4)]),
+        PreferenceExample(  # a cycle, and a response that both wins and loses as much
             [response(prompts[3], tokens(1, 9)) for _ in range(4)],
             [Comparison(0, 1), Comparison(1, 2), Comparison(2, 0), Comparison(3, 0, 0.3, 2.0), Comparison(3, 2, 0.1)],
         ),
-        Item([response(prompts[4], tokens(2, 6)) for _ in range(3)], [Comparison(2, 0), Comparison(2, 1)]),
+        PreferenceExample([response(prompts[4], tokens(2, 6)) for _ in range(3)], [Comparison(2, 0), Comparison(2, 1)]),
     ]
     learner = LocalLearner(tiny(WORDS, dtype=torch.float64), Optimization(lr=1e-3), world=world)
     said = []

@@ -622,7 +622,7 @@ def test_opinion_goes_into_the_last_message_of_the_user() -> None:
     "tasks, opinion, told",
     [([{"id": "a", "prompt": "x"}], "{wrong}", "needs tasks with an answer"),
      ([{"id": "a", "prompt": "x", "answer": "1"}] * 2, "{wrong}", "have the answer '1'"),
-     (sums(4, 0), "no answer", "must say where the wrong answer stands")],
+     (sums(4, 0), "no answer", "must have a place for the wrong answer")],
 )  # fmt: skip
 def test_probe_that_cannot_be_made_is_refused(tasks: list[dict[str, Any]], opinion: str, told: str) -> None:
     with pytest.raises(UserError, match=told):

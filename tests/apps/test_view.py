@@ -554,7 +554,7 @@ def test_two_runs_part_at_the_first_token_that_differs(run: OpenRun, folder: Pat
     told = Answers([run, other]).of("parting", {"a": "0", "b": "1"})
     at = read_rollouts(folder, 3, None)[6]["spans"][1]["start"] + 3
     assert (told["first"]["part"], told["first"]["a"], told["first"]["b"], told["first"]["at"]) == ("3", 6, 6, at)
-    assert told["says"].startswith("They part in step 3, rollout 6") and "sampled" in told["says"]
+    assert told["says"].startswith("They differ first in step 3, rollout 6") and "sampled" in told["says"]
     before = sum(len(read_rollouts(folder, step)) for step in (1, 2))
     assert f"The {before} rollouts before it are the same." in told["says"]
     assert "log-probabilities too" in told["why"] and "A drew its token with probability" in told["why"]

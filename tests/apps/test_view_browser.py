@@ -488,7 +488,7 @@ def test_where_two_runs_part_is_said_with_links_to_both(watched: Watched, addres
     page = watched.page
     page.goto(address + "#/0/compare?a=0&b=1")
     page.wait_for_selector(".parting a")
-    assert "They part in step 1" in page.inner_text(".parting")
+    assert "They differ first in step 1" in page.inner_text(".parting")
     page.click(".parting a.pill >> nth=1")
     page.wait_for_selector(".one .t.at")
     assert "#/1/rollout/1/" in page.url

@@ -186,7 +186,9 @@ def test_what_a_step_changed_is_told_of_chosen_and_of_rejected_responses(tmp_pat
         weights = [w for row in rows if row["member"] == member for w in row["weight"]]
         assert side["name"] == ("chosen", "rejected")[member] and side["n"] == len(weights)
         assert side["mean"] == pytest.approx(np.mean(weights))
-    assert data["items"] and {x["member"] for x in data["up"]} == {0} and {x["member"] for x in data["down"]} == {1}
+    assert (
+        data["preferences"] and {x["member"] for x in data["up"]} == {0} and {x["member"] for x in data["down"]} == {1}
+    )
     assert data["up"][0]["label"]["comparisons"][0][:2] == [0, 1]
 
 

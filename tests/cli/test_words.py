@@ -51,6 +51,7 @@ def texts() -> Iterator[tuple[str, str]]:
     yield from documents()
     yield from helps()
     yield from docstrings("recipes", "examples", "tools", "posttrain/algorithms", "posttrain/training")
+    yield from docstrings("posttrain/core", "posttrain/runs", "posttrain/apps", "posttrain/envs/play")
 
 
 LATER = {file.name for folder in ("fuzzing", "mutating") for file in (ROOT / "tools" / folder).glob("*.py")}

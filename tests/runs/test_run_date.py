@@ -85,8 +85,12 @@ def test_an_evaluation_asks_a_checkpoint_and_its_rival_as_the_checkpoint_was_tra
 
 def test_the_run_s_day_is_told_before_a_checkpoint_s_own_and_within_a_part_that_fixes_none() -> None:
     with run_date.fixed("2026-02-03"), run_date.fixed(None):
-        assert run_date.told("2026-02-04").isoformat() == run_date.told(None).isoformat() == "2026-02-03T00:00:00"
-    assert run_date.fixed_day() is None and run_date.told("2026-02-04").isoformat() == "2026-02-04T00:00:00"
+        assert (
+            run_date.template_date("2026-02-04").isoformat()
+            == run_date.template_date(None).isoformat()
+            == "2026-02-03T00:00:00"
+        )
+    assert run_date.fixed_day() is None and run_date.template_date("2026-02-04").isoformat() == "2026-02-04T00:00:00"
 
 
 @pytest.mark.parametrize("verb", ["sample", "label"])

@@ -29,7 +29,7 @@ from posttrain.algorithms.reward_model_table import (
 from posttrain.algorithms.settings import change
 from posttrain.core.batch import Preferences, Stats
 from posttrain.core.protocols import Alone, World
-from posttrain.core.types import Item
+from posttrain.core.types import PreferenceExample
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import to_tasks
 from posttrain.learners.local_learner import LocalLearner, Optimization
@@ -212,7 +212,7 @@ def source(row: RewardModelAlgorithm, rows: Rows, shape: ScoreShape, tokens: int
     return RewardExamples(items, row, 4, tokens, 0, torch.device("cpu"), read)
 
 
-def all_items(made: RewardExamples) -> list[Item]:
+def all_items(made: RewardExamples) -> list[PreferenceExample]:
     found = [item for item in made.items if item is not None]
     assert len(found) == len(made.items)
     return found

@@ -1,1 +1,1 @@
-"""Looks for reward hacking in what a run has left behind: `posttrain audit RUN`."""
+"""A search for reward hacking in the files of a run: `posttrain audit RUN`."""

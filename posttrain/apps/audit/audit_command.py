@@ -1,4 +1,4 @@
-"""What `posttrain audit` does with its options: which parts of the audit run, on which tasks, and how they are shown."""
+"""The command `posttrain audit`: the analyses that run, their tasks, and the printing of results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from posttrain.runs.run_reading import read_run
 from posttrain.runs.terminal.printing import table
 
 WIDTH = 80
-LIMIT = 200  # tasks of a probe unless --limit says otherwise
+LIMIT = 200  # tasks of a probe without --limit
 TASK_OPTIONS = ("tasks", "split", "fields", "prompt_template", "response_template", "env")
-"""What a run recorded of its tasks; `--tasks` replaces all but the environment."""
+"""The run's record of its tasks; `--tasks` replaces all but the environment."""
 PLAY_OPTIONS = ("max_tokens", "stop", "max_episode_tokens", "max_turns", "max_tool_calls", "episode_timeout", "success")
 
 
@@ -46,7 +46,7 @@ class AuditRequest:
 
 def carry_out(request: AuditRequest, as_json: bool) -> int:
     """Train the classifier, audit the run, probe it, as far as asked for; print. Returns the exit code."""
-    _mind(request)
+    _check_options(request)
     said: dict[str, Any] = {}
     classifier = None
     if request.train_classifier is not None:
@@ -76,7 +76,7 @@ def carry_out(request: AuditRequest, as_json: bool) -> int:
     return 0
 
 
-def _mind(request: AuditRequest) -> None:
+def _check_options(request: AuditRequest) -> None:
     """Refuse options that do not go together."""
     if request.run is None and request.train_classifier is None:
         raise UserError("posttrain audit needs the folder of a run, or --train-classifier labelled.jsonl")
@@ -85,7 +85,7 @@ def _mind(request: AuditRequest) -> None:
     if request.sycophancy and request.run is None:
         raise UserError("--sycophancy plays a run's checkpoint: posttrain audit RUN --sycophancy")
     if request.opinion is not None and not request.sycophancy:
-        raise UserError("--opinion says how --sycophancy puts it: give both")
+        raise UserError("--opinion is the wording for --sycophancy: give both")
     for name in ("limit", "samples", "steps"):
         value = getattr(request, name)
         if value is not None and value < 1:
@@ -93,7 +93,7 @@ def _mind(request: AuditRequest) -> None:
 
 
 def _has_rollouts(request: AuditRequest) -> bool:
-    """Whether there is something to audit, or an error to tell: a run that is only probed needs none."""
+    """Whether there is something to audit, or an error to report: a run that is only probed needs none."""
     only_probed = (
         request.sycophancy and request.gold is None and not request.disagreement and request.classifier is None
     )
@@ -104,7 +104,7 @@ def _has_rollouts(request: AuditRequest) -> bool:
 
 
 def _options(request: AuditRequest) -> dict[str, Any]:
-    """Where the tasks come from: the run's own options, unless others are given."""
+    """Return the tasks: by the run's own options, unless others are given."""
     recorded = read_run(str(request.run))["config"]
     chosen = {name: recorded[name] for name in TASK_OPTIONS if recorded.get(name) is not None}
     if request.tasks is not None:
@@ -117,7 +117,7 @@ def _options(request: AuditRequest) -> dict[str, Any]:
 
 
 def _tasks(request: AuditRequest, limit: int | None = None) -> list[Task]:
-    """The first `limit` tasks: of those that the run held out, if it did and no others are named."""
+    """Return the first `limit` tasks: of those that the run held out, if it did and no others are named."""
     from itertools import islice
 
     from posttrain.config.inference import Check
@@ -134,7 +134,7 @@ def _tasks(request: AuditRequest, limit: int | None = None) -> list[Task]:
 
 
 def _probe(request: AuditRequest) -> Probe:
-    """Play the tasks and their probed twins with the same seeds."""
+    """Sample the tasks and their probed twins with the same seeds."""
     from posttrain.config.inference import Evaluation
     from posttrain.config.resolve import filled
     from posttrain.envs.play.load_env import success_of
@@ -217,7 +217,7 @@ def show_probe(probe: Probe) -> None:
 
 
 def _without_interval(figures: Sequence[Estimate]) -> None:
-    """What the star behind a figure stands for."""
+    """Print the explanation of the star behind a figure."""
     for why in dict.fromkeys(figure.why for figure in figures if figure.why and isfinite(figure.value)):
         _wrapped("*", why)
 

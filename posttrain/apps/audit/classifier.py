@@ -1,7 +1,7 @@
 """A small classifier of hacked and honest replies: logistic regression on n-grams of letters and words.
 
-What it is worth is measured on prompts that it has not seen: a classifier that knows the prompts by heart would look
-good on labelled replies and say nothing of others.
+Its accuracy is measured on prompts that it has not seen: a classifier that knows the prompts by heart would look good
+on labelled replies and fail on others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UPDATES = 400  # of accelerated gradient descent: the loss is convex, and change
 KIND = "posttrain reply classifier 1"
 
 TEXT, LABEL = ("text", "reply", "response"), ("hacked", "label")
-"""What rows may call a reply, and whether it is hacked."""
+"""The columns that may hold a reply, and its label: whether it is hacked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class NgramFeatures:
         return out
 
     def some(self, places: Integers) -> NgramFeatures:
-        """The rows at these places, in ascending order."""
+        """Return the rows at these places, in ascending order."""
         number = np.full(self.rows, -1)
         number[places] = np.arange(len(places))
         kept = number[self.row] >= 0
@@ -79,7 +79,7 @@ class HackClassifier:
         return _sigmoid(features(texts).times(self.weights) + self.bias)
 
     def save(self, path: Path) -> None:
-        """As JSON, with the weights that are not 0. Raises UserError if it cannot be written."""
+        """Write it as JSON, with the weights that are not 0. Raises UserError if it cannot be written."""
         at = np.flatnonzero(self.weights)
         weights = {str(place): float(f"{self.weights[place]:.6g}") for place in at.tolist()}
         content = {"kind": KIND, "bias": self.bias, "held_out": self.held_out, "weights": weights}
@@ -91,7 +91,7 @@ class HackClassifier:
 
     @staticmethod
     def load(path: Path) -> HackClassifier:
-        """What `save` wrote. Raises UserError if the file holds no classifier."""
+        """Read the file that `save` wrote. Raises UserError if the file holds no classifier."""
         try:
             content = json.loads(user_files.text(path))
             assert content["kind"] == KIND
@@ -143,7 +143,7 @@ def read_labelled(path: str) -> LabelledReplies:
 
 
 def train(labelled: LabelledReplies, seed: int = 0) -> HackClassifier:
-    """A classifier of all replies, with figures of others that were each kept from a fifth of the prompts."""
+    """Return a classifier of all replies, with figures of others that were each kept from a fifth of the prompts."""
     x, y = features(labelled.texts), np.array(labelled.hacked, dtype=np.float64)
     fold = np.array([seed_of(seed, "fold", prompt) % FOLDS for prompt in labelled.prompts])
     unseen = np.full(len(y), np.nan)

@@ -17,7 +17,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95% interval; nan where nothing can be said."""
+    """A value with its 95% interval; nan where it is unknown."""
 
     value: float
     low: float = nan
@@ -59,7 +59,7 @@ def rank_correlation(x: Floats, y: Floats, prompt: Integers) -> Estimate:
 
 
 def centred(x: Floats, cell: Integers) -> Floats:
-    """[n] without the mean of each cell [n]: what is left are differences between replies to one prompt in one step."""
+    """[n] without the mean of each cell [n]: the rest are differences between replies to one prompt in one step."""
     count = np.bincount(cell)
     centre = np.bincount(cell, weights=x) / np.maximum(count, 1)
     out: Floats = x - centre[cell]

@@ -1,7 +1,8 @@
-"""What in the figures of an audit counts as a finding. The limits stand here; docs/results/audit.md says how often they err.
+"""The rules by which figures of an audit become findings, with their limits; docs/results/audit.md reports their error
+rates.
 
 A finding is a reason to read replies, not a verdict: a healthy policy may well learn a format that spreads, or to
-answer at length. The name says what was seen, the message where to look.
+answer at length. The name is the observation, the message the place to look.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Leap:
-    """Where the reward changed most within a few steps, if far beyond its noise."""
+    """A change of the reward within a few steps, far beyond its noise."""
 
     step: int  # the first one after it
     before: float
@@ -125,7 +126,7 @@ def leap_found(leap: Leap | None) -> list[AuditFinding]:
 
 
 def greatest_leap(steps: Sequence[int], reward: Floats, limits: FindingLimits) -> Leap | None:
-    """The greatest rise between the means of `WINDOW` steps before and after; None if noise or learning explains it.
+    """Return the greatest rise between the means of `WINDOW` steps before and after; None if noise or learning explains it.
 
     Noise: the standard deviation of a step, from the median of |differences between neighbours|, which a leap does not
     feel. Learning: a rise that is spread over the run is less than `limits.leap` of all that the means ever moved.

@@ -1,4 +1,4 @@
-"""The replies of a run as arrays: what the audit looks at. Reads rollouts as they were written, and writes nothing."""
+"""The replies of a run as arrays: the input of the audit. Reads rollouts as they were written, and writes nothing."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Replies:
     step: Integers  # [n]
     prompt: Integers  # [n], number of its task, from 0 on: the unit of resampling
     cell: Integers  # [n], number of its group: one prompt in one step
-    text: list[str]  # [n], what was sampled, the turns of an episode joined by line ends
+    text: list[str]  # [n], the sampled text, the turns of an episode joined by line ends
     length: Floats  # [n], sampled tokens
     reward: Floats  # [n]
     parts: dict[str, Floats]  # name -> [n]; nan where a reply lacks it
     stop: list[StopReason]  # [n], why the last reply of each ended
-    tasks: list[Task]  # [n], what rollouts tell of the task: id, prompt, answer
+    tasks: list[Task]  # [n], columns of the task: id, prompt, answer
     steps: list[int]  # that were read
     recorded: int  # steps whose rollouts are there
     invalid: int = 0  # replies without a valid reward, left out
@@ -57,18 +57,18 @@ class Replies:
         return self.parts[name]
 
     def with_tasks(self, tasks: Iterable[Task]) -> Replies:
-        """With all columns of their tasks, found by id. What the rollouts say of them stays."""
+        """Return the replies with all columns of their tasks, found by id. The rollouts' own values stay."""
         known = {str(task["id"]): task for task in tasks}
-        return replace(self, tasks=[{**known.get(str(own["id"]), {}), **_told(own)} for own in self.tasks])
+        return replace(self, tasks=[{**known.get(str(own["id"]), {}), **_without_nulls(own)} for own in self.tasks])
 
 
 def holds_replies(run: Folder) -> bool:
-    """Whether the run holds what its policy said: others keep the rows that they were given."""
+    """Whether the run holds replies of its policy: others record the rows that they were given."""
     return read_run(run)["verb"] in sampling() and bool(rollout_steps(run))
 
 
 def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
-    """The replies of at most so many steps, evenly spread, the first and the last among them.
+    """Return the replies of at most so many steps, evenly spread, the first and the last among them.
 
     Raises UserError if the folder holds no run, or no rollouts with a valid reward.
     """
@@ -82,7 +82,7 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
     valid = [(step, row) for step, row in rows if row["reward"] is not None]
     if not valid:
         raise UserError(f"{run}: none of its {len(rows)} rollouts has a valid reward, so there is nothing to audit")
-    said = [_said(row) for _, row in valid]
+    said = [_replies(row) for _, row in valid]
     names = sorted({name for _, row in valid for name in row["parts"]})
     return Replies(
         step=np.array([step for step, _ in valid], dtype=np.int64),
@@ -108,12 +108,12 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
     )
 
 
-def _told(task: Task) -> Task:
+def _without_nulls(task: Task) -> Task:
     return {name: value for name, value in task.items() if value is not None}
 
 
-def _said(row: Row) -> list[str]:
-    """What the policy said, reply by reply."""
+def _replies(row: Row) -> list[str]:
+    """Return the replies of the policy, one by one."""
     said = [turn["text"] for turn in row["turns"] if turn["role"] == "sampled"]
     return said or [row["text"]]
 

@@ -1,4 +1,4 @@
-"""The audit of a run: figures of its replies from early to late, what goes with the reward, and what was found."""
+"""The audit of a run: figures of its replies from early to late, correlations with the reward, and findings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HACKED = 0.5  # probability from which on a reply is classed as hacked
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found. `trends` and `correlations` are by name, in the order in which they are printed."""
+    """The results of an audit. `trends` and `correlations` are by name, in the order in which they are printed."""
 
     read: dict[str, int]  # steps, steps recorded, replies, prompts, invalid
     trends: dict[str, Trend]
@@ -50,7 +50,7 @@ class Audit:
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return it as JSON data."""
         return {
             "read": self.read,
             "findings": [{"name": f.name, "message": f.message} for f in self.findings],
@@ -86,7 +86,7 @@ def audit(
     replies = read_replies(run, most_steps)
     series = {"reward": replies.reward, "length in tokens": replies.length}
     findings: list[AuditFinding] = []
-    notes = [] if len(replies.steps) > 1 else ["one step alone tells nothing of change: early and late need two"]
+    notes = [] if len(replies.steps) > 1 else ["one step alone shows no change: early and late need two"]
     scores = _scores(replies, gold, disagreement, tasks)
     series |= scores
     if classifier is not None:
@@ -130,7 +130,7 @@ def trend(replies: Replies, values: Floats) -> Trend:
 def _scores(
     replies: Replies, gold: str | None, disagreement: Sequence[str], tasks: Sequence[Task]
 ) -> dict[str, Floats]:
-    """What is compared beside the reward: name -> [n]."""
+    """Return the series that are compared with the reward: name -> [n]."""
     found: dict[str, Floats] = {}
     if gold is not None:
         found["gold"] = score_of(replies.with_tasks(tasks), gold)
@@ -156,7 +156,7 @@ def _standard(values: Floats, around: NDArray[np.bool_] | None = None) -> Floats
 def _correlations(
     replies: Replies, series: Mapping[str, Floats], templates: Sequence[Spread], gold: str | None
 ) -> dict[str, tuple[Estimate, Estimate]]:
-    """Of the reward with what; within a prompt: of what is left when the mean of each group is taken off."""
+    """Return correlations of the reward with each series; within a prompt: after the mean of each group is taken off."""
     reward, within = replies.reward, centred(replies.reward, replies.cell)
 
     def both(x: Floats, y: Floats, at: Any = slice(None)) -> tuple[Estimate, Estimate]:
@@ -178,7 +178,7 @@ def _correlations(
 
 
 def _rewards(run: Folder, replies: Replies) -> tuple[list[int], Floats]:
-    """The mean reward of every step: of metrics.jsonl, which has them all, or of the replies that were read."""
+    """Return the mean reward of every step: of metrics.jsonl, which has them all, or of the replies that were read."""
     rows = [(row["step"], row["reward"]) for row in read_metrics(run) if row.get("reward") is not None]
     if rows:
         return [step for step, _ in rows], np.array([value for _, value in rows], dtype=np.float64)

@@ -17,7 +17,7 @@ from posttrain.envs.reward_sums import names_verifiers
 
 
 def score_of(replies: Replies, name: str) -> Floats:
-    """[n] the part of the reward of that name, or what the reward "my.py:name" gives each text; nan where invalid.
+    """[n] the part of the reward of that name, or the reward "my.py:name" of each text; nan where invalid.
 
     Raises UserError for a name that is neither, a part that no reply has, and a reward that can score nothing.
     """

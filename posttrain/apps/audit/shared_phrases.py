@@ -1,4 +1,4 @@
-"""What replies to different prompts have in common: openings and closings that spread, and nearly the same replies."""
+"""Text that replies to different prompts share: openings and closings that spread, and nearly the same replies."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run would do on other machines, from the files of a pilot run."""
+"""A plan for other machines, from the files of a pilot run."""

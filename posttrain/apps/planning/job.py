@@ -1,4 +1,4 @@
-"""What is simulated: episodes to be played, how fast engines and learners are, and how many of each there are."""
+"""The input of a simulation: episodes to be sampled, speeds of engines and learners, and their numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JobTurn:
-    """A turn of an episode: the environment works, the engine reads what is new, and samples."""
+    """A turn of an episode: the environment works, the engine reads the new tokens, and samples."""
 
     steps: int  # decoding steps of the reply
     read: int = 0  # tokens that go through the model before the first of them
@@ -18,7 +18,7 @@ class JobTurn:
 
 @dataclass(frozen=True)
 class JobEpisode:
-    """One rollout as it is played."""
+    """One rollout as it is sampled."""
 
     stages: tuple[JobTurn, ...]
     reward: float = 0.0  # seconds from its last reply to its reward
@@ -30,7 +30,7 @@ class JobEpisode:
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of a task. What the first turn of all of them reads is computed once on an engine."""
+    """The rollouts of a task. The first prompt of all of them is computed once on an engine."""
 
     episodes: tuple[JobEpisode, ...]
     tokens: int  # that an update learns from or reads, the shared prompt once
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one engine."""
+    """The speed of one engine."""
 
     decoding: tuple[tuple[float, float], ...]  # (running requests, seconds of a step), by the first
     read: float = 0.0  # seconds a token that is read
@@ -48,7 +48,7 @@ class Speed:
     admitted: int = 1  # free slots that are waited for before requests are admitted, while others run
 
     def step(self, running: int) -> float:
-        """Seconds of a decoding step: on the line between what was measured, beyond it on the last line."""
+        """Seconds of a decoding step: on the line between measurements, beyond them on the last line."""
         known = self.decoding
         if len(known) == 1 or running <= known[0][0]:
             return known[0][1]
@@ -60,7 +60,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Learning:
-    """Of one learner; several share the tokens."""
+    """The speed of one learner; several share the tokens."""
 
     token: float  # seconds of scoring and updating, for each token of a group
     step: float = 0.0  # seconds that a step takes besides: its record, evaluation and checkpoint
@@ -69,7 +69,7 @@ class Learning:
 
 @dataclass(frozen=True)
 class Job:
-    """What the same options ask of any machines."""
+    """The part of a job that the options fix on any machines."""
 
     prompts: int  # groups a step
     group: Callable[[int], Group]  # the n-th that is begun
@@ -79,19 +79,19 @@ class Job:
 
 @dataclass(frozen=True)
 class PlanSetting:
-    """How a job is run."""
+    """The arrangement of a job: engines, learners, and how they work together."""
 
     engines: int
     learners: int = 1
     async_steps: int = 0
-    """Step n learns from what was sampled by the weights after step n - 1 - async_steps."""
+    """Step n learns from rollouts sampled by the weights after step n - 1 - async_steps."""
     tokens: int | None = None
     """A reply that is unfinished after so many tokens of its step goes on in the next one, with that one's weights."""
     shared: bool = False
     """Each device is engine and learner in turns, as with --processes."""
     clock: bool = False
-    """New weights go to all engines at once, under replies that are being sampled, and a step learns from what is whole
-    first: what other asynchronous trainers do, and the clock decides. For comparison."""
+    """New weights go to all engines at once, under replies that are being sampled, and a step learns from the groups
+    that are whole first: what other asynchronous trainers do, and the clock decides. For comparison."""
 
     @property
     def devices(self) -> int:

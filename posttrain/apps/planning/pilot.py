@@ -31,7 +31,7 @@ _BUCKET = re.compile(r"decoding/(\d+)/steps")
 
 @dataclass(frozen=True)
 class Pilot:
-    """What is known of a job, and of the machine that it was tried on."""
+    """The measurements of a job on the machine that it was tried on."""
 
     folder: str
     job: Job
@@ -51,7 +51,7 @@ def read_pilot(
     weight_sync: float | None = None,
     gradients: float = 0.0,
 ) -> Pilot:
-    """The pilot in a folder, with other sizes of a step if these are given, and other seconds than its own.
+    """Return the pilot in a folder, with other sizes of a step if these are given, and other seconds than its own.
 
     Raises UserError if it is no pilot.
     """
@@ -72,7 +72,7 @@ def read_pilot(
     used = [row for row in rows if row["step"] in known]
     learning = sum(row["seconds/update"] + row["seconds/credit"] for row in used) / sum(tokens)
     between = _mean(rows, "seconds/between")
-    factor = played / len(known) / config["prompts"]  # dynamic sampling plays more groups than a step learns from
+    factor = played / len(known) / config["prompts"]  # dynamic sampling samples more groups than a step learns from
     job = Job(
         max(1, round(size[0] * factor)),
         _draw(groups, size[1], config["group"], config.get("seed", 0)),
@@ -102,7 +102,7 @@ def _check_kind(folder: str, verb: str, config: Row) -> None:
 
 
 def _measured(folder: str, run: Row) -> list[Row]:
-    """The rows of timing.jsonl that count."""
+    """Return the rows of timing.jsonl that count."""
     cold = {1, *(again.get("step", 0) + 1 for again in run.get("resumes", []) if isinstance(again, dict))}
     every = [row for row in read_timing(folder) if row["step"] > 0]
     rows = [row for row in every if row["step"] not in cold]
@@ -125,7 +125,7 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 
 def _speed(folder: str, rows: Sequence[Row], config: Row, weight_sync: float | None, replies: float) -> Speed:
-    """How fast the engine was. `replies`: of a step."""
+    """Return the speed of the engine. `replies`: of a step."""
     total: dict[str, float] = defaultdict(float)
     for row in rows:
         for name, value in row.items():
@@ -167,7 +167,7 @@ def rising(measured: Iterable[tuple[float, float, float]]) -> tuple[tuple[float,
 
 
 def _groups(folder: str, steps: Sequence[int]) -> tuple[tuple[Group, ...], list[int], int]:
-    """The groups of these steps, their tokens, and how many there were."""
+    """Return the groups of these steps, their tokens, and how many there were."""
     groups: list[Group] = []
     for step in steps:
         members: dict[str, list[Row]] = defaultdict(list)
@@ -188,7 +188,7 @@ def _group(rows: Sequence[Row]) -> Group:
 
 
 def _own(row: Row) -> list[Row]:
-    """The turns that were played for this rollout, not for the one that it left."""
+    """Return the turns that were sampled for this rollout, not for the one that it left."""
     turns: list[Row] = row["turns"][row["branch_turns"] or 0 :]
     return turns
 
@@ -208,7 +208,7 @@ def _episode(row: Row) -> JobEpisode:
 
 
 def _draw(groups: Sequence[Group], size: int, usual: int, seed: int) -> Callable[[int], Group]:
-    """The n-th group of a simulated job: one of the pilot's, its members drawn again where `size` is another one.
+    """Return the n-th group of a simulated job: one of the pilot's, its members drawn again where `size` is another one.
 
     The same n is the same group in every setting, so that settings differ by nothing else.
     """
@@ -223,11 +223,12 @@ def _draw(groups: Sequence[Group], size: int, usual: int, seed: int) -> Callable
         episodes = tuple(random.choice(group.episodes) for _ in range(count))
         prompt = group.episodes[0].stages[0].read
         return Group(
-            episodes, prompt + round((group.tokens - prompt) * _said(episodes) / max(1, _said(group.episodes)))
+            episodes,
+            prompt + round((group.tokens - prompt) * _reply_count(episodes) / max(1, _reply_count(group.episodes))),
         )
 
     return draw
 
 
-def _said(episodes: Iterable[JobEpisode]) -> int:
+def _reply_count(episodes: Iterable[JobEpisode]) -> int:
     return sum(1 + episode.sampled for episode in episodes)

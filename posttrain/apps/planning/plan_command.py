@@ -1,4 +1,4 @@
-"""`posttrain plan`: simulates a pilot's job in many settings, and says which is best and what limits it."""
+"""The command `posttrain plan`: simulates a pilot's job in many settings, and reports the best one and its bottleneck."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ HELP = {
     "reading": "engines spend their time on prompts, and between replies",
     "loading": "the weight sync takes the time: fewer, larger steps",
 }
-"""What limits a setting -> what helps."""
+"""Bottleneck of a setting -> remedy."""
 
 
 def plan(run: str, config: Plan) -> int:
-    """Print what a pilot run's job would do in other settings. Returns the exit code."""
+    """Print the forecast of a pilot run's job in other settings. Returns the exit code."""
     _check(config)
     pilot = read_pilot(run, config.prompts, config.group, config.weight_sync_seconds, config.gradients)
     steps = config.steps or _enough(pilot, config)
@@ -67,7 +67,7 @@ def _check(config: Plan) -> None:
 
 
 def _tried(config: Plan, outcome: Callable[[PlanSetting], SimulationResult]) -> list[SimulationResult]:
-    """The outcomes of all settings that are asked for."""
+    """Return the outcomes of all settings that are asked for."""
     cuts: tuple[int | None, ...] = (None,) if config.tokens_per_step is None else (None, config.tokens_per_step)
     ways = [(ahead, cut) for ahead in config.async_steps for cut in cuts]
     if config.gpus is None:
@@ -87,7 +87,7 @@ def _tried(config: Plan, outcome: Callable[[PlanSetting], SimulationResult]) -> 
 def _splits(
     gpus: int, ahead: int, cut: int | None, of: Callable[[PlanSetting], SimulationResult]
 ) -> list[SimulationResult]:
-    """All splits of a few devices; of many some, and then the neighbours of the best until none is better.
+    """Return all splits of a few devices; of many some, and then the neighbours of the best until none is better.
 
     Each process of a run has engines of its own, so there are at least as many engines as learners.
     """
@@ -108,19 +108,19 @@ def _splits(
 
 
 def _best(found: Iterable[SimulationResult]) -> SimulationResult:
-    """The fastest; among those as fast, the one least ahead, with the fewest devices."""
+    """Return the fastest; among those as fast, the one least ahead, with the fewest devices."""
     ordered = sorted(found, key=lambda o: (o.setting.async_steps, o.setting.tokens or 0, o.setting.devices))
     most = max(o.steps_per_hour for o in ordered)
     return next(o for o in ordered if o.steps_per_hour >= most * (1 - ALIKE))
 
 
-# -- what is said --------------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def _lines(
     pilot: Pilot, alone: SimulationResult, found: list[SimulationResult], best: SimulationResult, config: Plan
 ) -> list[str]:
-    # what differs by nothing that is shown goes by what it takes
+    # settings with equal speeds as shown are ordered by their devices
     order = sorted(
         found,
         key=lambda o: (o is not best, -float(f"{o.steps_per_hour:.3g}"), o.setting.async_steps, o.setting.devices),
@@ -135,7 +135,7 @@ def _lines(
 
 
 def _about(pilot: Pilot, alone: SimulationResult) -> list[str]:
-    """The pilot in a few lines."""
+    """Return the pilot in a few lines."""
     episodes = [episode for group in pilot.groups for episode in group.episodes]
     lengths = sorted(episode.sampled + 1 for episode in episodes)
     speed, most = pilot.job.speed, len(lengths)
@@ -165,7 +165,7 @@ def _ms(seconds: float) -> str:
 
 
 def _rate(o: SimulationResult) -> str:
-    """Steps an hour, of which four digits tell something."""
+    """Return steps an hour, rounded to four digits."""
     return f"{float(f'{o.steps_per_hour:.4g}'):,.12g}"
 
 

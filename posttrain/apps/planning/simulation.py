@@ -1,6 +1,6 @@
-"""Plays a job through, event by event: engines, environments and learners, with the clock of a machine that there is not.
+"""A simulation of a job, event by event: engines, environments and learners, on the clock of an imaginary machine.
 
-Decided here: what an engine does between two events follows from how many requests run in it, so only beginnings and ends
+Decided here: the work of an engine between two events follows from the number of its requests, so only beginnings and ends
 of requests are events. An engine holds weights of one version and takes up others when it has finished all that was
 begun with them; different engines may be at different versions. Nothing is drawn here: a job in a setting has one outcome.
 """
@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from posttrain.apps.planning.job import Group, Job, JobEpisode, PlanSetting, Speed
 
 KINDS = ("decoding", "tail", "reading", "loading", "environments", "weights")
-"""What an engine's time goes into. Tail: it decodes less than half of the requests that it had at most with these weights.
+"""Uses of an engine's time. Tail: it decodes less than half of the requests that it had at most with these weights.
 Environments: all that it has waits for them, or for rewards. Weights: it has nothing, and waits for the learners."""
 
-BUSY = 0.9  # share of the learners' time from which on they are what limits a setting
+BUSY = 0.9  # share of the learners' time from which on they are the bottleneck
 
 
 @dataclass(eq=False)
 class SimulatedEpisode:
-    """An episode that is being played."""
+    """An episode in progress."""
 
     episode: JobEpisode
     group: int
-    step: int  # in which it is played now
+    step: int  # in which it is in progress
     engine: SimulatedEngine | None = None
     stage: int = 0
     steps: int = 0  # decoding steps that are left of its stage
@@ -52,7 +52,7 @@ class SimulatedEngine:
     speed: Speed
     version: int = 0
     owed: int = 0  # episodes that are neither finished nor cut
-    rewards: int = 0  # that are computed for what it has finished
+    rewards: int = 0  # that are computed for its finished episodes
     of: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # the same by version
     waiting: defaultdict[int, deque[SimulatedEpisode]] = field(default_factory=lambda: defaultdict(deque))  # by version
     running: list[tuple[float, int, float, SimulatedEpisode]] = field(
@@ -98,7 +98,7 @@ class SimulatedEngine:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What came of it, over the steps after the first ones."""
+    """The results, over the steps after the first ones."""
 
     setting: PlanSetting
     steps_per_hour: float  # of the job's own number of groups
@@ -118,11 +118,11 @@ class SimulationResult:
 
     @property
     def limit(self) -> str:
-        """What the time goes into most: a kind of the engines' time, or learners."""
+        """The largest use of time: a kind of the engines' time, or learners."""
         if self.learners >= BUSY:
             return "learners"
         shares = dict(self.engines)
-        if self.setting.shared:  # who waits for weights makes them
+        if self.setting.shared:  # the process that waits for weights makes them
             shares |= {"learners": self.learners, "weights": 0.0}
         return max(shares, key=lambda kind: shares[kind])
 
@@ -142,8 +142,8 @@ class Simulation:
         self.owed: defaultdict[int, int] = defaultdict(int)  # episodes that a step waits for
         self.carried: defaultdict[int, list[SimulatedEpisode]] = defaultdict(list)  # for a step that has not begun
         self.groups: dict[int, tuple[Group, list[int]]] = {}  # number -> the group, [episodes that are not finished]
-        self.whole: defaultdict[int, list[Group]] = defaultdict(list)  # step -> what it learns from
-        self.played = 0  # the last step of which nothing is played any more
+        self.whole: defaultdict[int, list[Group]] = defaultdict(list)  # step -> the groups that it learns from
+        self.played = 0  # the last step that has no episode in progress
         self.learned: list[
             tuple[float, int, int, float]
         ] = []  # of each step: when, its groups, those whole by then, seconds
@@ -151,12 +151,12 @@ class Simulation:
         self.learning = False
         self.dirty: dict[int, SimulatedEngine] = {}
         self.served: list[Served] = []
-        self.marks: list[dict[str, float]] = []  # what engines have spent, after each step
+        self.marks: list[dict[str, float]] = []  # the engines' use of time, after each step
 
     def run(self) -> SimulationResult:
         self._open()
         while len(self.learned) < self.steps:
-            while self.dirty:  # one by one: what an engine finishes may be begun by another one
+            while self.dirty:  # one by one: an engine may begin the episodes that another one finishes
                 self._settle(self.dirty.pop(next(iter(self.dirty))))
             assert self.events, "nothing is left to happen, and steps are"
             self.now = self.events[0][0]
@@ -172,7 +172,7 @@ class Simulation:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _version(self, step: int) -> int:
-        """The weights that a step is played with."""
+        """Return the version of the weights that sample a step."""
         return max(0, step - 1 - self.setting.async_steps)
 
     def _open(self) -> None:
@@ -191,11 +191,11 @@ class Simulation:
                     self._begin(SimulatedEpisode(episode, number, self.opened), engine)
 
     def _free(self) -> SimulatedEngine:
-        """The engine that owes least."""
+        """Return the engine that owes least."""
         return min(self.engines, key=lambda engine: engine.owed)
 
     def _begin(self, playing: SimulatedEpisode, engine: SimulatedEngine) -> None:
-        """Play an episode, or go on with it, in its step."""
+        """Begin an episode, or go on with it, in its step."""
         playing.engine, playing.left = engine, self.setting.tokens or 1 << 62
         engine.advance(self.now)
         engine.owed += 1
@@ -271,7 +271,7 @@ class Simulation:
             self.dirty[id(engine)] = engine
 
     def _settle(self, engine: SimulatedEngine) -> None:
-        """Take finished requests out, admit others, and say when the next one ends."""
+        """Take finished requests out, admit others, and schedule the next end."""
         engine.advance(self.now)
         while engine.running and engine.next_end() <= self.now + 1e-12 * max(1.0, self.now):
             end, _, begun, playing = heapq.heappop(engine.running)
@@ -279,7 +279,7 @@ class Simulation:
             engine.occupy(self.job.speed.reply, "reading")
             if self.trace:
                 self.served.append(Served(playing.asked, begun, self.now))
-            self._said(playing)
+            self._reply_ended(playing)
         self._admit(engine)
         engine.events += 1
         if engine.running:
@@ -316,7 +316,7 @@ class Simulation:
         engine.known.add(prompt)
         return tokens
 
-    def _said(self, playing: SimulatedEpisode) -> None:
+    def _reply_ended(self, playing: SimulatedEpisode) -> None:
         """A reply has ended, or was cut."""
         if playing.steps or not playing.left:
             unfinished = playing.steps or playing.stage + 1 < len(playing.episode.stages)
@@ -334,7 +334,7 @@ class Simulation:
             self._rewarded(playing)
 
     def _cut(self, playing: SimulatedEpisode) -> None:
-        """What is left is played in the next step."""
+        """Leave the rest of an episode to the next step."""
         self._leave(playing)
         if not playing.steps:  # between two turns: the next one is asked for then
             playing.stage += 1
@@ -368,12 +368,12 @@ class Simulation:
             self._learn()
         self._played()
 
-    # -- what came of it -----------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def _outcome(self) -> SimulationResult:
         """Over the steps behind the first fifth, in which engines are not yet as far ahead as they may be.
 
-        Learning is counted no faster than playing: what was played ahead before may be learned from only once.
+        Learning is counted no faster than sampling: rollouts sampled in advance can be learned from only once.
         """
         first = max(1, min(self.steps - 2, self.steps // 5 + self.setting.async_steps))
         (began, _, before, _), (ended, _, after, _) = self.learned[first - 1], self.learned[-1]

@@ -1,4 +1,4 @@
-"""What the front end asks for, by path: the same answers over HTTP and inside an exported file."""
+"""The answers to the front end, by path: the same over HTTP and inside an exported file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.core.types import UserError
 from posttrain.runs.run_reading import divides_by_sampler
 
 Query = Mapping[str, str]
-WAIT = 1.0  # seconds for what is being read
+WAIT = 1.0  # seconds for data that is being read
 
 
 class Answers:
@@ -29,9 +29,9 @@ class Answers:
         self._making = threading.Lock()
 
     def of(self, path: str, query: Query) -> Any:
-        """Plain JSON data. Raises UserError for what is not there, or cannot be read; KeyError for no such path.
+        """Plain JSON data. Raises UserError for missing or unreadable data; KeyError for no such path.
 
-        Files may hold anything: what they say and no run has written is told in a line, and the other pages stay.
+        Files may hold anything: content that no run writes is reported in a line, and the other pages stay.
         """
         ask = self._asked(path, query)
         try:
@@ -40,7 +40,7 @@ class Answers:
             raise
         except Exception as error:
             raise UserError(
-                f"the run's files say what no run writes ({type(error).__name__}: {one_line(error)})"
+                f"the run's files hold content that no run writes ({type(error).__name__}: {one_line(error)})"
             ) from error
 
     def _asked(self, path: str, query: Query) -> Callable[[], Any]:
@@ -86,7 +86,7 @@ class Answers:
         }
 
     def _overview(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        with self._making:  # who reloads the page waits for the same one
+        with self._making:  # a reloaded page waits for the same one
             stamp = run.stamp
             kept = self._kept.get(str(run.folder))
             if kept is None or kept[0] != stamp:

@@ -1,6 +1,6 @@
 """The rollouts of a run as they were at some moment, in columns of memory that never change.
 
-Rows stand in the order of their steps, evaluations behind the step, and their places there: of equal rows the earlier comes
+Rows are in the order of their steps, evaluations behind the step, and their places there: of equal rows the earlier comes
 first in every order. Texts are numbers into a dictionary of distinct ones, numbers are float64 with nan for null.
 """
 
@@ -27,17 +27,17 @@ Places = NDArray[np.int64]
 
 KEPT = 8  # answers that are remembered
 FIGURES = ("n", "valid", "right_n", "mean", "sd", "low", "high", "replies", "first", "length")
-"""What is known of a group: rollouts, those with a reward, those that are right, statistics of the reward, distinct replies,
+"""Figures of a group: rollouts, those with a reward, those that are right, statistics of the reward, distinct replies,
 the least index, the mean length of the reply."""
-_OF_TEXTS = "whole: "  # begins the names of what follows from whole texts
+_OF_TEXTS = "whole: "  # begins the names of values that follow from whole texts
 _WHOLE = ("n", "valid", "right_n", "replies", "first")
 
 
 def merged(tables: Sequence[pa.Table]) -> pa.Table:
-    """All rows of some tables in order, each text once in its column's dictionary."""
+    """Return all rows of some tables in order, each text once in its column's dictionary."""
     table = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
     key = keys(table)
-    if not _in_order(key):  # steps lie in pieces, one after the other, and evaluations behind those of 50 steps
+    if not _in_order(key):  # steps are in pieces, one after the other, and evaluations behind those of 50 steps
         begins = np.flatnonzero(np.diff(key >> 32, prepend=-1))
         parts = np.argsort(key[begins], kind="stable")
         pairs = list(zip(begins[parts].tolist(), np.append(begins[1:], len(key))[parts].tolist(), strict=True))
@@ -60,7 +60,7 @@ def sorted_within(values: Places, begins: Places) -> Places:
 
 
 def keys(table: pa.Table) -> Places:
-    """A number for each row, by which rows are ordered and found."""
+    """Return a number for each row, by which rows are ordered and found."""
     key = _plain(table["step"]).astype(np.int64)
     for name, bits in (("held_out", 1), ("index", 32)):
         key <<= bits
@@ -73,7 +73,7 @@ def key_of(part: RolloutPart, index: int) -> int:
 
 
 def outside(table: pa.Table, parts: Iterable[RolloutPart]) -> pa.Table:
-    """The rows of a table that belong to none of these parts."""
+    """Return the rows of a table that belong to none of these parts."""
     gone = np.array([key_of(part, 0) >> 32 for part in parts], dtype=np.int64)
     return table.filter(pa.array(~np.isin(keys(table) >> 32, gone)))
 
@@ -93,7 +93,7 @@ class RolloutColumns:
         return int(self.table.num_rows)
 
     def with_texts(self, texts: pa.Table) -> RolloutColumns:
-        """The same rows, and what is known of them, with other whole texts."""
+        """Return the same rows, and their cached figures, with other whole texts."""
         other = copy(self)
         other._texts, other._answers = texts, OrderedDict()
         other._columns = {name: column for name, column in self._columns.items() if not name.startswith(_OF_TEXTS)}
@@ -116,18 +116,18 @@ class RolloutColumns:
         return np.flatnonzero(np.diff(self.key >> 32, prepend=-1))
 
     def place(self, part: RolloutPart, index: int) -> int | None:
-        """The number of a row."""
+        """Return the number of a row."""
         wanted = key_of(part, index)
         found = int(np.searchsorted(self.key, wanted))
         return found if found < len(self) and self.key[found] == wanted else None
 
     def of_part(self, part: RolloutPart) -> slice:
-        """The rows of a step, or of an evaluation."""
+        """Return the rows of a step, or of an evaluation."""
         begin, end = np.searchsorted(self.key, [key_of(part, 0), key_of(part, 0) + (1 << 32)])
         return slice(int(begin), int(end))
 
     def number(self, name: str) -> Floats:
-        """A column of numbers, or a figure of the groups, for each row; nan: null."""
+        """Return a column of numbers, or a figure of the groups, for each row; nan: null."""
         if name in FIGURES and name != "length":
             return self.of_groups(name)[self.gid]
         return self.kept(name, lambda: _numbers(self.table[name]))
@@ -136,7 +136,7 @@ class RolloutColumns:
         return self.kept(name, lambda: _plain(self.table[name]))
 
     def codes(self, name: str) -> Codes:
-        """Which of `values` each row has; -1: null."""
+        """Return the place in `values` of each row's value; -1: null."""
         return self.kept(name, lambda: _codes(self.table[name]))
 
     def values(self, name: str) -> pa.Array:
@@ -167,19 +167,19 @@ class RolloutColumns:
         return np.where(key[at] == self.key, codes[at], -1).astype(np.int32) if len(key) else np.full_like(self.gid, -1)
 
     def commonest(self, name: str, places: Places) -> str | None:
-        """The text that most of some rows have."""
+        """Return the text that most of some rows have."""
         codes, times = np.unique(self.codes(name)[places], return_counts=True)
         code = int(codes[times.argmax()])
         return None if code < 0 else str(self.values(name)[code])
 
     def equal(self, name: str, value: str) -> Mask:
-        """Which rows have this text in a column."""
+        """Return the rows that have this text in a column."""
         code = pc.index(self.values(name), value).as_py()
         found: Mask = self.codes(name) == code if code >= 0 else np.zeros(len(self), dtype=bool)
         return found
 
     def sortable(self, name: str) -> Floats:
-        """What rows are sorted by: a number for each, nan: null."""
+        """Return the sort key: a number for each row, nan: null."""
         if name == "right":
             return self.of_groups(name)[self.gid]
         if name in FIGURES or not pa.types.is_dictionary(self.table.schema.field(name).type):
@@ -193,7 +193,7 @@ class RolloutColumns:
         return rank[codes]
 
     def rows(self, places: NDArray[Any], names: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Some rows as they are answered: these columns, or all with the figures of their groups."""
+        """Return some rows as they are answered: these columns, or all with the figures of their groups."""
         table = self.table.select(names or self.table.column_names).take(pa.array(places))
         columns = {name: table[name].to_pylist() for name in table.column_names}
         if not names:
@@ -234,7 +234,7 @@ class RolloutColumns:
         return order[begins]
 
     def members(self, gid: int) -> Places:
-        """The rows of a group."""
+        """Return the rows of a group."""
         order, begins = self._order
         return order[begins[gid] : begins[gid + 1] if gid + 1 < len(begins) else None]
 
@@ -268,7 +268,7 @@ class RolloutColumns:
         }
 
     def of_groups(self, name: str) -> Floats:
-        """A number of each group: one of FIGURES, the share that is right, or what its first row has."""
+        """Return a number of each group: one of FIGURES, the share that is right, or what its first row has."""
         if name == "right":
             return self.groups["right_n"] / _nonzero(self.groups["valid"])
         return self.groups[name] if name in FIGURES else self.sortable(name)[self.first_rows]
@@ -293,22 +293,22 @@ class RolloutColumns:
 
     @cached_property
     def last_visits(self) -> tuple[Mask, Floats, Floats]:
-        """Of each group: whether it is the last visit to its task; shares that were right at the best visit and at this one.
+        """Of each group: whether it is the last visit to its task; right shares at the best visit and at this one.
 
         Groups without any reward are no visits.
         """
         task, valid, share = self._task, np.flatnonzero(self.groups["valid"]), self.of_groups("right")
         last, best = np.full(task.max(initial=-1) + 1, -1), np.full(task.max(initial=-1) + 1, -1.0)
-        last[task[valid]] = valid  # groups stand in the order of steps: the last one stays
+        last[task[valid]] = valid  # groups are in the order of steps: the last one stays
         np.maximum.at(best, task[valid], share[valid])
         return last[task] == np.arange(len(task)), best[task], share
 
     def visits(self, gid: int) -> Places:
-        """The groups of the same task."""
+        """Return the groups of the same task."""
         return np.flatnonzero(self._task == self._task[gid])
 
     def groups_as(self, gids: NDArray[Any]) -> list[dict[str, Any]]:
-        """Some groups as they are answered."""
+        """Return some groups as they are answered."""
         names = ("step", "held_out", "kind", "group", "side", "task", "epoch")
         table = self.table.select(names).take(pa.array(self.first_rows[gids]))
         columns = {name: table[name].to_pylist() for name in names}
@@ -316,16 +316,16 @@ class RolloutColumns:
         columns |= {"gid": gids.tolist()} | {name: plain(self.groups[name][gids], name) for name in FIGURES}
         return _rows(columns)
 
-    # -- what was worked out already -----------------------------------------------------------------------------------
+    # -- cached answers ------------------------------------------------------------------------------------------------
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """A column that was made once."""
+        """Return a column that was made once."""
         if name not in self._columns:
             self._columns[name] = make()
         return self._columns[name]
 
     def remembered(self, question: Any, answer: Callable[[], Any]) -> Any:
-        """An answer, kept for who asks the same next."""
+        """Return an answer, cached for an equal question."""
         found = self._answers.get(question)
         if found is None:
             found = self._answers[question] = answer()
@@ -349,7 +349,7 @@ def first(values: Floats, down: bool, count: int) -> Places:
 
 
 def plain(values: NDArray[Any], name: str = "") -> list[Any]:
-    """As JSON has them."""
+    """Return rows as JSON has them."""
     known = np.isfinite(values)
     whole = name in _WHOLE
     return [
@@ -359,7 +359,7 @@ def plain(values: NDArray[Any], name: str = "") -> list[Any]:
 
 
 def counts(rows: RolloutColumns, name: str, chosen: Places | None = None) -> Mapping[str | None, int]:
-    """How many rows have which text of a column."""
+    """Count the rows of each text of a column."""
     codes = rows.codes(name) if chosen is None else rows.codes(name)[chosen]
     found = np.bincount(codes + 1, minlength=1).tolist()
     values = [None, *rows.values(name).to_pylist()]

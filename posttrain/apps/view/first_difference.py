@@ -1,7 +1,7 @@
-"""Where two runs first part: the first step, rollout and token that are not the same in both, in words.
+"""The first difference of two runs: the step, rollout and token that are not the same in both, in words.
 
-Runs of the same tasks and seed play the same until something makes them differ; what that is can be read off the place:
-a prompt, a token that was sampled, what an environment said. It is looked for from the first step on, for some seconds.
+Runs of the same tasks and seed are equal until something makes them differ; the place shows what it is: a prompt, a
+sampled token, an environment's text. The search begins at the first step, and takes some seconds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from posttrain.core.types import SpanKind, UserError
 SECONDS = 8.0  # that are looked for it
 AROUND = 24  # tokens before the place that are shown
 _NAMES = ("index", "group", "side", "member", "task", "replayed", "tokens")
-_NUMBERS = ("engine", "learner")  # log-probabilities: of what was sampled, else of what was given
+_NUMBERS = ("engine", "learner")  # log-probabilities: of sampled tokens, or else of given ones
 
 Row = dict[str, Any]
 _kept: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 class TokenPlace(NamedTuple):
-    """A token of a rollout that both runs have: where it lies in each."""
+    """A token of a rollout that both runs have, with its place in each."""
 
     part: RolloutPart
     a: int  # index of the rollout
@@ -36,7 +36,7 @@ class TokenPlace(NamedTuple):
 
 
 def parted(a: OpenRun, b: OpenRun) -> dict[str, Any]:
-    """Whether and where they part: `says` in words, `why` what that place points at, and the place itself."""
+    """Return whether and where they differ: `says` in words, `why` the likely cause, and the place itself."""
     key = (str(a.folder), a.store.version, str(b.folder), b.store.version)
     if key not in _kept:
         _kept.clear()
@@ -47,7 +47,10 @@ def parted(a: OpenRun, b: OpenRun) -> dict[str, Any]:
 def _parted(a: OpenRun, b: OpenRun) -> dict[str, Any]:
     both = sorted(part for part in list(a.store.files) if part in b.store.files)
     if not both:
-        return {"says": "No step of theirs has rollouts in both, so nothing says where they part.", "first": None}
+        return {
+            "says": "No step of theirs has rollouts in both, so the place where they differ is unknown.",
+            "first": None,
+        }
     begin, count, numbers = time.monotonic(), 0, None
     for done, part in enumerate(both):
         if time.monotonic() - begin > SECONDS:
@@ -58,7 +61,7 @@ def _parted(a: OpenRun, b: OpenRun) -> dict[str, Any]:
             continue
         found = _differing(one, other, part)
         if isinstance(found, TokenPlace | str):
-            return _told(a, b, part, found, count, numbers or _numbers(a, b, part))
+            return _difference_text(a, b, part, found, count, numbers or _numbers(a, b, part))
         count += len(one)
         numbers = numbers or _numbers(a, b, part)
     steps = f"{_step(both[0])} to {_step(both[-1])}" if len(both) > 1 else _step(both[0])
@@ -106,14 +109,14 @@ def _array(value: Any) -> Any:
 
 
 def _first(x: Any, y: Any) -> int | None:
-    """The first place where they differ; where one goes on after the other's end, that end."""
+    """Return the first place where they differ; where one goes on after the other's end, that end."""
     short = min(len(x), len(y))
     unlike = np.flatnonzero(x[:short] != y[:short])
     return int(unlike[0]) if len(unlike) else None if len(x) == len(y) else short
 
 
 def _numbers(a: OpenRun, b: OpenRun, part: RolloutPart) -> dict[str, Any] | None:
-    """The first log-probability of a step that differs, where its tokens are the same."""
+    """Return the first log-probability of a step that differs, where its tokens are the same."""
     tables = [rows(run.store.files[part], names=("index", "tokens", *_NUMBERS)) for run in (a, b)]
     for name in _NUMBERS:
         one, other = (table[name] for table in tables)
@@ -147,13 +150,13 @@ def _since(numbers: dict[str, Any]) -> str:
     return f"from step {numbers['step']} on ({_f(numbers['a'])} and {_f(numbers['b'])} in rollout {numbers['index']})"
 
 
-def _told(
+def _difference_text(
     a: OpenRun, b: OpenRun, part: RolloutPart, found: TokenPlace | str, count: int, numbers: dict[str, Any] | None
 ) -> dict[str, Any]:
     before = f" The {count:,} rollouts before it are the same." if count else ""
     if isinstance(found, str):
-        why = "They were not given the same tasks in the same order." if not count else "Other groups were played."
-        return {"says": f"They part in {_step(part)}: {found}.{before}", "why": why, "first": None}
+        why = "They were not given the same tasks in the same order." if not count else "The groups are different."
+        return {"says": f"They differ first in {_step(part)}: {found}.{before}", "why": why, "first": None}
     own = [_token(run, part, index, found.at) for run, index in ((a, found.a), (b, found.b))]
     numbers = numbers or _before(own, part, found.a)
     kind = next((o["kind"] for o in own if o["kind"]), "")
@@ -165,7 +168,7 @@ def _told(
         how = f"token {found.at}, {_from(kind)}, is “{own[0]['piece']}” in A and “{own[1]['piece']}” in B"
     task = f", task {own[0]['task']}" if own[0]["task"] else ""
     return {
-        "says": f"They part in {_step(part)}, rollout {found.a}{task}: {how}.{before}",
+        "says": f"They differ first in {_step(part)}, rollout {found.a}{task}: {how}.{before}",
         "why": _reason(kind, own, numbers),
         "first": {"part": part.name, "a": found.a, "b": found.b, "at": found.at, "before": own[0]["before"],
                   "pieces": [o["piece"] for o in own], "kind": kind},
@@ -173,7 +176,7 @@ def _told(
 
 
 def _token(run: OpenRun, part: RolloutPart, index: int, at: int) -> Row:
-    """A token of a rollout with what stands before it; `piece` None: the rollout has ended."""
+    """Return a token of a rollout with the text before it; `piece` None: the rollout has ended."""
     names = ("task", "tokens", "spans", "engine")
     [row] = rows(run.store.files[part], [index], names).to_pylist()
     tokens, spans = row["tokens"], row["spans"] or []
@@ -190,20 +193,20 @@ def _token(run: OpenRun, part: RolloutPart, index: int, at: int) -> Row:
 
 
 def _sampled_before(row: Row, at: int) -> list[float]:
-    """The engine's log-probabilities of what was sampled before a place."""
+    """Return the engine's log-probabilities of the sampled tokens before a place."""
     spans = [s for s in row["spans"] or [] if s["kind"] == SpanKind.SAMPLED]
     return list((row["engine"] or [])[: sum(min(s["length"], max(0, at - s["start"])) for s in spans)])
 
 
 def _before(own: list[Row], part: RolloutPart, index: int) -> dict[str, Any] | None:
-    """The first log-probability before a place that differs, where the tokens up to there are the same."""
+    """Return the first log-probability before a place that differs, where the tokens up to there are the same."""
     pairs = zip(own[0]["earlier"], own[1]["earlier"], strict=False)
     x, y = next(((x, y) for x, y in pairs if x != y), (0.0, 0.0))
     return {"part": part.name, "step": part.step, "index": index, "a": x, "b": y} if x != y else None
 
 
 def _reason(kind: str, own: list[Row], numbers: dict[str, Any] | None) -> str:
-    """What the first difference points at."""
+    """Return the likely cause of the first difference."""
     if kind == SpanKind.PROMPT:
         return "The prompts differ: the tasks, their order, or the template."
     if kind not in (SpanKind.SAMPLED, ""):
@@ -216,7 +219,7 @@ def _reason(kind: str, own: list[Row], numbers: dict[str, Any] | None) -> str:
         own_a, own_b = (_f(math.exp(value)) for value in said)
         chances = f" A drew its token with probability {own_a}, B its own with {own_b}."
     if numbers is not None:
-        told = f"Weights or rounding had parted before: log-probabilities of the same tokens differ {_since(numbers)}"
+        told = f"Weights or rounding differed before: log-probabilities of the same tokens differ {_since(numbers)}"
     else:
         told = "All before it is the same, log-probabilities too: the draw was another one, by its seed or its settings"
     return f"{told}.{chances}"

@@ -1,7 +1,7 @@
 """One run in one HTML file, which opens from disk without a server, a network or anything beside it.
 
 It decides which rollouts go along: whole groups, drawn by seed from the last step back, or those that a condition names.
-The pages are the same ones; their answers lie in the file, packed.
+The pages are the same ones; their answers are in the file, packed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PICTURES = 1_500_000  # bytes of all pictures together: in the file they take a 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rollouts are exported: at most so many of those that a condition, or the filters of a page, name."""
+    """The choice of exported rollouts: at most so many of those that a condition, or the filters of a page, name."""
 
     rollouts: int = ROLLOUTS
     where: str = ""
@@ -47,12 +47,12 @@ class Selection:
 
 
 def exported(run: OpenRun, selection: Selection) -> bytes:
-    """The file's content."""
+    """Return the file's content."""
     return packed(gathered(run, selection)[0])
 
 
 def gathered(run: OpenRun, selection: Selection) -> tuple[dict[str, Any], list[str]]:
-    """What goes into the file, and what of it is missing and why. Raises UserError where nothing is left."""
+    """Return the content of the file, and the missing parts with the reasons. Raises UserError where nothing is left."""
     answers = Answers([run])
     rows, problems = [], [run.store.problem] if run.store.problem else []
     kept: dict[str, Any] = {"runs": answers.of("runs", {}), "0/overview": answers.of("0/overview", {})}
@@ -107,7 +107,7 @@ def _selected(run: OpenRun, selection: Selection) -> list[dict[str, Any]]:
 
 
 def _latest(run: OpenRun, rollouts: int) -> int:
-    """The step from which on there are as many rollouts, so that whole groups go along."""
+    """Return the step from which on there are as many rollouts, so that whole groups go along."""
     parts = [part for part in sorted(run.store.files, reverse=True) if not part.held_out]
     count, step = 0, 0
     for part in parts:
@@ -119,7 +119,7 @@ def _latest(run: OpenRun, rollouts: int) -> int:
 
 
 def packed(kept: Mapping[str, Any]) -> bytes:
-    """The pages with everything inside. What is in it is data: it is packed, and read as JSON alone."""
+    """Return the pages with everything inside. The content is data: it is packed, and read as JSON alone."""
     data = json.dumps(kept, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
         "utf-8", "backslashreplace"
     )

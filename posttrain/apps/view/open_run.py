@@ -1,4 +1,4 @@
-"""A run as `view` has it open: its folder, what its files say, its rollouts in memory, its tokenizer."""
+"""A run as `view` has it open: its folder, the content of its files, its rollouts in memory, its tokenizer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from posttrain.runs.run_files import CHECKPOINTS, step_of
 from posttrain.runs.run_reading import read_health, read_metrics, read_run, read_timing
 
 PAUSE = 1.0  # seconds between two looks at a run that is on
-FIRST = 2.0  # seconds that texts, which few ask for, leave to the first page
-LAST = 5.0  # and that are left to what is being read at the end
+FIRST = 2.0  # seconds in which the first page goes before texts, which few pages need
+LAST = 5.0  # for reads in progress at the end
 
 
 class OpenRun:
@@ -38,7 +38,7 @@ class OpenRun:
         self.pieces = TokenPieces(folder, self.about)
         self.store.vocabulary = self.pieces.vocabulary
         self.problem: str | None = None  # why its rollouts cannot be read
-        self.ready = threading.Event()  # whether what was there at first has been read
+        self.ready = threading.Event()  # whether the files that were there at first have been read
         self.shown = threading.Event()  # whether a page has had an answer
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -50,7 +50,7 @@ class OpenRun:
 
     @property
     def on(self) -> bool:
-        """Whether somebody goes on with it: it does not say that it has ended, and has not been killed."""
+        """Whether the run goes on: run.json records no end, and it has not been killed."""
         return "end" not in self.about and in_use(self.folder)
 
     def begin(self) -> None:
@@ -87,22 +87,20 @@ class OpenRun:
                 self.problem = str(error)
             except FileNotFoundError:  # a step that a resume has deleted: the next look sees it
                 pass
-            except (
-                Exception
-            ) as error:  # whatever else is wrong with a file: the pages say it, and the next look tries again
+            except Exception as error:  # other faults of a file: the pages show them, and the next look tries again
                 self.problem = f"{self.folder} cannot be read: {one_line(error)[:200]}"
             self.ready.set()
             self._ended.wait(PAUSE if self.on else 5 * PAUSE)
 
     def _index(self) -> None:
-        """Make what is missing of the index of a run that has ended: the next one to open it need not wait."""
+        """Complete the index of a run that has ended: the next one to open it need not wait."""
         if not self.on:
             with contextlib.suppress(OSError):
                 open_index(self.folder)
 
     @property
     def stamp(self) -> list[Any]:
-        """What changes when there is something new to draw."""
+        """A value that changes when there is something new to draw."""
         sizes = []
         for name in ("run.json", "metrics.jsonl", "health.jsonl"):
             with contextlib.suppress(OSError):
@@ -144,13 +142,13 @@ class OpenRun:
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def _success(self) -> float | None:
-        """The reward from which on a reply is right, if the run says so."""
+        """Return the reward from which on a reply is right, if the run has one."""
         given = self.about["config"].get("success", self.about.get("success"))
         known = isinstance(given, int | float) and not isinstance(given, bool) and abs(given) < sys.float_info.max
         return float(given) if known else self.store.success
 
     def _inferred(self) -> bool:
-        """Set what counts as right by what the run itself has counted: the threshold that gives its accuracy."""
+        """Set the threshold of success so that it gives the accuracy that the run itself has counted."""
         known = [(row["step"], row["accuracy"]) for row in read_metrics(self.folder) if row.get("accuracy") is not None]
         if known and all(accuracy == 0 for _, accuracy in known):  # nothing ever was
             self.store.success = self.store.rows.limit + 2  # beyond the greatest reward
@@ -166,7 +164,7 @@ class OpenRun:
 
 
 def threshold(rewards: Sequence[float], accuracy: float) -> float | None:
-    """The reward from which on a share of exactly `accuracy` lies, if there is one that tells right from wrong."""
+    """Return the threshold at which a share of exactly `accuracy` succeeds; None: there is none."""
     if not rewards or not 0 < accuracy < 1:
         return None
     for limit in sorted(set(rewards), reverse=True):
@@ -177,7 +175,7 @@ def threshold(rewards: Sequence[float], accuracy: float) -> float | None:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of their paths that tell them apart, of at most two parts where one would do."""
+    """Return the shortest distinct ends of their paths, of at most two parts where one would do."""
     resolved = [user_files.real(folder) for folder in folders]
     for count in range(2, max(len(path.parts) for path in resolved) + 1):
         names = ["/".join(path.parts[-count:]) for path in resolved]
@@ -187,7 +185,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def differing(about: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The options in which two runs differ."""
+    """Return the options in which two runs differ."""
     a, b = _flat(about["config"]), _flat(other["config"])
     left_out = {"out", "resume", "overwrite", "quiet", "accept_changes"}
     return [

@@ -1,4 +1,4 @@
-"""The four questions of the overview: what is drawn for each, of what the run has recorded."""
+"""The four questions of the overview: the panels of each, drawn from the run's record."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
 
 
 def changes(about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What was asked of the run in so many words: settings of its row that differ, and the options that say most."""
+    """Return the settings of its algorithm that were changed, and the most informative options."""
     config = about["config"]
     names = ("algorithm", "model", "env", "tasks", "steps", "prompts", "group", "max_tokens", "temperature", "lr",
              "schedule", "held_out", "eval_every", "async_steps", "lora", "rows", "epochs", "processes",
@@ -71,7 +71,7 @@ def changes(about: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
-    """What follows from the rollouts: series at each step of the metrics, and signs."""
+    """Return the figures of the rollouts: series at each step of the metrics, and signs."""
     store, config = run.store, run.about["config"]
     if not store.files:
         return {}
@@ -88,10 +88,10 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[list[Panel]]:
-    """Of each question, in the order of the table of metrics; what was not recorded is left out."""
+    """Return the panels of each question, in the order of the table of metrics; missing metrics are left out."""
     parts = [_line(name, values, f"reward/{name}") for name, values in list((own.get("parts") or {}).items())[:6]]
     lost = any(name in m for name in ("truncated", "invalid"))
-    before: dict[str, list[Panel | None]] = {  # what follows from the rollouts, by the metric that it stands before
+    before: dict[str, list[Panel | None]] = {  # panels of the rollouts, by the metric that they precede
         "accuracy": [_groups(steps, own)],
         "length": [None if len(parts) > 1 and lost else _gap(steps, m)],
         "diversity/similarity": [*_replies(steps, own)],
@@ -132,7 +132,7 @@ def _groups(steps: list[int], own: Mapping[str, Any]) -> Panel | None:
             _line("mixed", [_rest(e, 0.0 if e is not None else None) for e in own["equal"]], "", "sky"),
             _line("equal", own["equal"], "", "pink"),
         ]
-        about += "; without --success nothing says which rewards are right"
+        about += "; without --success it is unknown which rewards are right"
         return {**_panel("Groups by their rewards", steps, lines), "stack": True, "about": about}
     if not own.get("right"):
         return None

@@ -41,12 +41,12 @@ def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any
 
 
 def sides(runs: Sequence[OpenRun], query: Mapping[str, str]) -> tuple[OpenRun, OpenRun]:
-    """The runs A and B: the first two where none are named."""
+    """Return the runs A and B: the first two where none are named."""
     return runs[_run(query.get("a", "0"), runs)], runs[_run(query.get("b", str(min(1, len(runs) - 1))), runs)]
 
 
 def choices(run: OpenRun) -> list[dict[str, Any]]:
-    """What of a run may be compared: its evaluations, and its visits to each training task."""
+    """Return the parts of a run that may be compared: its evaluations, and its visits to each training task."""
     rows = run.store.rows
     held, step, epoch = rows.flag("held_out")[rows.first_rows], rows.of_groups("step"), rows.of_groups("epoch")
     found = [
@@ -70,7 +70,7 @@ def _run(text: str, runs: Sequence[OpenRun]) -> int:
 
 
 def _chosen(name: str, offered: list[dict[str, Any]], first: bool, alone: bool) -> str:
-    """The name, if it is offered; else the first visit, or the last one that saw most tasks."""
+    """Return the name, if it is offered; else the first visit, or the last one that saw most tasks."""
     names = [choice["name"] for choice in offered]
     if name in names:
         return name
@@ -102,7 +102,7 @@ def _paired(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> dict[str, Any]:
     if not both:
         return found
     x, y = np.array([own[k]["mean"] for k in both]), np.array([other[k]["mean"] for k in both])
-    share = all(_told_right(groups[key]) for groups in (own, other) for key in both)
+    share = all(_has_binary_rewards(groups[key]) for groups in (own, other) for key in both)
     of = share_interval if share else mean_interval
     order = np.argsort(y - x, kind="stable")
 
@@ -131,14 +131,14 @@ def _side(row: dict[str, Any]) -> dict[str, Any]:
     return {"part": name, "index": row["first"], "mean": row["mean"], "right": row["right_n"], "n": row["n"]}
 
 
-def _told_right(group: dict[str, Any]) -> bool:
-    """Whether its rewards are all 0 or 1: then they lie as far apart as their mean allows."""
+def _has_binary_rewards(group: dict[str, Any]) -> bool:
+    """Whether its rewards are all 0 or 1: then their mean determines their spread."""
     mean = group["mean"]
     return group["low"] in (0, 1) and group["high"] in (0, 1) and abs(group["sd"] ** 2 - mean * (1 - mean)) < 1e-4
 
 
 def _grid(x: Any, y: Any) -> dict[str, Any]:
-    """How many tasks went from which mean reward to which: nine steps between the least and the greatest."""
+    """Count tasks by their mean rewards in both: nine steps between the least and the greatest."""
     low, high = float(min(x.min(), y.min())), float(max(x.max(), y.max()))
     width = (high - low) / 8 or 1.0
     places = [np.clip(np.rint((v - low) / width), 0, 8).astype(int) for v in (x, y)]
@@ -179,7 +179,7 @@ def _warnings(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> list[str]:
 
 
 def _curves(a: OpenRun, b: OpenRun) -> list[dict[str, Any]]:
-    """The metrics that both have, laid over each other."""
+    """Return the metrics that both have, laid over each other."""
     (steps_a, of_a), (steps_b, of_b) = a.series(), b.series()
     steps = sorted({*steps_a, *steps_b})
     found = []

@@ -8,12 +8,12 @@ from pathlib import Path
 from posttrain.core import user_files
 from posttrain.core.pictures import FOLDER
 
-MOST = 64 << 20  # bytes of a picture: whatever is larger is none
+MOST = 64 << 20  # bytes of a picture: a larger file is none
 _KINDS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"BM": "image/bmp"}
 
 
 def picture(run: Path, digest: str, most: int = MOST) -> tuple[bytes, str] | None:
-    """What a run has kept under this hash, of at most so many bytes, and its kind. Nothing that a link leads to."""
+    """Return the bytes of a run's picture with this hash, up to a limit, and its kind. Links are not followed."""
     file = run / FOLDER / digest
     try:
         if not re.fullmatch("[0-9a-f]{64}", digest) or file.is_symlink() or not file.is_file():

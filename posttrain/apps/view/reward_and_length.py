@@ -1,6 +1,6 @@
 """Whether rewards go with the length of the reply, and whether that is paid for: over a run's last steps, within groups.
 
-Replies to one prompt are compared with each other alone, so a task that is long and hard says nothing. Length may follow
+Replies to one prompt are compared with each other alone, so a task that is long and hard has no effect. Length may follow
 from being right, or partial credit from how far a reply came; a correlation is therefore no sign by itself. A sign is that
 wrong replies which are longer earn more of a part than right ones of their group: partial credit never gives that.
 """
@@ -27,16 +27,16 @@ Array = NDArray[Any]
 
 
 class Length(NamedTuple):
-    """What is known of a part, or of the whole reward."""
+    """The figures of a part of the reward, or of the whole."""
 
     name: str
     correlation: float  # with the tokens of the reply, within groups
     paid: float | None = None  # share of pairs in which a longer, wrong reply earns more; None: too few
-    scored: bool = False  # whether a model gave it, so that nothing says what is right
+    scored: bool = False  # whether a model gave it, so that no threshold of success exists
 
 
 def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
-    """The parts whose correlation is strong, and the reward's if it is."""
+    """Return the parts whose correlation is strong, and the reward's if it is."""
     rows = store.rows
     steps = np.unique(rows.key[rows.begins[~rows.flag("held_out")[rows.begins]]] >> 33)
     if not len(steps):
@@ -67,7 +67,7 @@ def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
 
 
 def _right(values: Mapping[str, Array], limit: float | None) -> Array | None:
-    """Which replies are right: those that pass every check, else those whose reward counts as right. None: nobody knows."""
+    """Return which replies are right: those that pass every check, else those of a right reward. None: unknown."""
     checks = [
         own
         for name, own in values.items()
@@ -87,13 +87,13 @@ def _centred(group: Array, values: Array) -> Array:
 
 
 def _correlation(group: Array, length: Array, values: Array) -> float | None:
-    """Pearson's, of what is left when group means are taken away. None: too little to tell."""
+    """Return Pearson's correlation after group means are taken away. None: too little data."""
     kept = np.isfinite(values)
     group, length, values = group[kept], length[kept].astype(np.float64), values[kept]
     if not len(values):
         return None
     x, y = _centred(group, length), _centred(group, values)
-    varied = np.isin(group, group[(np.abs(x) > 1e-9)])  # a group of one length says nothing
+    varied = np.isin(group, group[(np.abs(x) > 1e-9)])  # a group of one length is without information
     freedom = int(varied.sum()) - len(np.unique(group[varied]))
     spread = float(np.sqrt((x @ x) * (y[varied] @ y[varied])))
     if freedom < LEAST or spread <= 1e-12:
@@ -102,7 +102,7 @@ def _correlation(group: Array, length: Array, values: Array) -> float | None:
 
 
 def _paid(group: Array, length: Array, values: Array, right: Array) -> float | None:
-    """Of pairs of a group, a right reply and a longer one that is wrong: in what share the wrong one earns more."""
+    """Return the share of pairs of a group, a right reply and a longer wrong one, in which the wrong one earns more."""
     more = pairs = 0
     order = np.argsort(group, kind="stable")
     for own in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):

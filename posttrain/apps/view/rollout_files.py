@@ -1,7 +1,7 @@
-"""Which rollouts a run has, and their tables: the files of a run's record as `view` reads them.
+"""The rollouts of a run, by their tables: the files of a run's record as `view` reads them.
 
-A *part* is what one file holds: the rollouts of a step, or of a held-out evaluation after it. It decides what is read when:
-scalars at once, from the index where that is fresh; texts and tokens when somebody asks for them.
+A *part* is the content of one file: the rollouts of a step, or of a held-out evaluation after it. It decides when each
+is read: scalars at once, from the index where that is fresh; texts and tokens when a page needs them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RolloutPart(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As addresses have it: "12", or "12e"."""
+        """Its name in addresses: "12", or "12e"."""
         return f"{self.step}{'e' if self.held_out else ''}"
 
     @classmethod
@@ -51,14 +51,14 @@ class RolloutPart(NamedTuple):
 
 @dataclass(frozen=True)
 class File:
-    """A part's file, and what tells whether it has changed."""
+    """A part's file, and a stamp that changes with it."""
 
     path: Path
     stamp: tuple[int, int]  # nanoseconds of its last change, bytes
 
 
 def parts_of(folder: Path) -> dict[RolloutPart, File]:
-    """All parts of a run with their files, in order. What is gone while it looks is left out."""
+    """Return all parts of a run with their files, in order. Files that disappear meanwhile are left out."""
     found: dict[RolloutPart, File] = {}
     for name, held_out in FOLDERS.items():
         inside = folder / name
@@ -108,7 +108,7 @@ def _scalars_of(part: RolloutPart, file: File) -> pa.Table | UserError:
 
 
 UNUSED = {"step_rewards", "versions", "media", "branch_of", "branch_turns", "branch_taken"}
-"""Columns of the index that nobody asks for here."""
+"""Columns of the index that are not needed here."""
 _WANTED = {*INDEX.names, "prompt", "asked", "text"}
 
 
@@ -119,7 +119,7 @@ def _pieces(folder: Path) -> list[tuple[Path, int, int]]:
 
 
 def _fresh(path: Path, files: dict[RolloutPart, File]) -> pa.Table | None:
-    """A piece of the index, if it was made of these files as they are now."""
+    """Return a piece of the index, if it was made of these files as they are now."""
     wanted = {f"{file.path.parent.name}/{file.path.name}": file.stamp[1] for file in files.values()}
     try:
         made_of = (parquet.read_schema(user_files.readable(path)).metadata or {}).get(MADE_OF, b"null")
@@ -137,7 +137,7 @@ def _fresh(path: Path, files: dict[RolloutPart, File]) -> pa.Table | None:
 
 
 def _belongs(table: pa.Table, parts: Iterable[RolloutPart]) -> bool:
-    """Whether all rows are of these parts, and none stands there twice."""
+    """Whether all rows are of these parts, and none is there twice."""
     step, held_out, index = (table[name].to_numpy().astype(np.int64) for name in ("step", "held_out", "index"))
     key = (step << 1 | held_out) << 32 | index
     begins = np.flatnonzero(np.diff(key >> 32, prepend=-1))
@@ -175,7 +175,7 @@ def rows(file: File, indices: Sequence[int] | None = None, names: Sequence[str] 
 def _before(table: pa.Table) -> pa.Table:
     """With the learner's log-probabilities before the step where they are not written, because no update came before.
 
-    Rollouts of a step with several updates say in `why` which ones learned from them: where that was not the first one
+    Rollouts of a step with several updates list in `why` the ones that learned from them: where that was not the first one
     alone, `before` is not known.
     """
     why = pc.fill_null(table["why"], "")
@@ -186,7 +186,7 @@ def _before(table: pa.Table) -> pa.Table:
 
 
 def _check_spans(path: Path, table: pa.Table) -> None:
-    """Raise UserError unless spans lie within their tokens, one behind the other: what follows makes a place for each."""
+    """Raise UserError unless spans are within their tokens, one behind the other: later code allocates a place for each."""
     lists, tokens = (table[name].combine_chunks() for name in ("spans", "tokens"))
     spans, row = lists.flatten(), pc.list_parent_indices(lists).to_numpy()
     start, length = (

@@ -1,6 +1,6 @@
-"""What a person asks of all rollouts: filters, ready questions, orders, histograms; each as one SELECT that is shown.
+"""The questions about all rollouts: filters, ready questions, orders, histograms; each as one SELECT that is shown.
 
-The question that runs, over columns in memory, and the one that is shown say the same.
+The question that runs, over columns in memory, and the one that is shown are equivalent.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from posttrain.apps.view.sql_text import by_name, listed_part, named, named_part
 from posttrain.core.json_text import json_text
 from posttrain.core.types import Fate, StopReason, UserError
 
-PAGE = 100  # rows that are handed out at once
+PAGE = 100  # rows of one answer
 BINS = 32
-MEANT = 4  # parts of the reward whose means are told
+MEANT = 4  # parts of the reward whose means are shown
 NUMBERS = ("reward", "advantage", "length", "total", "sampled", "epoch", "shaping", "penalty", "used", "version")
 PLAIN = (*NUMBERS, "step", "index", "fate", "stop", "member", "kind", "group", "task", "prompt", "text")
 """Columns that sort, and that the table of rollouts has itself."""
@@ -33,7 +33,7 @@ SORTS = {
     "prompt": "prompt_start",
     "text": "text_start",
 }
-"""What sorts -> by which column."""
+"""Order -> its column."""
 GROUP_SORTS = (
     "step",
     "task",
@@ -49,7 +49,7 @@ GROUP_SORTS = (
     "prompt",
     "right",
 )
-"""What sorts where a row is a group."""
+"""The orders where a row is a group."""
 
 _LAST = "(task, step) in (select (task, max(step)) from rollouts group by task)"
 QUESTIONS: dict[str, tuple[str, str, str, str]] = {
@@ -74,7 +74,7 @@ QUESTIONS: dict[str, tuple[str, str, str, str]] = {
         "-step",
     ),
     "longest": ("longest", "", "", "-length"),
-    "best": ("highest reward, read these first", "a loophole in the reward stands at the top", "", "-reward"),
+    "best": ("highest reward, read these first", "a loophole in the reward is at the top", "", "-reward"),
     "cut": ("cut off", "", "truncated", ""),
     "idle": ("taught nothing", "no weight was moved by their advantage", "(fate <> 'trained' or advantage = 0)", ""),
     "moved": (
@@ -84,9 +84,9 @@ QUESTIONS: dict[str, tuple[str, str, str, str]] = {
         "",
     ),
 }
-"""Ready questions: what the button says, what it means, the condition of `posttrain query`, the order.
+"""Ready questions: label of the button, meaning, condition of `posttrain query`, the order.
 
-$ stands for the reward from which on a reply is right. Which rows that are in memory is in `_READY`."""
+$ is replaced by the reward from which on a reply is right. `_READY` selects the same rows in memory."""
 
 
 def _wrong(rows: RolloutColumns) -> Mask:
@@ -125,17 +125,17 @@ _READY: dict[str, Callable[[RolloutColumns], Mask]] = {
 
 @dataclass
 class ViewQuestion:
-    """What is asked, read from the address of the page."""
+    """A question, read from the address of the page."""
 
     store: Store
     rows: RolloutColumns  # as they were when it was asked
-    filters: dict[str, Callable[[], Mask]] = field(default_factory=dict)  # by what they say: which rows are meant
+    filters: dict[str, Callable[[], Mask]] = field(default_factory=dict)  # by their text: the rows that are meant
     shown: list[str] = field(default_factory=list)  # the same as conditions of `posttrain query`
     order: str = ""  # "reward" or "-reward"
     groups: bool = False  # one row a group
     held: bool = False  # of the evaluations
     marks: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> its first token of that kind, how many
-    note: str = ""  # what the answer leaves out
+    note: str = ""  # the gaps of the answer
 
     @classmethod
     def of(cls, query: Mapping[str, str], store: Store) -> ViewQuestion:
@@ -271,7 +271,7 @@ class ViewQuestion:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def sql(self) -> str:
-        """What a person may copy: a question of `posttrain query`."""
+        """Return the question for copying, as one of `posttrain query`."""
         table = "evals" if self.held else "rollouts"
         where = f" where {' and '.join(self.shown)}".replace("from rollouts", f"from {table}") if self.shown else ""
         name, down = self.order.lstrip("-"), " desc" if self.order.startswith("-") else ""
@@ -296,7 +296,7 @@ class ViewQuestion:
         return found
 
     def page(self, offset: int, limit: int = PAGE) -> dict[str, Any]:
-        """Rows of the table, and how many there are in all."""
+        """Return a page of the table, and the number of all its entries."""
         count, rows = self._groups(offset, limit) if self.groups else self._rows(offset, limit)
         return {"rows": rows, "count": count, "sql": self.sql(), "note": self.note}
 
@@ -332,7 +332,7 @@ class ViewQuestion:
         return len(gids), found
 
     def means(self) -> dict[str, Any]:
-        """Of the rollouts that are meant and of all others, training or held out alike: how many, and their means.
+        """Return the numbers and means of the selected rollouts and of all others, training or held out alike.
 
         {"these": {"n", "reward", ...}, "others": the same}. Nothing to compare where either is empty: {}.
         """
@@ -370,7 +370,7 @@ class ViewQuestion:
         return found
 
     def histograms(self, names: Sequence[str]) -> dict[str, Any]:
-        """Of each column: bins of all rollouts that are meant, and how many have none; of choices, their counts."""
+        """Return the bins of each column over the selected rollouts, and how many lack a value; of choices, their counts."""
         rows, meant = self.rows, self.meant
         known = [n for n in names if n in NUMBERS or (n.startswith("part.") and n[5:] in rows.parts)]
         key = (*self.filters, "histograms", *known)
@@ -388,7 +388,7 @@ class ViewQuestion:
 
 
 def flags_of(rows: RolloutColumns, flag: str | None = None) -> NDArray[np.int64]:
-    """How many flags each row has, or how often this one."""
+    """Count the flags of each row, or this flag."""
     lists = rows.table["flags"].combine_chunks()
     parents = pc.list_parent_indices(lists).to_numpy()
     if flag is not None:
@@ -403,7 +403,7 @@ def _at(rows: RolloutColumns, places: Places) -> Mask:
 
 
 def _found(rows: RolloutColumns, text: str) -> Mask:
-    """Rows whose prompt or reply has this text, whatever its case: in the whole text where it is held."""
+    """Rows whose prompt or reply has this text, in any case: in the whole text where it is held."""
     mask = np.zeros(len(rows), dtype=bool)
     for name in ("prompt", "text"):
         codes, values = rows.fullest(name)
@@ -445,7 +445,7 @@ def _bins(values: Floats) -> dict[str, Any]:
 
 
 def _width(low: float, high: float) -> float:
-    """Of a bin: a round number, so that at most BINS of them reach from end to end."""
+    """Return the width of a bin: a round number, so that at most BINS of them reach from end to end."""
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-280):
         return 1.0
     rough = (high - low) / BINS

@@ -28,7 +28,7 @@ from posttrain.runs.record.rollout_rows import said_by
 from posttrain.runs.record.schema import NUMBERS
 from posttrain.runs.run_files import SECONDS, kept_file
 
-WINDOW = 40_000  # tokens that are handed out at once
+WINDOW = 40_000  # tokens of one answer
 TEXT = 20_000  # characters of a text that are
 GROUP = 64  # rollouts of a group that are drawn side by side
 VISITS = 500  # to a task that are drawn
@@ -41,7 +41,7 @@ _JSON = ("columns", "notes", "answers", "label")
 def one(
     store: Store, pieces: TokenPieces, objective: Sequence[str], part: RolloutPart, index: int, begin: int = 0
 ) -> dict[str, Any]:
-    """A rollout and what is known of its group."""
+    """Return a rollout with the figures of its group."""
     [row] = _read(store, part, [index])
     shown = _shown(row, pieces, begin, WINDOW)
     held = store.rows
@@ -84,7 +84,7 @@ def _sides(store: Store, part: RolloutPart, index: int) -> list[dict[str, Any]]:
 
 
 def _first(store: Store, part: RolloutPart, index: int) -> dict[str, Any] | None:
-    """Where a rollout was played that a later step learns from again."""
+    """Return the place of the original of a replayed rollout."""
     held = store.rows
     own = held.place(part, index)
     if own is None:
@@ -98,7 +98,7 @@ def _first(store: Store, part: RolloutPart, index: int) -> dict[str, Any] | None
 
 
 def group(store: Store, pieces: TokenPieces, part: RolloutPart, index: int) -> dict[str, Any]:
-    """All rollouts of the group that one belongs to, and the other visits to the same task."""
+    """Return all rollouts of the group that one belongs to, and the other visits to the same task."""
     held = store.rows
     place = held.place(part, index)
     if place is None:
@@ -119,7 +119,7 @@ def group(store: Store, pieces: TokenPieces, part: RolloutPart, index: int) -> d
 
 
 def text_of(store: Store, part: RolloutPart, index: int) -> str:
-    """The whole reply, however long."""
+    """Return the whole reply, however long."""
     if part not in store.files:
         raise _missing(part, index)
     found = rows(store.files[part], [index], ["index", "text"]).to_pylist()
@@ -156,7 +156,7 @@ def _array(value: Any) -> NDArray[Any] | None:
 
 
 def _shown(row: dict[str, Any], pieces: TokenPieces, begin: int, window: int) -> dict[str, Any]:
-    """A row as it is sent: `window` of its tokens from `begin` on."""
+    """Return a row as it is sent: `window` of its tokens from `begin` on."""
     tokens = row["tokens"] if row["tokens"] is not None else np.zeros(0, dtype=np.int32)
     begin = min(begin, len(tokens))
     end = min(len(tokens), begin + window)
@@ -221,7 +221,7 @@ def _clipped(text: str | None) -> str | None:
 
 
 def _json(text: str | None) -> Any:
-    """What JSON says; text that is none of it, or a great deal, as it stands."""
+    """Return the data of JSON text; other or very long text unchanged."""
     if text is None:
         return None
     if len(text) > 4 * TEXT:
@@ -233,7 +233,7 @@ def _json(text: str | None) -> Any:
 
 
 def _seconds(folder: Path, part: RolloutPart, index: int) -> dict[str, Any] | None:
-    """What its turns and its reward took, where that was recorded."""
+    """Return the seconds of its turns and its reward, where they were recorded."""
     if part.held_out:
         return None
     file = kept_file(folder, SECONDS, part.step)

@@ -1,7 +1,7 @@
-"""The rollouts of one run in memory, where questions about them are answered within a blink.
+"""The rollouts of one run in memory, where questions about them are answered at once.
 
-It decides what is kept: scalars of every rollout, each text once, and nothing of tokens. Whoever asks takes `rows` as they
-are then; what is read later makes other ones.
+It decides what is kept: scalars of every rollout, each text once, and nothing of tokens. A question takes `rows` as
+they are then; later reads make new ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TEXT_BYTES = 160 * 2**20  # distinct texts that are held; of more, searches see the beginnings
 FILE_BYTES = 20 * TEXT_BYTES  # of the run's files, beyond which its texts are not even counted
 TOGETHER = 40  # files whose texts are read at once
-SHOWN_AFTER = 3.0  # seconds of reading after which what has been read is shown
+SHOWN_AFTER = 3.0  # seconds of reading after which the rows so far are shown
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 
@@ -52,18 +52,18 @@ def expecting(parts: Iterable[str]) -> RolloutColumns:
 
 
 class Store:
-    """The rollouts of a run, as far as they have been read; `follow` reads what is new."""
+    """The rollouts of a run, as far as they have been read; `follow` reads new ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[RolloutPart, File] = {}  # that are in `rows`
         self.damaged: dict[RolloutPart, tuple[File, str]] = {}  # that are not, and why
         self.rows = RolloutColumns(_EMPTY)
-        self.success: float | None = None  # the reward from which on a reply is right; None: nobody said
+        self.success: float | None = None  # the reward from which on a reply is right; None: unknown
         self.version = 0  # rises with every change
         self.vocabulary: Callable[[], Sequence[str]] = list  # texts of tokens, by their ids
         self._marking, self._opening = threading.Lock(), threading.Lock()
-        self.closed = False  # whether nobody asks any more
+        self.closed = False  # whether the page is closed
         self.searchable = False  # whether texts are held, as far as they will be
         self.unsearched: str | None = None  # of which texts a search sees their beginnings alone, and why
         self.progress = 0.0  # share of the parts that are there have been read
@@ -81,7 +81,7 @@ class Store:
         return self.rows.parts
 
     def meant(self, rows: RolloutColumns, condition: str) -> Places:
-        """The rows for which a condition in SQL holds. Raises UserError for what is none."""
+        """Return the rows for which a condition in SQL holds. Raises UserError if it is no condition."""
         return self._asking().places(rows, condition)
 
     def _asking(self) -> Conditions:
@@ -98,7 +98,7 @@ class Store:
             self._conditions.close()
 
     def marked(self, rows: RolloutColumns, condition: str, sizes: Mapping[RolloutPart, int]) -> Marked:
-        """The rows with a token of which a condition in SQL holds, of parts with so many tokens each."""
+        """Return the rows with a token of which a condition in SQL holds, of parts with so many tokens each."""
         stamps = tuple(sorted((part, self.files[part].stamp) for part in sizes if part in self.files))
         with self._marking:  # a page asks for its rows, their histograms and their means at once
             found: Marked = rows.remembered(
@@ -109,14 +109,14 @@ class Store:
 
     @property
     def problem(self) -> str | None:
-        """What could not be read, if anything."""
+        """The read errors, if any."""
         told = [why for _, why in self.damaged.values()]
         return None if not told else told[0] if len(told) == 1 else f"{told[0]}; and {len(told) - 1} more files"
 
     # -- scalars -------------------------------------------------------------------------------------------------------
 
     def follow(self) -> bool:
-        """Read what is new or has changed; whether anything was."""
+        """Read new and changed files; return whether there were any."""
         with self._writing:
             there = parts_of(self.folder)
             self.damaged = {part: (file, why) for part, (file, why) in self.damaged.items() if there.get(part) == file}
@@ -134,7 +134,7 @@ class Store:
             return True
 
     def settle(self) -> None:
-        """Show what has been read, by what counts as right now."""
+        """Show the rows so far, by the current threshold of success."""
         self.rows = RolloutColumns(self.rows.table, self.success, self._texts)
 
     def _forget(self, gone: Iterable[RolloutPart]) -> None:
@@ -168,7 +168,7 @@ class Store:
                 shown = time.monotonic()
         self.rows = RolloutColumns(merged(tables), self.success, self._texts)
         del tables
-        pa.default_memory_pool().release_unused()  # what has been read piece by piece is 100 MB
+        pa.default_memory_pool().release_unused()  # buffers of the pieces take 100 MB
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Store:
                 return
         if missing:
             self.rows = self.rows.with_texts(self._texts)
-            self.version += self.rows.long  # replies are told apart by more now
+            self.version += self.rows.long  # more distinguishes replies now
         failed = sorted(part for part, (_, why) in self._read_of.items() if why is not None and part in long)
         if failed:
             steps = ", ".join(part.name for part in failed[:8]) + (" …" if len(failed) > 8 else "")
@@ -213,7 +213,7 @@ class Store:
         self.searchable = True
 
     def _long(self) -> set[RolloutPart]:
-        """The parts that have texts beyond their beginnings, which are in `rows` anyway."""
+        """Return the parts that have texts beyond their beginnings, which are in `rows` anyway."""
         rows, found = self.rows, np.zeros(len(self.rows), dtype=bool)
         for name in ("prompt_start", "text_start"):
             reaches = pc.greater_equal(pc.utf8_length(rows.values(name)), START).to_numpy(zero_copy_only=False)
@@ -221,7 +221,7 @@ class Store:
         return {RolloutPart(int(key >> 1), bool(key & 1)) for key in np.unique(rows.key[found] >> 32).tolist()}
 
     def _texts_of(self, part: RolloutPart, long: bool) -> pa.Table:
-        """A part's texts; of one without long ones what else is searched."""
+        """Return a part's texts; of one without long ones, the searched beginnings."""
         table = rows(self.files[part], names=["index", *(TEXTS if long else ("columns", "notes"))])
         count = table.num_rows
         columns = {name: _encoded(table[name]) for name in TEXTS if name in table.column_names}
@@ -230,7 +230,7 @@ class Store:
 
 
 def _held(table: pa.Table) -> pa.Table:
-    """A table of the index's columns as it is held. Raises ArrowException or LookupError for what is none."""
+    """Return a table of the index's columns as it is held. Raises ArrowException or LookupError for other tables."""
     columns = {}
     for name, kind in _KINDS.items():
         columns[name] = _encoded(table[name]) if kind == _TEXT else table[name].cast(kind)

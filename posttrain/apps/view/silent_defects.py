@@ -1,7 +1,7 @@
 """Signs of silent defects that no curve shows: tokens trained on that the policy did not write, tokens that were pushed
 though they were clipped, prompts that contain the answer.
 
-Each is said only where the record decides it; where other explanations are left, nothing is said.
+Each is reported only where the record decides it; where other explanations are left, nothing is reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOOKED = 8  # parts of a run in which its tokens are looked at
 TOKENS = 400_000  # of a part, beyond which only kinds of spans are looked at
 FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
 ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
-SOME = (0.05, 0.95)  # share of the tasks, beyond what chance would give, between which a leak tells some from others
+SOME = (0.05, 0.95)  # share of the tasks, beyond chance, between which a leak distinguishes tasks
 
 _PICTURE = re.compile(r"\[sha256:[0-9a-f]{64}\]")
 _PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
@@ -50,7 +50,7 @@ def origins(store: Store) -> dict[str, int]:
     """Kind of a span -> tokens of it that were trained on, in some steps from first to last."""
     found: dict[str, int] = {}
     for file in looked_at(store):
-        with suppress(UserError):  # it is damaged, which whoever opens it is told
+        with suppress(UserError):  # it is damaged, which its page reports
             for kind, count in _origins(str(file.path), file.stamp):
                 found[kind] = found.get(kind, 0) + count
     return found
@@ -67,7 +67,7 @@ def looked_at(store: Store) -> list[File]:
 @lru_cache(maxsize=256)
 def _origins(path: str, stamp: tuple[int, int]) -> tuple[tuple[str, int], ...]:
     table = read_file(Path(path), ("kind", "fate", "spans"), None)
-    trained = pc.fill_null(pc.equal(table["fate"], "trained"), True)  # null: nobody recorded it
+    trained = pc.fill_null(pc.equal(table["fate"], "trained"), True)  # null: not recorded
     table = table.filter(pc.and_(trained, pc.is_in(table["kind"], pa.array(learning("demonstrations", "rollouts")))))
     spans = table["spans"].combine_chunks().flatten()
     spans = spans.filter(pc.fill_null(spans.field("learned"), False))
@@ -92,12 +92,12 @@ def passes(objective: tuple[str, ...]) -> tuple[float, float, int] | None:
 
 
 def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64]:
-    """Which of its scored tokens were pushed by their last pass, though the clip should have taken its gradient.
+    """Return the scored tokens that were pushed by their last pass, though the clip should have taken its gradient.
 
     With one pass a clipped token has no push at all. With two, the first of them had a ratio of 1 in rollouts of the
     step's first update: there a push is w A (1 + r) where nothing is clipped, which gives w, and w A where the second is.
     Two tokens whose ratio has moved must agree on w, or it was not such a rollout. Of other rollouts, and of more passes,
-    the ratios in between are not recorded, so nothing is said.
+    the ratios in between are not recorded, so nothing is reported.
     """
     none, rule = np.zeros(0, dtype=np.int64), passes(tuple(objective))
     columns = [row.get(name) for name in ("weight", "learner", "before")]
@@ -114,7 +114,9 @@ def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64
     if count == 1:
         return np.flatnonzero(clipped & (np.abs(push) > 0))
     inside = (ratio > low * (1 + _ALIKE)) & (ratio < high * (1 - _ALIKE))
-    if count != 2 or (inside & (np.abs(ratio - 1) > _APART)).sum() < 2:  # nothing tells first updates from others
+    if (
+        count != 2 or (inside & (np.abs(ratio - 1) > _APART)).sum() < 2
+    ):  # first updates cannot be distinguished from others
         return none
     each = push[inside] / (1 + ratio[inside])
     w = float(np.median(each))
@@ -142,9 +144,9 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
         return ()
     found = []
     table = read_file(Path(path), names, None)
-    for row in table.filter(pc.is_valid(table["weight"])).to_pylist():  # of most nobody kept it
+    for row in table.filter(pc.is_valid(table["weight"])).to_pylist():  # most have none
         learned = [s for s in row["spans"] or () if s["learned"]]
-        if sum(s["length"] for s in learned) == len(row["weight"]):  # else it is damaged, which its page says
+        if sum(s["length"] for s in learned) == len(row["weight"]):  # else it is damaged, which its page reports
             at = [n for s in learned for n in range(s["start"], s["start"] + s["length"])]
             found += [(row["index"], at[place]) for place in pushed(row, objective)]
     return tuple(found)
@@ -171,7 +173,7 @@ def _answer(columns: Mapping[str, Any] | None) -> str | None:
 
 
 def leaks(store: Store) -> float | None:
-    """Share of the tasks whose prompts contain their answers, if that tells some of them from others.
+    """Return the share of the tasks whose prompts contain their answers, if this distinguishes tasks.
 
     Of the tasks of some steps from first to last.
     """
@@ -196,7 +198,7 @@ def by_chance(tasks: Collection[tuple[str, str | None]]) -> float:
 def telling(tasks: Collection[tuple[str, str | None]]) -> float:
     """Share of (prompt, answer) whose prompt contains its answer.
 
-    A text that stands with several answers tells none of them: "circle or square?" with one picture or another.
+    A text with several answers distinguishes none of them: "circle or square?" with one picture or another.
     """
     answers: dict[str, set[str | None]] = {}
     for prompt, answer in tasks:

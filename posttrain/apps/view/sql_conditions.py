@@ -30,14 +30,14 @@ _numbers = count(1)
 
 
 class Conditions:
-    """What a process says of the rollouts that it is handed."""
+    """Conditions in SQL, evaluated by a process that holds the rollouts."""
 
     def __init__(self) -> None:
         self._process = BoundedProcess("posttrain.apps.view.sql_worker")
         self._handed: tuple[weakref.ref[RolloutColumns], int, _Shared] | None = None
 
     def places(self, rows: RolloutColumns, condition: str) -> Places:
-        """The rows for which it holds. Raises UserError unless it is a condition in a single SELECT."""
+        """Return the rows for which it holds. Raises UserError unless it is a condition in a single SELECT."""
         handed = self._handed
         if handed is None or handed[0]() is not rows:
             handed = self._handed = weakref.ref(rows), next(_numbers), _Shared(_table(rows))
@@ -49,7 +49,7 @@ class Conditions:
     def marked(
         self, folder: Path, condition: str, sizes: Mapping[RolloutPart, int], vocabulary: Callable[[], Sequence[str]]
     ) -> Marked:
-        """The rollouts with a token of which a condition holds. `sizes`: tokens of the parts that are meant."""
+        """Return the rollouts with a token of which a condition holds. `sizes`: tokens of the parts that are meant."""
         parts, whole = chosen(sizes)
         words = list(vocabulary()) if names_text(condition) else []
         rows = self._process.call("marked", folder, condition, parts, words, SECONDS, seconds=SECONDS, gib=GIB)
@@ -70,7 +70,7 @@ class _Shared:
 
 
 def _table(rows: RolloutColumns) -> pa.Table:
-    """What a condition sees: rollouts with their texts, as whole as they are held, and the figures of their groups."""
+    """Return the table that a condition reads: rollouts, their texts as far as they are held, figures of their groups."""
     columns: dict[str, Any] = {"row": pa.array(np.arange(len(rows), dtype=np.int32))}
     columns |= {name: rows.table[name] for name in rows.table.column_names if not name.endswith("_start")}
     for name in TEXTS:

@@ -13,18 +13,18 @@ SCALARS = (
 TEXTS = ("prompt", "text", "columns", "notes")
 OF_GROUPS = ("mean", "sd", "n", "right_n")
 COLUMNS = (*SCALARS, *TEXTS, *OF_GROUPS)
-"""What a condition may name, beside the parts of the reward."""
+"""The names that a condition may use, beside the parts of the reward."""
 
 _WORD = re.compile(r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | (?<![\w.])[^\W\d]\w*(?!\w|\s*[(.])""", re.VERBOSE)
 
 
 def quoted(text: str) -> str:
-    """A text as SQL has it."""
+    """Return a text as SQL has it."""
     return "'" + text.replace("'", "''").replace("\0", "") + "'"
 
 
 def named(name: str) -> str:
-    """A name of a column as SQL has it."""
+    """Return a name of a column as SQL has it."""
     return '"' + name.replace('"', '""').replace("\0", "") + '"'
 
 
@@ -45,10 +45,10 @@ def by_name(condition: str, parts: Sequence[str], say: Callable[[str], str]) -> 
 
 
 def named_part(name: str) -> str:
-    """As the table in memory has it."""
+    """Return the name in the table in memory."""
     return named(f"part.{name}")
 
 
 def listed_part(name: str) -> str:
-    """As the files have it."""
+    """Return the name in the files."""
     return f"list_filter(parts, lambda p: p.name = {quoted(name)})[1].value"

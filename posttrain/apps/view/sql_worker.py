@@ -52,7 +52,7 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 
 def places(condition: str, seconds: float, parts: Sequence[str], number: int, descriptor: int) -> NDArray[np.int64]:
-    """The rows for which a condition holds, of the table in a file that is open.
+    """Return the rows for which a condition holds, of the table in a file that is open.
 
     `number`: of this table; `parts`: of the reward, in it. Raises UserError unless it is a condition in a single SELECT.
     """
@@ -62,7 +62,7 @@ def places(condition: str, seconds: float, parts: Sequence[str], number: int, de
         bounded(sql)
         statements = duckdb.extract_statements(sql)
     except duckdb.Error as error:
-        raise UserError(said(error)) from None
+        raise UserError(error_text(error)) from None
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         raise UserError("a condition is part of one SELECT: reward < 0.5 and length > 100")
     try:
@@ -93,7 +93,7 @@ def marked(
 def asked(
     run: str, sql: str, most: int, seconds: float, gib: float
 ) -> tuple[list[str], list[tuple[Any, ...]], list[str]]:
-    """The names of the columns, the first `most` rows, and what they lack."""
+    """Return the names of the columns, the first `most` rows, and what they lack."""
     with Questions(run, seconds, gib, lambda: vocabulary_of(Path(run))) as questions:
         names, rows = questions.ask(sql, most)
         return names, rows, questions.left_out
@@ -111,7 +111,7 @@ def _table(number: int, descriptor: int) -> pa.Table:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[Any]:
-    """A cursor whose questions end after some seconds; what the database finds wrong is a UserError."""
+    """A cursor whose questions end after some seconds; an error of the database is a UserError."""
     cursor = _database().cursor()
     timer = threading.Timer(seconds, cursor.interrupt)
     timer.daemon = True
@@ -123,13 +123,13 @@ def _limited(seconds: float) -> Iterator[Any]:
     except duckdb.OutOfMemoryException as error:
         raise MemoryError from error
     except duckdb.Error as error:
-        raise UserError(said(error)) from None
+        raise UserError(error_text(error)) from None
     finally:
         timer.cancel()
         cursor.close()
 
 
-def said(error: BaseException) -> str:
-    """The first line of what the database says, without what only its authors read."""
+def error_text(error: BaseException) -> str:
+    """Return the first line of the database's message, without internals."""
     text = str(error).strip().splitlines()
     return text[0][:300] if text else "the question cannot be answered"

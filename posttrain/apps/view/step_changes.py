@@ -1,4 +1,4 @@
-"""What a step did: which tokens changed most, one by one and by entry of the vocabulary."""
+"""The effect of a step: the tokens that changed most, one by one and by entry of the vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEASURES = {
     "reference": ("policy less reference", "learner", ("reference",)),
     "push": ("push on weights", "weight", ()),
 }
-"""What may be looked at: in words, which column, less the first of these that is there."""
+"""The measures: name, column, minus the first of these that is there."""
 ABOUT = {
     "gap": "log-probability under the learner before the step, less the engine's",
     "push": "as recorded: minus the gradient of the loss at a token's log-probability, its advantage in it, over all passes",
@@ -42,7 +42,7 @@ _READ = ("index", "tokens", "spans", "engine", "before", "learner", "reference",
 
 
 def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
-    """Of a step: a histogram, the tokens that changed most either way, and the same by vocabulary entry."""
+    """Return a histogram of a step, the tokens that changed most either way, and the same by vocabulary entry."""
     if part not in run.store.files:
         raise UserError(f"there are no rollouts of step {part.name} in this run")
     table = rows(run.store.files[part], names=_READ).to_pydict()
@@ -69,7 +69,7 @@ def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
         "mean": float(values.mean()),
         "size": float(np.abs(values).mean()),
         "histogram": _histogram(values),
-        "items": any(label is not None for label in table["label"]),
+        "preferences": any(label is not None for label in table["label"]),
         "sides": _sides(table, values, row),
         "pushed": silent_defects.pushed_in(run.store.files[part], run.objective),
         "up": _most(run, table, name, (values, row, place), [i for i in order[::-1][:LOOKED] if values[i] > 0]),
@@ -79,7 +79,7 @@ def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
 
 
 def _values(table: dict[str, list[Any]], name: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None:
-    """(values, which row, which place in its tokens) of every scored token that has one; None: nobody recorded it."""
+    """Return (values, rows, places in their tokens) of every scored token that has one; None: not recorded."""
     _, first, less = MEASURES[name]
     if first not in table or all(values is None for values in table[first]):
         return None
@@ -133,7 +133,7 @@ def _most(
     merged: dict[tuple[str, str, str | None], dict[str, Any]] = {}
     for i in order:
         own = _one(run, table, name, *found, i)
-        known = merged.setdefault((own["before"], own["piece"], _said(table, int(found[1][i]))), own)
+        known = merged.setdefault((own["before"], own["piece"], _chosen_or_rejected(table, int(found[1][i]))), own)
         known["times"] = known.get("times", 0) + 1
     return list(merged.values())[:MOST]
 
@@ -164,15 +164,15 @@ def _one(
 
 
 def _label(text: str | None) -> Any:
-    """What was said of a response; null where that cannot be read."""
+    """Return the labels of a response; null where they cannot be read."""
     try:
         return None if text is None else json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _said(table: dict[str, list[Any]], number: int) -> str | None:
-    """Whether a response was chosen or rejected, where it stood in one comparison."""
+def _chosen_or_rejected(table: dict[str, list[Any]], number: int) -> str | None:
+    """Return "chosen" or "rejected" for a response with one comparison; None for others."""
     label = _label(table["label"][number])
     comparisons = label.get("comparisons") if isinstance(label, dict) else None
     own = [c for c in comparisons or () if table["member"][number] in c[:2]]
@@ -180,8 +180,8 @@ def _said(table: dict[str, list[Any]], number: int) -> str | None:
 
 
 def _sides(table: dict[str, list[Any]], values: NDArray[Any], row: NDArray[Any]) -> list[dict[str, Any]]:
-    """The tokens of chosen and of rejected responses apart: how many, and their mean."""
-    said = np.array([_said(table, number) or "" for number in range(len(table["label"]))])[row]
+    """Return the tokens of chosen and of rejected responses apart: how many, and their mean."""
+    said = np.array([_chosen_or_rejected(table, number) or "" for number in range(len(table["label"]))])[row]
     sides = [(name, values[said == name]) for name in ("chosen", "rejected")]
     return [{"name": name, "n": len(own), "mean": float(own.mean())} for name, own in sides if len(own)]
 

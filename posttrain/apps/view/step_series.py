@@ -74,7 +74,7 @@ def _of_groups(rows: RolloutColumns, there: Places) -> dict[str, Floats]:
 
 
 def _mean(values: NDArray[Any], at: NDArray[Any], count: int) -> Floats:
-    """Of the values that are known, by place."""
+    """Return a series of the known values, by place."""
     known = ~np.isnan(values) if values.dtype == np.float64 else np.ones(len(values), dtype=bool)
     total = np.bincount(at[known], weights=values[known], minlength=count)
     with np.errstate(invalid="ignore"):

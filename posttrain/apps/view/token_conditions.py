@@ -1,7 +1,7 @@
 """Rollouts with a token of which a condition holds: ratio > 2, or trim(text) = 'wait'.
 
-Tokens are not held in memory. The files of the steps that are meant are looked at, within a time and a memory; of more than
-can be looked at so, those of the last steps, and the answer says so.
+Tokens are not held in memory. The files of the steps that are meant are looked at, within a time and a memory; beyond
+these only those of the last steps, and the answer reports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROLLOUTS = 200_000  # that are remembered
 
 
 class Marked(NamedTuple):
-    """What was found: rows of (step, held out, index, first such token, how many of them), and where nobody looked."""
+    """The rows found, (step, held out, index, first such token, how many of them), and the steps not searched."""
 
     rows: Sequence[tuple[int, bool, int, int, int]]
     parts: Collection[RolloutPart]  # that were looked at
@@ -29,7 +29,7 @@ class Marked(NamedTuple):
 
 
 def chosen(sizes: Mapping[RolloutPart, int]) -> tuple[list[RolloutPart], bool]:
-    """The last parts that have TOKENS together, one at least, and whether they are all."""
+    """Return the last parts that have TOKENS together, one at least, and whether they are all."""
     found: list[RolloutPart] = []
     total = 0
     for part in sorted(sizes, reverse=True):
@@ -47,13 +47,13 @@ def marked(
     vocabulary: Callable[[], Sequence[str]],
     seconds: float,
 ) -> list[tuple[int, bool, int, int, int]]:
-    """`Marked.rows`, of these parts. Raises UserError for what is no condition, or takes too long."""
+    """`Marked.rows`, of these parts. Raises UserError if it is no condition, or takes too long."""
     sql = f"""select step, held_out, "index", min(place), count(*) from tokens where ({condition}\n) group by all"""
     with Questions(folder, seconds, GIB, vocabulary, {(part.step, part.held_out) for part in parts}) as questions:
         try:
             names, rows = questions.ask(sql, ROLLOUTS + 1)
         except UserError as error:
-            raise UserError(_said(str(error), seconds)) from None
+            raise UserError(_error_text(str(error), seconds)) from None
     if len(names) != 5 or not all(_is_row(row) for row in rows[:1]):
         raise UserError("a condition on tokens is part of one SELECT: ratio > 2 and learned")
     if len(rows) > ROLLOUTS:
@@ -65,7 +65,7 @@ def _is_row(row: tuple[Any, ...]) -> bool:
     return isinstance(row[1], bool) and all(isinstance(row[n], int) for n in (0, 2, 3, 4))
 
 
-def _said(problem: str, seconds: float) -> str:
+def _error_text(problem: str, seconds: float) -> str:
     text = problem.removeprefix("the question cannot be answered: ").removeprefix("the question cannot be read: ")
     if "not found in FROM clause" in text:
         first = text.split(" in FROM clause")[0].removeprefix("Binder Error: ")

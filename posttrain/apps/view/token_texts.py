@@ -1,4 +1,4 @@
-"""What stands for each token: its text, as nearly as a token has one of its own.
+"""The text of each token, as nearly as a token has one of its own.
 
 Bytes of one character may be spread over several tokens. Those are decoded together: the first of them has the character,
 the others have nothing, so that the pieces joined are the text.
@@ -18,12 +18,12 @@ from posttrain.runs.run_reading import read_run
 if TYPE_CHECKING:
     from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character
+BROKEN = "\ufffd"  # a decoder's character for bytes that are none
 TOGETHER = 8  # tokens that may share a character
 
 
 def vocabulary_of(run: Path) -> list[str]:
-    """The texts of a run's tokens, by their ids; [] of what is no run, or has no tokenizer."""
+    """Return the texts of a run's tokens, by their ids; [] if it is no run, or has no tokenizer."""
     return TokenPieces(run, read_run(run)).vocabulary() if run.is_dir() else []
 
 
@@ -44,7 +44,7 @@ class TokenPieces:
         return self._tokenizer is not None
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        """A piece for each token."""
+        """Return a piece for each token."""
         self._open()
         if self._tokenizer is None:
             return [f"⟨{token}⟩" for token in tokens]
@@ -60,7 +60,7 @@ class TokenPieces:
         return pieces
 
     def vocabulary(self) -> list[str]:
-        """The text of every entry, by its id; without a tokenizer, []. Bytes that are no character are told by a sign."""
+        """Return the text of every entry, by its id; without a tokenizer, []. Bytes that are no character become a sign."""
         self._open()
         return (
             [] if self._tokenizer is None else [self._decoded([token]) for token in range(self._tokenizer.vocab_size)]
@@ -97,7 +97,7 @@ class TokenPieces:
             self._tried = True
 
     def _places(self) -> list[Path]:
-        """Where a tokenizer of this run may lie, the surest first. Nothing is fetched."""
+        """Return the folders where this run's tokenizer may be, the surest first. Nothing is fetched."""
         own = sorted(self._folder.glob(f"{CHECKPOINTS}/step-*"), reverse=True)
         named = [self._run.get("initial"), self._run.get("config", {}).get("model")]
         given = [Path(name) for name in named if isinstance(name, str) and name]

@@ -15,7 +15,7 @@ CLOSE = 2e-3  # an equation holds if it gives the recorded advantage within this
 EPSILON = 1e-6
 
 _BECAUSE = {
-    Fate.EQUAL: "all rewards of its group are equal, so nothing says which reply is better",
+    Fate.EQUAL: "all rewards of its group are equal, so no reply is better than another",
     Fate.INVALID: "its reward is invalid, so it is left out of its group",
     Fate.SMALL: "too few valid rollouts are left in its group",
     Fate.REPLACED: "dynamic sampling played another group in its place",
@@ -25,7 +25,7 @@ _BECAUSE = {
 
 
 def why(row: Mapping[str, Any]) -> str:
-    """One sentence."""
+    """Return one sentence."""
     fate, advantage, flags = row["fate"], row["advantage"], list(row["flags"] or ())
     reason = row["why"] or row["invalid"]
     beside = f" ({'; '.join(flags)})" if flags else ""
@@ -35,7 +35,7 @@ def why(row: Mapping[str, Any]) -> str:
     if learns == "demonstrations":
         return "A demonstration: its response is imitated, token by token."
     if learns in ("preferences", "scores"):
-        return "One response of an item: what was said of the item moves it."
+        return "One response of a preference example: the labels of the example move it."
     if fate is None:
         if row["invalid"]:
             return f"Not trained: its reward is invalid ({row['invalid']})."
@@ -54,9 +54,10 @@ def why(row: Mapping[str, Any]) -> str:
 
 
 def equation(row: Mapping[str, Any], others: Sequence[float | None], objective: Sequence[str]) -> dict[str, Any]:
-    """The reward as a sum, and the advantage as the equation that gives what was recorded.
+    """Return the reward as a sum, and the advantage as the equation that gives the recorded value.
 
-    `others`: the rewards as used of its whole group. Where no usual equation gives it, the row's own formula is named.
+    `others`: the rewards as used of its whole group. Where no usual equation gives it, the algorithm's own formula is
+    named.
     """
     found: dict[str, Any] = {"formula": _formula(objective)}
     value, advantage = row["used"] if row["used"] is not None else row["reward"], row["advantage"]
@@ -82,7 +83,7 @@ def equation(row: Mapping[str, Any], others: Sequence[float | None], objective: 
 
 
 def bounds(objective: Sequence[str]) -> tuple[float, float] | None:
-    """Between which ratios the row's clip leaves a token its gradient."""
+    """Return the range of ratios in which the algorithm's clip leaves a token its gradient."""
     found = next(filter(None, (CLIP.search(line) for line in objective)), None)
     return (float(found[1]), float(found[2])) if found else None
 

@@ -1,4 +1,4 @@
-"""The four questions of the overview, answered in words: a word, how it stands, and what it rests on."""
+"""The answers to the four questions of the overview: a word, a sentence, and the evidence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def verdicts(m: Mapping[str, Values], own: Mapping[str, Any]) -> dict[str, Verdi
 
 
 def _without_sides(m: Mapping[str, Values], own: Mapping[str, Any]) -> Mapping[str, Values]:
-    """Of sides that play each other what one wins the other loses: how both fare says little, what is held out does."""
+    """Return the metrics; where sides play each other, only held-out rewards: one side wins what the other loses."""
     sides = [
         name for name in m if name.startswith("reward/") and name.removeprefix("reward/") not in own.get("parts", ())
     ]
@@ -64,7 +64,7 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
         text = f"{word} {_f(before)} → {_f(now)}"
         held = next((n for n in ("eval/accuracy", "eval/reward", "eval/loss", "eval/divergence") if n in m), None)
         if name == SIDES:
-            held, text = name, "sides that play each other, whose own reward says little"
+            held, text = name, "sides that play each other, whose own reward shows little"
         gained = (now - before) * better
         scale = max(abs(before), abs(now), 1e-9) if better < 0 or max(abs(before), abs(now)) > 2 else 1.0
         if held is not None:
@@ -84,7 +84,7 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
                 "solved", "good", f"{text}; {min(accuracy):.1%} of the replies were right from the start on"
             )
         shift = values[-1] - values[0] if held in ("eval/accuracy", "eval/reward") and values else 0.0
-        alike = math.copysign(shift, shift * gained) > 2 * GAIN  # what is held out has moved in the same way
+        alike = math.copysign(shift, shift * gained) > 2 * GAIN  # held-out rewards have moved in the same way
         if GAIN * scale < abs(gained) < NOISE * _error(_all(m[name])) and not alike:
             return _verdict("not yet", "warn", f"{text}; its steps differ as much by chance")
         if gained > GAIN * scale:
@@ -147,7 +147,7 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
 
 
 def _paid(lengths: Sequence[Length]) -> tuple[list[str], list[str]]:
-    """What is doubtful about rewards that go with the length of the reply, and what is worth saying of them."""
+    """Return the doubts about rewards that go with the length of the reply, and remarks on them."""
     doubts, said = [], []
     for one in lengths:
         name = "the reward" if one.name == REWARD else f"“{one.name}”"
@@ -163,7 +163,7 @@ def _paid(lengths: Sequence[Length]) -> tuple[list[str], list[str]]:
 
 
 def _part_alone(parts: Mapping[str, Values]) -> str | None:
-    """A part that has risen while another one has fallen."""
+    """Return a part that has risen while another one has fallen."""
     moves = {name: (e[1] - e[0]) for name, values in parts.items() if (e := _ends(values)) is not None}
     up = max(moves, key=lambda n: moves[n], default=None)
     down = min(moves, key=lambda n: moves[n], default=None)
@@ -233,7 +233,7 @@ def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
 
 
 def _gap(m: Mapping[str, Values]) -> str | None:
-    """How engine and learner differ where they should not, and what the way it began points at."""
+    """Return how engine and learner differ where they should not, and the likely cause."""
     mean, most = _fresh(m, "sampler/gap"), _fresh(m, "sampler/gap/max")
     if not mean or max(mean) <= FAR_APART:
         return None
@@ -283,14 +283,14 @@ def _error(values: Sequence[float]) -> float:
 
 
 def _leaps(norms: Sequence[float]) -> list[float]:
-    """Those that stand out from the run and from the steps around them: the first of norms that fall are no leap."""
+    """Return the outliers from the run and the steps around them: the first of falling norms is no leap."""
     rule = _rule(norms)
     high = [at for at, norm in enumerate(norms) if norm > 10 * rule]
     return [norms[at] for at in high if norms[at] > 10 * _median(norms[max(0, at - AROUND) : at + AROUND + 1])]
 
 
 def _rule(norms: Sequence[float]) -> float:
-    """The median of those that are not 0: steps without any signal are no measure of the others."""
+    """Return the median of those that are not 0: steps without any signal are no measure of the others."""
     moved = [norm for norm in norms if norm > 0]
     return _median(moved) if moved else 0.0
 

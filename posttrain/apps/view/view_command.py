@@ -21,11 +21,11 @@ from posttrain.core.types import UserError
 from posttrain.system.http_front import HOST, bound
 
 QUESTIONS = 40  # that are answered at once, each in a thread
-PATIENCE = 4.0  # seconds in which what is being answered may be answered, once the server is to end
+GRACE_SECONDS = 4.0  # seconds in which open requests may be answered, once the server is to end
 
 
 def opened(folders: Sequence[str]) -> list[OpenRun]:
-    """The runs in these folders. Raises UserError for one that holds none."""
+    """Return the runs in these folders. Raises UserError for one that holds none."""
     paths = [Path(folder).expanduser() for folder in folders]
     return [OpenRun(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
 
@@ -39,7 +39,7 @@ def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
 def _serve(runs: Sequence[OpenRun], port: int, browser: bool) -> None:
     token = token_urlsafe(12)
     with bound(HOST, port) as listening:
-        listening.listen()  # whoever is quicker than the imports below waits, and is not refused
+        listening.listen()  # a browser that is quicker than the imports below waits, and is not refused
         for run in runs:  # not before: a thread that reads would be cut off where the port is taken
             run.begin()
         address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
@@ -60,7 +60,7 @@ async def _answer(runs: Sequence[OpenRun], token: str, listening: socket.socket)
     from posttrain.system.http_server import serving
 
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(QUESTIONS))
-    async with serving(application(runs, token), listening, shutdown_timeout=PATIENCE):
+    async with serving(application(runs, token), listening, shutdown_timeout=GRACE_SECONDS):
         try:
             await asyncio.Event().wait()
         finally:
@@ -68,7 +68,7 @@ async def _answer(runs: Sequence[OpenRun], token: str, listening: socket.socket)
 
 
 def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tuple[int, list[str]]:
-    """Write one run into one file; its size in bytes, and what is missing in it."""
+    """Write one run into one file; return its size in bytes, and its gaps."""
     if len(folders) != 1:
         raise UserError("--export writes one run: name one folder")
     from posttrain.apps.view.html_export import Selection, gathered, packed
@@ -95,7 +95,7 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tup
 
 def _leave(runs: Sequence[OpenRun]) -> None:
     """End the process in some seconds: it may be at a question that no interrupt reaches."""
-    time.sleep(PATIENCE)
+    time.sleep(GRACE_SECONDS)
     for run in runs:
         run.store.close()
     os._exit(130)
@@ -116,16 +116,16 @@ class _NoPandas:
 
 @contextmanager
 def _lighter() -> Iterator[None]:
-    """Keep pyarrow from what it does not need here.
+    """Keep pyarrow from loading what it does not need here.
 
-    It imports pandas before the first numbers go to or from an array, to tell pandas' own apart: 0.3 s and 43 MB. Its own
-    allocator holds on to what has been freed: 80 MB more, and as many pages to be made.
+    It imports pandas before the first numbers go to or from an array, to recognise pandas' own: 0.3 s and 43 MB. Its own
+    allocator keeps freed memory: 80 MB more, and as many pages to be made.
     """
     import pyarrow
 
     before, refusing = pyarrow.default_memory_pool(), _NoPandas()
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
-    if "pandas" not in sys.modules:  # whoever asks whether it is there is not told that it is loaded, as DuckDB asks
+    if "pandas" not in sys.modules:  # code that looks for it, as DuckDB does, finds that it is not loaded
         sys.meta_path.insert(0, refusing)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Serves the pages and their answers to one browser of this machine: whoever knows the token in the address.
+"""Serves the pages and their answers to one browser of this machine: a client that knows the token in the address.
 
-What models wrote is a stranger's text. It leaves here as JSON and becomes text nodes there; no script but the files beside
+Text of models is a stranger's text. It leaves here as JSON and becomes text nodes there; no script but the files beside
 this one may run, nothing may be loaded from elsewhere, and no other site may frame these pages or read an answer.
 """
 
@@ -49,7 +49,7 @@ LONGEST = 300  # characters of a path: no page has a longer one
 
 
 def application(runs: Sequence[OpenRun], token: str) -> web.Application:
-    """The pages about these runs, for requests that name the token and this machine."""
+    """Return the pages about these runs, for requests that name the token and this machine."""
     answers = Answers(runs)
     texts = _static()
 
@@ -119,7 +119,7 @@ def _run(runs: Sequence[OpenRun], request: web.Request) -> OpenRun:
 
 
 def _guard(token: str) -> Middleware:
-    """Lets in who names this machine and the token, and puts the headers on every answer."""
+    """Admit requests that name this machine and the token, and puts the headers on every answer."""
 
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
         if len(request.path) > LONGEST:

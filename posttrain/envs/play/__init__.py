@@ -1,1 +1,1 @@
-"""Plays episodes: environments in worker processes, turns, answers of services."""
+"""Episodes: environments in worker processes, turns, answers of services."""

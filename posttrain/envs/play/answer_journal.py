@@ -6,7 +6,7 @@ that step was finished: a step that an outage ended is asked again. A line of `a
     {"step": 3, "question": digest, "service": name, "answer": ...} or with "invalid": reason in the place of the answer
     {"begun": 4}                                                    all steps before it are finished
 
-Beside an answer stands what was `said` for it. That may be long, so it is not held: it is read again where it is asked for.
+Beside an answer is `said`, its reasons. They may be long, so they are not held: they are read again where they are needed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from posttrain.core import user_files
 from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
 
 ANSWERS = "answers.jsonl"
-"""The file, in the folder of a run. Its order of lines depends on the clock; nothing that a run computes does."""
+"""The file, in the folder of a run. Its order of lines depends on the clock; no result of a run does."""
 EVERYBODYS = "answers*.jsonl"
-"""All of them: further processes of a run write what they were told into files of their own."""
+"""All of them: further processes of a run write their answers into files of their own."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """Where a Reasoned answer stands."""
+    """The place of a Reasoned answer."""
 
     path: Path
     start: int  # byte
@@ -56,7 +56,7 @@ class AnswerJournal:
         return of_step or question in self.valid, _read_again(found) if isinstance(found, _Line) else found
 
     def note(self, step: int, question: str, service: str, answer: Any) -> None:
-        """Keep what was answered. A run that is killed after this call finds it again."""
+        """Keep an answer. A run that is killed after this call finds it again."""
         found, reasoned = bare(answer), isinstance(answer, Reasoned)
         told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
         said = {"said": list(answer.said)} if reasoned else {}
@@ -124,7 +124,7 @@ class AnswerJournal:
 
 
 def _answer(row: dict[str, Any]) -> Any:
-    """Of a line."""
+    """Return the answer of a line."""
     found = Invalid(str(row["invalid"]), InvalidKind.UNANSWERED) if "invalid" in row else row["answer"]
     return Reasoned(found, tuple(map(str, row["said"]))) if "said" in row else found
 

@@ -1,9 +1,9 @@
-"""Where rollouts branch, and which members of a group the branches are (ARPO, arXiv 2507.19849).
+"""The plan of branches: where rollouts branch, and which members of a group the branches are (ARPO, arXiv 2507.19849).
 
 Decided here: timing decides nothing. Some members of a group begin with the prompt; the others are dealt to them
-beforehand, as what each may begin. Where a rollout branches, its new branches begin members of its own share, and what is
-left of the share is dealt again among all of them. So whether a rollout branches follows from what it said itself, and
-not from what others did meanwhile. What a rollout has not begun when it ends, begins with the prompt, so that
+beforehand, as the share that each may begin. Where a rollout branches, its new branches begin members of its own share,
+and the rest of the share is dealt again among all of them. So whether a rollout branches follows from its own replies,
+and not from those of others meanwhile. Members that a rollout has not begun when it ends begin with the prompt, so
 every group has all its members.
 """
 
@@ -27,7 +27,7 @@ class BranchPlan:
     largest: float  # entropy that there can be, in nats: that of a uniform choice
 
     def begin(self, size: int) -> int:
-        """How many of a group of this size begin with the prompt."""
+        """Return the number of members of a group of this size that begin with the prompt."""
         return max(1, math.ceil(self.first * size - 1e-9))
 
     def branches_after(self, before: Sequence[float], now: Sequence[float]) -> bool:
@@ -44,7 +44,7 @@ class BranchPlan:
 
 
 class Shares:
-    """Which episodes wait to be begun, and by whom: a rollout that branches, or else the prompt when that one has ended."""
+    """The episodes that wait to begin, each as a branch of a rollout, or with the prompt when that rollout has ended."""
 
     def __init__(self, groups: Sequence[str], plan: BranchPlan | None) -> None:
         """`groups`: of each episode."""
@@ -55,7 +55,7 @@ class Shares:
             self.member.append(len(own))
             own.append(index)
         self.first: list[int] = []  # that begin at once
-        self._of: dict[int, list[int]] = {}  # by who may begin them
+        self._of: dict[int, list[int]] = {}  # by the episode that may begin them
         for own in members.values():
             count = plan.begin(len(own)) if plan else len(own)
             self.first += own[:count]
@@ -67,13 +67,13 @@ class Shares:
         return bool(self._of.get(index))
 
     def branch(self, index: int, most: int) -> list[int]:
-        """At most so many that begin as branches of this one. What is left is dealt among them all."""
+        """Return at most so many that begin as branches of this one, and deal the rest among them all."""
         own = self._of.pop(index)
         self._deal([index, *own[:most]], own[most:])
         return own[:most]
 
     def end(self, index: int) -> list[int]:
-        """What this one leaves to be begun with the prompt."""
+        """Return the episodes that this one has left to begin with the prompt."""
         return self._of.pop(index, [])
 
     def _deal(self, to: Sequence[int], waiting: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
-"""What an episode did once and is not to do again: `recorded`.
+"""Calls that an episode makes once, and that its replay does not repeat: `recorded`.
 
-Environments are played again from their task and the replies they had when their worker is lost. What they ask of the
-world on the way, such as a search, would be asked again and might answer otherwise. A result that was recorded is kept by
-the pool, and comes back instead.
+When a worker is lost, its environments are replayed from their tasks and the replies they had. Their calls to the
+outside world, such as a search, would be repeated and might return something else. The pool keeps a recorded result and
+returns it instead.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ MOST_RECORDS = 4096  # of an episode
 MOST_NOTES = 1 << 16  # characters of an episode's notes
 LEFT_OUT = f"left out: more than the {MOST_NOTES:,} characters of an episode's notes"
 FURTHER = {"further notes": LEFT_OUT}
-"""What is noted, beyond that limit, where not even a name has room."""
+"""The note beyond that limit, where not even a name has room."""
 MOST_FURTHER = 99  # its characters, as they are counted
 
 Keep = Callable[[int, Any], None]
-"""Sends a result to the pool: its number within the episode, and what it is."""
+"""Sends a result to the pool: its number within the episode, and the result."""
 
 
 class CallJournal:
-    """The results of one episode, by the order in which they were asked for.
+    """The results of one episode, by the order of its calls.
 
-    `known`: those of before, in the order in which they came. What waits gets them in that order again: which of two tasks
-    goes on first decides what is asked next, and so which number that has.
+    `known`: earlier results, in the order in which they came. Waiting calls get them in that order again: the order in
+    which tasks go on decides the numbers of their next calls.
     """
 
     def __init__(self, keep: Keep | None = None, known: Mapping[int, Any] | None = None) -> None:
         self._keep = keep
         self._known = dict(known or {})
         self._left = deque(self._known)  # that were not taken yet
-        self._turns: dict[int, asyncio.Future[None]] = {}  # who waits for those before
+        self._turns: dict[int, asyncio.Future[None]] = {}  # calls that wait for those before
         self._asked = 0
         self._thread = threading.get_ident()
         self._notes: dict[str, Any] = {}
@@ -50,11 +50,12 @@ class CallJournal:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """As they are now."""
+        """The notes so far."""
         return {**self._notes, **(FURTHER if self._further else {})}
 
     def note(self, values: Mapping[str, Any]) -> None:
-        """Raises TypeError for what JSON cannot hold. What is too long stands there as such: no reward depends on it."""
+        """Store notes. Raises TypeError for values that JSON cannot hold. Long values are marked as such: no reward
+        depends on them."""
         for name, value in values.items():
             name = str.__str__(name)
             self._notes.pop(name, None)
@@ -62,7 +63,7 @@ class CallJournal:
             self._further |= not any(self._keeps(name, kept) for kept in (value, LEFT_OUT))
 
     def _keeps(self, name: str, value: Any) -> bool:
-        """Note it, if there is room: each costs what it is long, however many there are."""
+        """Store it, if there is room: each costs its length, however many there are."""
         size = [0]
         try:
             ((name, kept),) = plain_data({name: value}, size, 0).items()
@@ -77,7 +78,7 @@ class CallJournal:
         return True
 
     def next(self) -> tuple[int, bool]:
-        """The number of what is asked now, and whether its result is known."""
+        """Return the number of the current call, and whether its result is known."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "recorded was called in another thread than its episode's: in an async environment, give it the thread's "
@@ -114,7 +115,7 @@ class CallJournal:
 
 
 def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """The notes of an episode as a worker sends them. Raises ValueError if it has none such."""
+    """Return the notes of an episode as a worker sends them. Raises ValueError if it has none such."""
     size = [0]
     found: dict[str, Any] = plain_data(dict(notes), size, 0)
     if size[0] > MOST_NOTES + MOST_FURTHER:
@@ -124,16 +125,15 @@ def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
 
 CURRENT: ContextVar[CallJournal | None] = ContextVar("journal", default=None)
 NOTING: ContextVar[CallJournal | None] = ContextVar("noting", default=None)
-"""The episode's journal, also within what is recorded."""
+"""The episode's journal, also within a recorded call."""
 
 
 def note(*unnamed: Never, **values: Any) -> None:
-    """Keep something of an episode for whoever reads its rollout: `note(moves=7, opening="e4")`.
+    """Store notes of an episode for readers of its rollout: `note(moves=7, opening="e4")`.
 
-    Plain JSON data, under names of the environment's own; what is noted later under a name replaces what was there, and what
-    goes beyond `MOST_NOTES` characters is left out. No result depends on it, and outside of an environment it does nothing.
-    Within what is `recorded` it is refused: that is not called again where an episode is played again, so note what it
-    returned.
+    Plain JSON data, under names of the environment's own; a later note replaces an earlier one of its name, and notes
+    beyond `MOST_NOTES` characters are left out. No result depends on it, and outside of an environment it does nothing.
+    Within a `recorded` call it is refused: a replayed episode does not repeat that call, so note its result instead.
     """
     if unnamed:
         raise TypeError("note takes names, as in note(moves=7); of a dict, note(**values)")
@@ -146,11 +146,11 @@ def note(*unnamed: Never, **values: Any) -> None:
 
 
 def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function once in an episode, however often the episode is played: `page = recorded(fetch, url)`.
+    """Call a function once in an episode, however often the episode is replayed: `page = recorded(fetch, url)`.
 
-    What it returns is plain JSON data. Of a coroutine function the result is awaited: `page = await recorded(fetch, url)`.
-    What it raises is not recorded. Outside of an environment it is a plain call, and so it is within what is recorded, which
-    is not called again as a whole, and in threads that the environment starts.
+    Its result is plain JSON data. Of a coroutine function the result is awaited: `page = await recorded(fetch, url)`.
+    An exception is not recorded. Outside of an environment it is a plain call, and also within a recorded call, which
+    is not repeated as a whole, and in threads that the environment starts.
     """
     journal = CURRENT.get() or CallJournal()
     number, known = journal.next()

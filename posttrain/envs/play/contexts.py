@@ -1,8 +1,8 @@
 """Decides which context of an episode a turn belongs to.
 
-An environment says what is new. A program that speaks a model's API says all of it each time, and may hold several
-conversations at once. What it says is therefore compared with what stands in the contexts so far. Where it continues one,
-only the rest is an observation, so nothing that was sampled is ever tokenised again. Otherwise a new context begins.
+An environment yields only new text. A program that uses a model's API sends the whole conversation each time, and may
+hold several at once. Its messages are therefore compared with the contexts so far. Where it continues one, only the
+rest is an observation, so nothing that was sampled is ever tokenised again. Otherwise a new context begins.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from posttrain.core.types import Completion, Reply, Transcript, Turn
 
 
 class Context:
-    """What the policy sees and says in one conversation."""
+    """The messages and tokens of one conversation of the policy."""
 
     def __init__(self, tokenizer: TextEncoder, side: str = "") -> None:
         self.tokenizer = tokenizer
-        self.side = side  # whose it is
+        self.side = side  # the side that owns it
         self.conversation = Conversation(tokenizer)
         self.transcript = Transcript()
         self.last: Completion | None = None  # that was sampled in it
-        self.told = False  # that the episode has run out of something, in a turn that was not the whole
-        self._earlier: tuple[Any, ...] = ()  # what all of this was before the last turn
-        self.messages: list[Mapping[str, Any]] | None = []  # given and said; None: not all of it was messages
+        self.told = False  # whether it has received the end of the episode, in a turn that was not the whole
+        self._earlier: tuple[Any, ...] = ()  # the state before the last turn
+        self.messages: list[Mapping[str, Any]] | None = []  # of both sides; None: not all of it was messages
         self._stop: tuple[str, ...] = ()  # of the last turn
         self._texts: tuple[str | Completion, ...] | None = ()  # the same of text
 
@@ -49,7 +49,7 @@ class Context:
         return tokens
 
     def take_back(self) -> None:
-        """What was read last was not put before the policy."""
+        """Undo the last `read`: its turn was not put before the policy."""
         if self._earlier:
             conversation, self.messages, self._texts, self._stop = self._earlier
             vars(self.conversation).update(conversation)
@@ -64,7 +64,7 @@ class Context:
             self._texts = (*self._texts, completion)
 
     def rest(self, turn: Turn) -> Turn | None:
-        """What of the turn, which is the whole of a context, is new here; None where it does not continue this one."""
+        """Return the new part of a turn that is the whole of a context; None where it does not continue this one."""
         if turn.tokens is not None:
             so_far = self.transcript.tokens
             begins = len(so_far) <= len(turn.tokens) and list(turn.tokens[: len(so_far)]) == so_far
@@ -99,7 +99,7 @@ class Context:
 
 
 def placed(turn: Turn, contexts: Sequence[Context]) -> tuple[Turn, Context | None]:
-    """What a whole turn adds to a context, and to which; the turn itself, as a fresh one, where it continues none.
+    """Return the new part of a whole turn and the context that it continues; the turn itself, as a fresh one, if none.
 
     Of several the longest is continued, and of equal ones the latest.
     """
@@ -112,8 +112,8 @@ def placed(turn: Turn, contexts: Sequence[Context]) -> tuple[Turn, Context | Non
 def _same(seen: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     """Whether a message is the one that was seen.
 
-    A reply is known by its calls of tools, or else by its text, with or without the stop string. Programs trim what a model
-    said, so white space around it is not compared.
+    A reply is known by its calls of tools, or else by its text, with or without the stop string. Programs trim a
+    model's replies, so white space around them is not compared.
     """
     said: Reply | None = seen.get("said")
     if said is None:

@@ -1,7 +1,7 @@
-"""Reads what environments yield and return. Decides what counts as a turn and as a reward.
+"""The checks of what environments yield and return. Decides which values are turns and rewards.
 
-It is user data, and is checked here, in one place: a value that cannot be read becomes `Invalid` with a reason that says
-what was expected, never a silent 0.
+It is user data, and is checked here, in one place: a value that cannot be read becomes `Invalid` with a reason that
+names the expected value, never a silent 0.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them
 
 @value_type
 class Done:
-    """The episode is over: what it earned, the named parts of that, and what parts of its replies earned besides."""
+    """The episode is over: its reward, the named parts of that, and rewards of parts of its replies besides."""
 
     reward: float | Invalid
     rewards: dict[str, float] = field(default_factory=dict)
     spans: tuple[SpanReward, ...] = ()
-    sides: dict[str, Done] = field(default_factory=dict)  # what each side earned, where they earned different things
-    notes: dict[str, Any] = field(default_factory=dict)  # what the environment noted: see `recording.note`
+    sides: dict[str, Done] = field(default_factory=dict)  # the result of each side, where they differ
+    notes: dict[str, Any] = field(default_factory=dict)  # the environment's notes: see `call_recording.note`
 
     def of(self, side: str) -> Done:
-        """What a side earned."""
+        """Return the result of a side."""
         if not self.sides:
             return self
         missing = f"returned Sides for {', '.join(map(repr, self.sides))}, and none for {side!r}, which was asked"
@@ -65,11 +65,11 @@ class Done:
 
 
 Event = Turn | Ask | Done
-"""What an environment answers: show this to the model and send its reply, ask this and send the answer, or the end."""
+"""An event of an environment: a turn to show to the model, a question to a service, or the end."""
 
 
 def read_verdict(value: Any) -> Done:
-    """What a reward returned.
+    """Read the result of a reward.
 
     Example: {"correct": 1, "format": 0.5} -> Done(1.5, {"correct": 1.0, "format": 0.5}). A part called "reward" is the
     reward, and is not listed again among the parts.
@@ -100,7 +100,7 @@ def _read_sides(given: Any) -> Done:
 
 
 def problem_of_side(side: Any) -> str | None:
-    """What is wrong with the name of a side, if anything."""
+    """Return the fault in the name of a side, or None."""
     if isinstance(side, str) and len(side) <= LONGEST_NAME and side == cleaned(side):
         return None
     return f"the side {short(side)}; expected a name of one line"
@@ -147,12 +147,12 @@ def _read_spans(value: Any) -> tuple[SpanReward, ...] | Invalid:
 
 
 def read_yielded(value: Any) -> Turn | Ask | Invalid:
-    """What an environment yielded -> a turn or a question, of plain data."""
+    """Read a yielded value as a turn or a question, of plain data."""
     return read_ask(value) if isinstance(value, Ask) else read_turn(value)
 
 
 def read_ask(value: Ask) -> Ask | Invalid:
-    """A question to a service, of plain JSON data that no longer shares anything with the environment."""
+    """Return a question to a service, of plain JSON data that no longer shares anything with the environment."""
     name: Any = value.service
     if not isinstance(name, str) or not name or len(name) > LONGEST_NAME or problem_of_text(name):
         return unreadable(f"yielded an Ask whose service is {short(name)}; expected the name of one, such as 'judge'")
@@ -169,9 +169,9 @@ class TooMuch(ValueError):
 
 
 def plain_data(value: Any, size: list[int], depth: int) -> Any:
-    """A copy made of JSON's own types. Adds its characters to `size`. Raises ValueError with what cannot be asked."""
+    """Return a copy made of JSON's own types. Adds its characters to `size`. Raises ValueError with what cannot be asked."""
     if isinstance(value, str):
-        value = str.__str__(value)  # a type of the user's may say anything of its length
+        value = str.__str__(value)  # a type of the user's may report any length
     size[0] += 2 + (len(value) if isinstance(value, str) else 24 if isinstance(value, int | float) else 2)
     if size[0] > LONGEST_TEXT:
         raise TooMuch(f"whose content has more than {LONGEST_TEXT:,} characters")
@@ -197,7 +197,7 @@ def plain_data(value: Any, size: list[int], depth: int) -> Any:
 
 
 def read_turn(value: Any) -> Turn | Invalid:
-    """What an environment yielded -> a turn of plain data, whose text can be tokenised."""
+    """Read a yielded value as a turn of plain data, whose text can be tokenised."""
     if isinstance(value, str):
         value = Turn(text=value)
     if not isinstance(value, Turn):
@@ -313,7 +313,7 @@ def _read_calls(given: Any) -> list[dict[str, Any]]:
 
 
 def _read_tools(given: Any) -> list[dict[str, Any]] | Invalid | None:
-    """The JSON schemas of tools, which may be given as functions."""
+    """Return the JSON schemas of tools, which may be given as functions."""
     if given is None:
         return None
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
@@ -331,7 +331,7 @@ def _read_tools(given: Any) -> list[dict[str, Any]] | Invalid | None:
 
 
 def read_schema(tool: Any) -> dict[str, Any]:
-    """The schema of a tool, given as a function or as the schema itself. Raises UserError."""
+    """Return the schema of a tool, given as a function or as the schema itself. Raises UserError."""
     if callable(tool):
         from posttrain.envs.tool_schemas import schema_of
 
@@ -371,7 +371,7 @@ def _problem(texts: Sequence[str]) -> Invalid | None:
 
 
 def problem_of_text(text: str) -> str | None:
-    """What in it is no character, in words."""
+    """Return, in words, the part of a text that is no character."""
     if text.isascii() or not (found := re.search("[\ud800-\udfff]", text)):
         return None
     return (
@@ -381,7 +381,7 @@ def problem_of_text(text: str) -> str | None:
 
 
 def read_number(value: Any, said: str) -> float | Invalid:
-    """A plain real number, also as numpy, torch or decimal has it. `said`: how the reason begins."""
+    """Return a plain real number, also as numpy, torch or decimal has it. `said`: the beginning of the reason."""
     if value is None:
         return unreadable(f"{said} None (is a return missing?); {EXPECTED}")
     real = hasattr(value, "__float__") and not isinstance(value, str)
@@ -394,7 +394,7 @@ def read_number(value: Any, said: str) -> float | Invalid:
         return unreadable(f"{said} {short(value)}; {EXPECTED}")
     try:
         number = float(value)
-    except Exception:  # integers beyond float, whatever the user's type does
+    except Exception:  # integers beyond float, anything that the user's type does
         return unreadable(f"{said} {short(value)}; {EXPECTED}")
     if not abs(number) <= MOST_REWARD:  # NaN is not, either
         return unreadable(f"{said} {number:g}; {EXPECTED}")
@@ -406,6 +406,6 @@ def unreadable(reason: str) -> Invalid:
 
 
 def cleaned(text: Any) -> str:
-    """A text of the user's on one line, of stated length, that can be written to a file."""
+    """Return a text of the user's on one line, of stated length, that can be written to a file."""
     line = " ".join(str(text)[: 2 * LONGEST_REASON].split()).encode("utf-8", "replace").decode()
     return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."

@@ -1,16 +1,16 @@
-"""Plays environments in worker processes, so that nothing the user's code does can hang, crash or quietly zero a run.
+"""A pool of worker processes for environments: nothing the user's code does can hang, crash or quietly zero a run.
 
-What is decided here:
+Decided here:
 
 * Each step of an episode (the first turn, or the answer to one reply) has `seconds`, counted from when its worker began
   it. A worker beyond that is killed, with every process it started, and the episode it was stuck in is
-  `Done(Invalid(...))`. So it is when the worker dies by itself, takes too much memory, or says what cannot be read.
+  `Done(Invalid(...))`. So it is when the worker dies by itself, takes too much memory, or sends an unreadable message.
 * Scoring goes to whichever worker is free. An episode of several turns stays with the worker that began it, the one
   with the fewest of them. When that is lost, its other episodes are replayed in a fresh one from their task, the replies
-  and the answers of services that they had, which gives what was there before if the environment is deterministic. It
-  should be: seed what is random from the task.
+  and the answers of services that they had, which gives the same state if the environment is deterministic. It
+  should be: seed its random numbers from the task.
 * An environment that is written with `async def` waits beside others: a worker has as many of its steps under way as are
-  asked. It sees to the limit itself, and tells nothing but the result; the pool does so a little later, for code that
+  asked. It enforces the limit itself, and reports nothing but the result; the pool does so a little later, for code that
   never gives the thread back. Then, and when such a worker dies, the episode whose code ran last is the one that is blamed.
 * The first worker starts at once and the others when it has imported the environment, while models are loaded: an import
   that fails does so once.
@@ -65,18 +65,18 @@ GRACE_SECONDS = 1.0  # for a worker whose code waits to see to a limit itself
 KILLED = (
     signal.SIGKILL,
     signal.SIGTERM,
-)  # what ends a process from outside: a person, a scheduler, the system out of memory
-KILLED_MOST = 2  # times that an episode is played again for that: one that ends its own process so does it each time
+)  # signals that end a process from outside: a person, a scheduler, the system out of memory
+KILLED_MOST = 2  # replays of an episode for that: one that ends its own process so does it each time
 MOST_BESIDE = 1024  # scores that wait side by side in a worker
 
 
 def default_workers() -> int:
-    """As many as there are processors to run them."""
+    """Return the number of processors for them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _own(said: Any) -> Any:
-    """What code in this process is given, which may change it."""
+    """Return a copy for code in this process, which may change it."""
     return said if isinstance(said, Reply) else deepcopy(said)
 
 
@@ -86,8 +86,8 @@ class _Episode:
     number: int  # of all that this pool began
     task: Task
     sent: list[Any] = field(default_factory=list)  # to it, in order: replies, and answers of services
-    recorded: dict[int, Any] = field(default_factory=dict)  # what it is to do once, and did
-    worker: _Worker | None = None  # where it is, or will be: None for a plain reward that nothing is asked of
+    recorded: dict[int, Any] = field(default_factory=dict)  # results of calls that it makes once
+    worker: _Worker | None = None  # the worker that has it, or will: None for a plain reward without questions
     placed: bool = False  # its worker holds it, and has seen all that was sent except the last, which may be on its way
     waiting: bool = True  # a command of it is unanswered
     killed: int = 0  # times that its process was ended from outside while it was in it
@@ -95,7 +95,7 @@ class _Episode:
 
 @dataclass(eq=False, slots=True)
 class _Order:
-    """What a worker is to do: the next step of an episode, or to forget it."""
+    """A command for a worker: the next step of an episode, or to forget it."""
 
     episode: _Episode
     drop: bool = False
@@ -107,9 +107,9 @@ class _Worker:
 
     def __init__(self, setup: WorkerSetup, folder: str) -> None:
         self.ready = False
-        self.waits = False  # whether it works on all that was sent side by side
+        self.waits = False  # whether it works on all orders side by side
         self.queue: deque[_Order] = deque()  # to be sent
-        self.sent: dict[int, _Order] = {}  # what it is working on, by the number of the episode, in order
+        self.sent: dict[int, _Order] = {}  # the orders in work, by the number of the episode, in order
         self.since = time.monotonic()  # when it began the first of `sent`
         self.socket, theirs = pair()
         self.socket.setblocking(False)
@@ -118,8 +118,8 @@ class _Worker:
             os.ftruncate(note, NOTE_BYTES)
             self.note = mmap.mmap(note, NOTE_BYTES)
             with theirs:
-                told = {"POSTTRAIN_ENV_TIMEOUT": f"{setup.seconds:g}"}  # what limits itself may be quicker than this
-                told["PYTHONHASHSEED"] = "0"  # in which order a set is gone through must not decide about a reward
+                told = {"POSTTRAIN_ENV_TIMEOUT": f"{setup.seconds:g}"}  # an environment may stop earlier
+                told["PYTHONHASHSEED"] = "0"  # the order of a set must not change a reward
                 self.child = Child(
                     "posttrain.envs.play.env_worker:main", [theirs.fileno(), note], folder=folder, environment=told
                 )
@@ -129,7 +129,7 @@ class _Worker:
         self.unsent = bytearray(framed(pickle.dumps(setup)))
 
     def write(self) -> bool:
-        """Write what it takes. Returns whether all of it went. Raises OSError if it is gone."""
+        """Write as much as the socket takes. Returns whether that was all. Raises OSError if the worker is gone."""
         while self.unsent:
             try:
                 del self.unsent[: self.socket.send(self.unsent)]
@@ -139,7 +139,7 @@ class _Worker:
         return True
 
     def read(self) -> Iterable[bytes]:
-        """The messages that are there. Raises EOFError or OSError if it is gone, Garbled if it sends nonsense."""
+        """Return the messages that are there. Raises EOFError or OSError if it is gone, Garbled if it sends nonsense."""
         try:
             more = self.socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -150,7 +150,7 @@ class _Worker:
 
     @property
     def blamed(self) -> _Order:
-        """What it was at."""
+        """The order that it works on: blamed if it is lost."""
         first = next(iter(self.sent.values()))
         if not self.waits:
             return first
@@ -197,7 +197,7 @@ class EnvPool:
         if seconds > LONGEST_STEP:
             raise UserError(f"a step may take {LONGEST_STEP:g} seconds, one day, at most, not {seconds:g}")
         self.size = workers
-        self.waited = 0.0  # seconds that whoever plays had nothing to do but wait for an answer
+        self.waited = 0.0  # seconds in which the player only waited for an answer
         self._name = env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
         self._seconds = seconds
         self._folder = os.getcwd()  # workers started later are to find the same files
@@ -236,13 +236,13 @@ class EnvPool:
     def branch(self, id: int, to: int) -> None:
         """Begin an episode that is where the episode `id` is, which waits for a reply. Its first event is that turn again.
 
-        It is played again with the replies and answers so far; what was recorded is not done again. `Done` comes instead
+        It is replayed with the replies and answers so far; recorded calls are not repeated. `Done` comes instead
         where it goes another way.
         """
         known = self._episodes[id]
         assert not known.waiting and to not in self._episodes
         self._begun += 1
-        # a message may hold both episodes: what one of them changes of its answers is not to reach the other
+        # a message may hold both episodes: changes that one of them makes to its answers must not reach the other
         sent, recorded = deepcopy((known.sent, known.recorded))
         self._episodes[to] = _Episode(to, self._begun, known.task, sent, recorded)
         self._ask(self._episodes[to])
@@ -272,7 +272,7 @@ class EnvPool:
             self.drop(id)
 
     def poll(self, timeout: float | None = 0.0) -> list[tuple[int, Event]]:
-        """The events since the last call. Waits up to `timeout` seconds (None: without end) for at least one of them.
+        """Return the events since the last call. Waits up to `timeout` seconds (None: without end) for at least one of them.
 
         Returns [] at once if nothing is pending. Commands leave for the workers here: poll often.
         Raises UserError if the environment cannot be imported.
@@ -342,7 +342,7 @@ class EnvPool:
             self._place(_Order(episode))
 
     def _replayed(self, episode: _Episode) -> Event:
-        """The event behind all that was sent to an episode in this process."""
+        """Return the event behind all that was sent to an episode in this process."""
         assert self._stage is not None
         event = self._stage.start(episode.id, episode.task, deepcopy(episode.recorded))
         for said in episode.sent:
@@ -352,7 +352,7 @@ class EnvPool:
         return event
 
     def _keep(self, id: int, which: int, result: Any) -> None:
-        """What an episode in this process recorded. The environment may change its own."""
+        """Store a result that an episode in this process recorded, as a copy: the environment may change its own."""
         if id in self._episodes:
             self._episodes[id].recorded[which] = deepcopy(result)
 
@@ -378,7 +378,7 @@ class EnvPool:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def _exchange(self, end: float | None) -> None:
-        """One round with the workers: send what is queued, wait until `end` for an answer or a limit, take it."""
+        """One round with the workers: send queued orders, wait until `end` for an answer or a limit, take it."""
         self._dispatch()
         now = time.monotonic()
         limits = [limit for worker in self._workers if (limit := self._limit(worker)) is not None]
@@ -408,14 +408,14 @@ class EnvPool:
         for worker in list(self._workers):
             if worker.ready and (worker.waits or not worker.sent) and (worker.queue or self._queue):
                 if not worker.sent and worker.stirs:
-                    self._receive(worker)  # nothing was asked of it: it is gone, or speaks out of turn
+                    self._receive(worker)  # nothing was asked of it: it is gone, or sends unasked
                     continue
                 self._hand(worker)
             if worker.unsent:
                 self._write(worker)
 
     def _hand(self, worker: _Worker) -> None:
-        """Give a free worker what is queued for it, or its share of what is queued for any: less when less is left."""
+        """Give a free worker the orders queued for it, or its share of those queued for any: less when less is left."""
         worker.queue.extend(self._queue.popleft() for _ in range(self._share(worker)))
         if not worker.queue:
             return
@@ -441,7 +441,7 @@ class EnvPool:
         worker.since = time.monotonic()
 
     def _share(self, worker: _Worker) -> int:
-        """How much of what is queued for any worker this one takes."""
+        """Return the number of orders from the common queue that this worker takes."""
         if not self._single_turn:
             return 0
         if worker.waits:
@@ -453,7 +453,7 @@ class EnvPool:
     def _pickled(self, task: Task) -> bytes:
         try:
             return pickle.dumps(task)
-        except Exception as error:  # whatever the objects in it raise
+        except Exception as error:  # the objects in it may raise anything
             raise UserError(
                 f"task {task.get('id')!r} cannot be sent to a worker: {type(error).__name__}: {error}; leave in it what can "
                 "be pickled, or use --env-workers 0"
@@ -484,7 +484,7 @@ class EnvPool:
 
     def _take(self, worker: _Worker, answer: WorkerReply | CallRecord) -> None:
         order = worker.sent.get(answer.number)
-        if isinstance(answer, CallRecord):  # which gives it no more time, and may come of an episode that was given up
+        if isinstance(answer, CallRecord):  # which extends no limit, and may be of an episode that was given up
             if order is not None and not order.drop:
                 order.episode.recorded[answer.which] = answer.result
             return
@@ -525,8 +525,8 @@ class EnvPool:
     def _lost(self, worker: _Worker, reason: str, kind: InvalidKind, killed: bool = False) -> None:
         """A worker that has to be replaced; the reason blames the episode it was in, if any.
 
-        `killed`: from outside, as far as can be told. The episode has then lost no more than those beside it, and is
-        played again.
+        `killed`: from outside, as far as known. The episode has then lost no more than those beside it, and is
+        replayed.
         """
         if not worker.ready:
             self._import_failed(worker, f"{self._name}: {reason.replace('its', 'a')} while it was imported")

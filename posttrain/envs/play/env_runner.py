@@ -1,4 +1,4 @@
-"""Plays episodes in this process. Decides how user code that raises is reported, and how code that waits shares a thread.
+"""Runs episodes in this process. Decides how exceptions of user code are reported, and how code that waits shares a thread.
 
 An environment written with `def` has the thread to itself while it runs. One that is written with `async def` is a task
 of an event loop, from its first turn to its reward: as many as there are wait side by side.
@@ -27,14 +27,14 @@ DIVERGED = (
 )
 
 Records = Callable[[int, int, Any], None]
-"""Keeps what an episode recorded: the episode's number, the number of the result, and the result."""
+"""Keeps a recorded result: the episode's number, the number of the result, and the result."""
 
 
 class _Reports:
-    """What user code did, in words. Nothing that it raises leaves this.
+    """The report of user code, in words. No exception of it leaves this.
 
     `alone`: the process is the environment's own, so that not even a KeyboardInterrupt is the user's. `memory`: GiB that
-    it may take, for the reason when there are no more (0: no limit). `records`: who keeps what episodes record.
+    it may take, for the reason when there are no more (0: no limit). `records` stores results that episodes record.
     """
 
     def __init__(self, function: Callable[..., Any], alone: bool, memory: float, records: Records | None) -> None:
@@ -45,7 +45,7 @@ class _Reports:
         self._alone = alone
 
     def raised(self, error: BaseException) -> Done:
-        """What becomes of an episode whose code raised."""
+        """Return the end of an episode whose code raised."""
         try:
             reason = describe_error(error, self._file)
         except BaseException as failed:  # the user's __str__, or no memory is left for the message
@@ -56,7 +56,7 @@ class _Reports:
         return Done(Invalid(cleaned(reason), InvalidKind.RAISED))
 
     def _let_through(self, error: BaseException) -> None:
-        """Raise what is the user's at the keyboard; everything else that an environment raises is its own."""
+        """Raise an exception of the user's at the keyboard; everything else that an environment raises is its own."""
         if isinstance(error, KeyboardInterrupt) and not self._alone:
             raise error
 
@@ -72,12 +72,12 @@ class _Reports:
         return CallJournal(None if records is None else lambda number, value: records(id, number, value), known)
 
     def _end(self, event: Event, journal: CallJournal) -> Event:
-        """With what was noted, if it is the end."""
+        """Return the event, with the episode's notes if it is the end."""
         notes = journal.notes if isinstance(event, Done) else {}
         return replace(event, notes=notes) if isinstance(event, Done) and notes else event
 
     def _own(self, task: Task) -> Task:
-        """The rows of a group are one object: each episode has a copy, to change as it likes."""
+        """Return an own copy of a task: the rows of a group are one object, and an episode may change its row."""
         return task if self._alone else copy.deepcopy(task)
 
 
@@ -92,7 +92,7 @@ class EnvRunner(_Reports):
         self._episodes: dict[int, tuple[Generator[Any, Any, Any], CallJournal]] = {}
 
     def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
-        """`known`: what it recorded when it was played before."""
+        """Begin an episode. `known`: results recorded before its replay."""
         self._episodes[id] = self._begin(task), self._journal(id, known or {})
         return self._resume(id, None)
 
@@ -109,12 +109,12 @@ class EnvRunner(_Reports):
             self._let_through(error)
 
     def close(self) -> None:
-        """Give up what is in progress."""
+        """Give up all episodes in progress."""
         for id in list(self._episodes):
             self.drop(id)
 
     def _begin(self, task: Task) -> Generator[Any, Any, Any]:
-        """Calls the environment only when it is first resumed: what a decorator raises is then caught like the rest."""
+        """Calls the environment only when it is first resumed: an exception of a decorator is then caught like the rest."""
         return (yield from self._env(self._own(task)))
 
     def _resume(self, id: int, said: Any) -> Event:
@@ -130,7 +130,7 @@ class EnvRunner(_Reports):
             return self._verdict(end.value)
         except BaseException as error:
             self._let_through(error)
-            self._episodes[id] = episode  # not ended, if what it yielded is what failed
+            self._episodes[id] = episode  # not ended, if its yielded value has failed
             self.drop(id)
             return self.raised(error)
         finally:
@@ -179,7 +179,7 @@ class AsyncEnvRunner(_Reports):
         self._episodes: dict[int, _Waiting] = {}
 
     async def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
-        """`known`: what it recorded when it was played before."""
+        """Begin an episode. `known`: results recorded before its replay."""
         episode = self._episodes[id] = _Waiting()
         context = copy_context()
         context.run(_ENTERS.set, lambda: self._enters(id))
@@ -209,7 +209,7 @@ class AsyncEnvRunner(_Reports):
         return event
 
     async def _play(self, episode: _Waiting, task: Task, journal: CallJournal) -> None:
-        """An episode from its beginning to its end, in one task: what it opens with `async with` it may close."""
+        """Run an episode from its beginning to its end, in one task: what it opens with `async with` it may close."""
         CURRENT.set(journal)  # of this task
         NOTING.set(journal)
         playing: AsyncGenerator[Any, Any] | None = None
@@ -224,14 +224,14 @@ class AsyncEnvRunner(_Reports):
         except BaseException as error:
             self._let_through(error)
             event = self.raised(error)
-        episode.events.put_nowait(self._end(event, journal))  # where it was given up nobody hears it
+        episode.events.put_nowait(self._end(event, journal))  # after it was given up nobody reads it
         if playing is not None:
             with suppress(Exception, asyncio.CancelledError):  # code of the user's that cleans up
                 async with asyncio.timeout(self._seconds):  # not wait_for, which would close it in another task
                     await playing.aclose()
 
     def _read(self, value: Any) -> Event:
-        """What was yielded: a turn, a question, or else the reward."""
+        """Read a yielded value: a turn, a question, or else the reward."""
         if not isinstance(value, Turn | str | Ask):
             return self._verdict(value)
         event = read_yielded(value)
@@ -256,7 +256,7 @@ class OneByOne:
         self._stage.drop(id)
 
     def close(self) -> None:
-        """Cancel what is in progress."""
+        """Cancel all episodes in progress."""
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -273,17 +273,17 @@ class OneByOne:
 
 
 def stage_of(function: Callable[..., Any], records: Records | None = None) -> EnvRunner | OneByOne:
-    """What plays it in this process."""
+    """Return the runner of a function in this process."""
     return OneByOne(function, records) if is_async(function) else EnvRunner(function, records=records)
 
 
 def parted(event: Event, said: Any) -> bool:
-    """Whether what was said when it was played before cannot be the answer to this."""
+    """Whether what was sent before the replay cannot be the answer to this event."""
     return isinstance(event, Done) or isinstance(event, Ask) == isinstance(said, Reply)
 
 
 def diverged(stage: EnvRunner | AsyncEnvRunner | OneByOne, id: int, event: Event) -> Event:
-    """What becomes of an episode that goes another way when it is played again."""
+    """Return the end of an episode whose replay took another course."""
     if isinstance(event, Done) and isinstance(event.reward, Invalid):
         return event
     stage.drop(id)
@@ -291,7 +291,7 @@ def diverged(stage: EnvRunner | AsyncEnvRunner | OneByOne, id: int, event: Event
 
 
 _ENTERS: ContextVar[Callable[[], None] | None] = ContextVar("enters", default=None)
-"""What is called before code of this context goes on."""
+"""Called before code of this context goes on."""
 
 
 def noting(loop: asyncio.AbstractEventLoop, coroutine: Any, **how: Any) -> asyncio.Task[Any]:
@@ -307,7 +307,7 @@ async def _noted(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]
 
 @types.coroutine
 def _stepped(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]) -> Generator[Any, Any, Any]:
-    """A coroutine that calls `enters` each time before it goes on."""
+    """Return a coroutine that calls `enters` each time before it goes on."""
     said: Any = None
     go_on: Callable[[Any], Any] = coroutine.send
     while True:
@@ -318,7 +318,7 @@ def _stepped(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]) ->
             return end.value
         try:
             said, go_on = (yield waits_for), coroutine.send
-        except GeneratorExit:  # nobody waits for it any more
+        except GeneratorExit:  # its caller does not wait any more
             coroutine.close()
             raise
         except BaseException as error:  # it was cancelled

@@ -1,9 +1,9 @@
-"""The process that plays environments, and what it answers.
+"""The process that runs environments.
 
 The pool (`posttrain.envs.play.env_pool`) sends lists of commands over a socket; each is answered as soon as it is done.
-Of code that has the thread to itself one is done before the next one begins, so that whatever happens to this process
+Of code that has the thread to itself one is done before the next one begins, so that if this process ends
 the pool knows which episode it was in. Of code that waits many are under way, and a few bytes of memory that both share
-say whose turn it was last.
+hold the episode whose code ran last.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class _Connection:
         self._frames = Frames(most=1 << 62)  # the pool is trusted
         self._arrived: list[bytes] = []
         self._owner = os.getpid()
-        os.register_at_fork(after_in_child=self._socket.close)  # user code may fork: its child answers nobody
+        os.register_at_fork(after_in_child=self._socket.close)  # user code may fork: its child must not answer
 
     def receive(self) -> bytes:
-        """The content of the next frame. Raises EOFError."""
+        """Return the content of the next frame. Raises EOFError."""
         while not self._arrived:
             more = self._socket.recv(1 << 20)
             if not more:
@@ -59,7 +59,7 @@ class _Connection:
         self._socket.sendall(frame)
 
     async def receive_beside(self) -> bytes:
-        """As `receive`, while others work."""
+        """Receive as `receive` does, while others work."""
         while not self._arrived:
             more = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 20)
             if not more:
@@ -72,7 +72,7 @@ class _Connection:
         await self._flush()
 
     def put_beside(self, frame: bytes) -> None:
-        """As `send_beside`, which need not be waited for: it goes before all that is sent later."""
+        """Queue a frame without waiting: it goes before all that is sent later."""
         self._unsent += frame
         task = asyncio.get_running_loop().create_task(self._flush())
         self._flushing.add(task)
@@ -98,8 +98,8 @@ class _Connection:
 
 
 def main(descriptor: int, note: int) -> None:
-    """Play what is asked through this socket until it is closed. `note`: memory that is shared with the pool."""
-    if sys.stdout is not None:  # what the user prints is for the eyes, and should not wait
+    """Run the orders that come through this socket until it is closed. `note`: memory that is shared with the pool."""
+    if sys.stdout is not None:  # the user's prints are for people, and should not wait
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection = _Connection(descriptor)
     try:
@@ -164,7 +164,7 @@ def _answer(connection: _Connection, stage: EnvRunner, command: WorkerCommand) -
         return
     try:
         event = stage.start(number, pickle.loads(command.task), command.recorded)
-    except BaseException as error:  # classes of the user's among what is in the task
+    except BaseException as error:  # the task may hold classes of the user's
         event = stage.raised(error)
     for said in command.sent:
         if parted(event, said):
@@ -192,7 +192,7 @@ async def _beside(connection: _Connection, stage: AsyncEnvRunner) -> None:
 
 
 async def _answer_beside(connection: _Connection, stage: AsyncEnvRunner, command: WorkerCommand) -> None:
-    """As `_answer`."""
+    """Answer as `_answer` does."""
     number = command.number
     event: Event | None = None
     if command.drop:
@@ -215,7 +215,8 @@ async def _answer_beside(connection: _Connection, stage: AsyncEnvRunner, command
 
 
 def _limit_memory(gib: float) -> None:
-    """Of this process and of each that it starts: what it may allocate. Code, files and stacks of threads do not count."""
+    """Limit the memory that this process and each that it starts may allocate. Code, files and stacks of threads do not
+    count."""
     if gib and sys.platform == "linux":
         import resource
 

@@ -1,4 +1,4 @@
-"""Holds what is known of an episode that is being played, and decides what becomes of it in the rollout."""
+"""The state of an episode in progress, and its result as a rollout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from posttrain.envs.play.env_outputs import Done
 
 @value_type
 class Episode:
-    """One rollout to be played."""
+    """A rollout to be sampled."""
 
     task: Task
     group: str
@@ -48,7 +48,7 @@ def is_tool(turn: Turn) -> bool:
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """The text of a chat message, whose content may be a list of parts."""
+    """Return the text of a chat message, whose content may be a list of parts."""
     content = message["content"]
     parts = content if isinstance(content, list) else [{"text": content}]
     return "".join(
@@ -73,19 +73,19 @@ class _Said:
     text: str
     tokens: Sequence[int]
     transcript: int  # which of the rollout's
-    scored: int  # tokens of that transcript which are scored and stand before it
+    scored: int  # tokens of that transcript which are scored and precede it
     learned: bool
     side: str
-    piece: Piece  # whose it is
+    piece: Piece  # the rollout that owns it
 
 
 class RunningEpisode:
-    """An episode in progress: what was said so far, as text and as tokens."""
+    """An episode in progress: its turns so far, as text and as tokens."""
 
     def __init__(self, episode: Episode, tokenizer: TextEncoder, member: int = 0) -> None:
         """`member`: which of its group's it is."""
         self.episode, self.tokenizer, self.member = episode, tokenizer, member
-        self.branch: Branch | None = None  # where it left another one
+        self.branch: Branch | None = None  # the place where it left another one
         self.last: Turn | None = None  # that was placed, as the environment gave it
         self.opening: Sequence[float] = ()  # log-probabilities of the first reply
         self.contexts = [Context(tokenizer)]  # that were shown
@@ -100,7 +100,7 @@ class RunningEpisode:
         self.tool_answers = 0  # that were shown
         self.steps: list[tuple[int, int, float]] = []  # (transcript, its scored tokens up to the end, step reward)
         self.asked_in_vain = 0  # times, over all contexts
-        self._asked: dict[str, str] = {}  # what each side was asked first, where that was in messages
+        self._asked: dict[str, str] = {}  # each side's first question, where that was in messages
         self._learn = True  # whether the next reply is learned from
         self._stops: dict[str, StopReason] = {}  # the last one of each side
 
@@ -114,11 +114,11 @@ class RunningEpisode:
 
     @property
     def stop(self) -> StopReason:
-        """Of the side of the last turn."""
+        """The stop reason of the side of the last turn."""
         return self._stops.get(self.side, StopReason.EOS)
 
     def place(self, turn: Turn) -> Turn:
-        """What is new in a turn. The context that it belongs to becomes the one of the last turn."""
+        """Return the new part of a turn. Its context becomes that of the last turn."""
         self.last = turn
         begins = turn.side not in self._sides
         self._turn_to(turn.side)
@@ -145,7 +145,7 @@ class RunningEpisode:
             self.context = self._sides[side]
 
     def read(self, turn: Turn) -> list[int]:
-        """The tokens that put this turn before the policy."""
+        """Return the tokens that put this turn before the policy."""
         return self.context.read(turn)
 
     def show(self, turn: Turn, tokens: Sequence[int] | None, seconds: float, cut: int = 0) -> None:
@@ -174,7 +174,7 @@ class RunningEpisode:
         self._learn = turn.learn
 
     def reply(self, completion: Completion, seconds: float) -> Reply:
-        """The policy has answered: what the environment gets."""
+        """Add the policy's reply; return it in the form that the environment gets."""
         read = len(self.context.transcript)
         self.opening = self.opening or completion.logp
         calls = self.context.conversation.calls(completion.text)
@@ -188,7 +188,7 @@ class RunningEpisode:
         return said
 
     def tell(self, stop: StopReason, whole: bool = False) -> Reply:
-        """The environment is told that the episode has run out of something. `whole`: the turn was that of a context."""
+        """Report to the environment that the episode has run out of something. `whole`: the turn was that of a context."""
         if whole:
             self._stops[self.side] = stop  # another one may still fit
         elif not self.context.told:
@@ -200,12 +200,12 @@ class RunningEpisode:
 
     @property
     def may_branch(self) -> bool:
-        """Whether the reply that comes next stands right behind a tool's answer, at which no branch has begun with it."""
+        """Whether the next reply follows a tool's answer directly, at which no branch has begun with it."""
         begun = self.branch is not None and self.branch.turns == len(self.turns)
         return bool(self.turns) and self.turns[-1].kind is SpanKind.TOOL and bool(self.opening) and not begun
 
     def branched(self, episode: Episode, member: int) -> RunningEpisode:
-        """Another one that has said and seen all that this one has, and goes on by itself."""
+        """Return another episode with all turns and tokens of this one, which goes on by itself."""
         other = copy(self)
         other.episode, other.member = episode, member
         other.contexts = [context.branch() for context in self.contexts]
@@ -218,16 +218,16 @@ class RunningEpisode:
         return other
 
     def rollouts(self, done: Done, branching: bool = False) -> list[Rollout]:
-        """What it amounts to: a rollout of each side, in the order in which they were asked.
+        """Return its result: a rollout of each side, in the order of their first turns.
 
-        A side that nothing is learned from is a part of the world, and has none. `branching`: rollouts of its group may
+        A side without training is a part of the world, and has none. `branching`: rollouts of its group may
         share replies.
         """
         found = [self._rollout(side, done, branching) for side in self._sides or [self.side]]
         return [rollout for rollout in found if rollout.n_scored or not rollout.n_sampled] or found
 
     def _rollout(self, side: str, ended: Done, branching: bool) -> Rollout:
-        """What a side did, and what it earned."""
+        """Return the rollout of a side, with its reward."""
         done, shared = ended.of(side), not ended.sides
         places = [place for place, context in enumerate(self.contexts) if context.side == side]
         transcripts = [self.contexts[place].transcript for place in places]
@@ -266,7 +266,7 @@ class RunningEpisode:
         )
 
     def _branch_of(self, places: Sequence[int]) -> Branch | None:
-        """Where the contexts of a side left those of another rollout."""
+        """Return the place where the contexts of a side left those of another rollout."""
         if self.branch is None:
             return None
         turns = sum(turn.transcript in places for turn in self.turns[: self.branch.turns])
@@ -274,7 +274,7 @@ class RunningEpisode:
         return Branch(self.branch.of, turns, tuple(taken[place] for place in places if place < len(taken)))
 
     def _pieces(self, side: str) -> list[Piece]:
-        """Of a side, in the order of its scored tokens."""
+        """Return the pieces of a side, in the order of its scored tokens."""
         learned = [said for said in self.replies if said.side == side and said.learned and said.tokens]
         return [said.piece for said in sorted(learned, key=lambda said: (said.transcript, said.scored))]
 
@@ -293,7 +293,7 @@ class RunningEpisode:
 
     @property
     def _end(self) -> tuple[int, int]:
-        """Which transcript is the one of the last turn, and how many of its tokens are scored."""
+        """The place of the transcript of the last turn, and the number of its scored tokens."""
         return self.contexts.index(self.context), self.context.transcript.n_scored
 
     def _earn(self, reward: float) -> None:
@@ -327,7 +327,7 @@ class RunningEpisode:
         return found
 
     def _tokens_of(self, said: _Said, end: int) -> int:
-        """How many tokens of a reply it takes to say its first `end` characters."""
+        """Return the number of tokens that a reply's first `end` characters take."""
         low, high = 1, len(said.tokens)
         while low < high:
             middle = (low + high) // 2

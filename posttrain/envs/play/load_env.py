@@ -64,7 +64,7 @@ _WITH_OPTIONS = re.compile(r"([^,]+)((?:,\w+(?:=[^,]*)?)+)")
 
 
 def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The reward or generator function that `spec` names (a function stands for itself), as its author wrote it.
+    """Return the reward or generator function that `spec` names (a function is returned unchanged), as its author wrote it.
 
     With options behind its name it is bound to them. Raises UserError, with the fix, if it cannot be found, imported or
     called, or has no such options.
@@ -84,7 +84,7 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sum_of(terms: Sequence[RewardTerm], spec: str) -> Callable[..., Any]:
-    """The reward that these add up to; a verifier alone, without a weight, is itself."""
+    """Return the reward that these add up to; a verifier alone, without a weight, is itself."""
     if len(terms) == 1 and terms[0].weight is None:
         return _verifier(terms[0].spec)
     parts: dict[str, tuple[float, Callable[..., Any]]] = {}
@@ -95,7 +95,7 @@ def _sum_of(terms: Sequence[RewardTerm], spec: str) -> Callable[..., Any]:
 
 
 def _summand(term: str, spec: str) -> Callable[..., Any]:
-    """A reward as a part of a sum: what it gives in all."""
+    """Return a reward as a summand: its total."""
     if term.startswith(PREFIX):
         return _verifier(term)
     function = load_env(term)
@@ -112,7 +112,7 @@ def _verifier(spec: str) -> Callable[..., Any]:
 
 
 def _part_name(spec: str, taken: Collection[str]) -> str:
-    """The name of a summand in records: that of the verifier or reward; a second one of this name has a number."""
+    """Return the name of a summand in records: that of the verifier or reward; a second one of this name has a number."""
     name = split_options(spec)[0].removeprefix(PREFIX)
     name = Path(name.partition(":")[0]).stem if name.endswith(":reward") else name.rpartition(":")[2]
     again = sum(one.partition("-")[0] == name for one in taken) + 1
@@ -129,13 +129,13 @@ def _refuse_verifier(function: Callable[..., Any]) -> None:
 
 
 def _renamed(name: str) -> str:
-    """How the function of a verifier is named on the command line."""
+    """Return the name of a verifier's function on the command line."""
     called = next((v.name for v in VERIFIERS.values() if v.function.__name__ == name), name)
     return PREFIX + find_verifier(called).name
 
 
 def split_options(spec: str) -> tuple[str, dict[str, str | None]]:
-    """ "search-qa,topk=5" -> ("search-qa", {"topk": "5"}); None stands for a value that is missing."""
+    """ "search-qa,topk=5" -> ("search-qa", {"topk": "5"}); None: the value is missing."""
     found = _WITH_OPTIONS.fullmatch(spec)
     if found is None:
         return spec, {}
@@ -146,9 +146,9 @@ def split_options(spec: str) -> tuple[str, dict[str, str | None]]:
 def _bound(
     function: Callable[..., Any], name: str, options: Mapping[str, str | None], module: ModuleType
 ) -> Callable[..., Any]:
-    """The environment with these options: values of the types that it gives them.
+    """Return the environment with these options: values of the types that it gives them.
 
-    Raises UserError for what it has not, and for what `check_options` beside it refuses: a function that gets all options.
+    Raises UserError for unknown options, and for those that `check_options` beside it refuses: a function of all options.
     """
     own = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
     if unknown := next((option for option in options if option not in own), None):
@@ -159,7 +159,7 @@ def _bound(
         raise UserError(f"--env {name}: the option {empty} has no value: write {name},{empty}={example}")
     try:
         hints = get_type_hints(unwrapped(function))
-    except Exception:  # names that stand for nothing in its module
+    except Exception:  # names that mean nothing in its module
         hints = {}
     values = {
         option: convert(text, hints.get(option, str), f"--env {name}: {option}") for option, text in options.items()
@@ -174,7 +174,7 @@ def _bound(
 
 
 def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | None:
-    """The `row_to_task` that stands beside the environment, for rows of a public data set; None if there is none."""
+    """Return the `row_to_task` beside the environment, for rows of a public data set; None if there is none."""
     found = getattr(_home(spec), "row_to_task", None)
     if found is not None and not callable(found):
         raise UserError(f"row_to_task beside the environment is {short(found)}; it must be a function of a row")
@@ -182,7 +182,7 @@ def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | N
 
 
 def success_of(spec: str | Callable[..., Any], given: float | None) -> float | None:
-    """The reward from which on a reply is right: as given, or as `SUCCESS` beside the environment says; None: neither."""
+    """Return the reward of success: as given, or `SUCCESS` beside the environment; None: neither."""
     if given is not None:
         return given
     if isinstance(spec, str) and names_verifiers(spec):
@@ -197,7 +197,8 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
 
 
 def about(spec: str | Callable[..., Any]) -> list[str]:
-    """What the environment stands on, a line each, as `about` beside it says at the start of a run; it may refuse one."""
+    """Return the inputs of the environment, a line each, from `about` beside it at the start of a run; it may refuse
+    one."""
     if isinstance(spec, str) and names_verifiers(spec):
         return [_about_verifier(term.spec) for term in terms_of(spec) if term.spec.startswith(PREFIX)]
     found = getattr(_home(spec), "about", None)
@@ -205,7 +206,7 @@ def about(spec: str | Callable[..., Any]) -> list[str]:
 
 
 def _full_marks(terms: Sequence[RewardTerm]) -> float | None:
-    """The reward of a reply that is right in every term; None where a term cannot say."""
+    """Return the reward of a reply that is right in every term; None where a term has no such value."""
     best = [_best(term.spec) if term.spec.startswith(PREFIX) else success_of(term.spec, None) for term in terms]
     if any(one is None or (term.weight or 1.0) < 0 for term, one in zip(terms, best, strict=True)):
         return None
@@ -224,7 +225,7 @@ def _about_verifier(spec: str) -> str:
 
 
 def _home(spec: str | Callable[..., Any]) -> ModuleType | None:
-    """The module that an environment stands in."""
+    """Return the module of an environment."""
     if isinstance(spec, str) and names_verifiers(spec):
         other = next((term.spec for term in terms_of(spec) if not term.spec.startswith(PREFIX)), None)
         return _home(other) if other is not None else None
@@ -244,13 +245,13 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _is(function: Callable[..., Any], kind: Callable[[object], bool]) -> bool:
-    """Of a function, or an object's call, below its decorators."""
+    """Whether a function, or an object's call, is of a kind, below its decorators."""
     inner = unwrapped(function)
     return kind(inner) or kind(type(inner).__call__)
 
 
 def opening(task: Task) -> Turn:
-    """The only turn of a plain reward: the task's messages, or else its prompt."""
+    """Return the only turn of a plain reward: the task's messages, or else its prompt."""
     stop = task.get("stop") or ()  # null: none
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if task.get("messages") is not None:
@@ -263,7 +264,7 @@ def opening(task: Task) -> Turn:
 
 
 def lift(reward: Reward) -> Env:
-    """The environment of one turn that a plain reward stands for."""
+    """Return the environment of one turn for a plain reward."""
 
     def env(task: Task) -> Generator[Turn | str, Reply, Verdict]:
         reply = yield opening(task)
@@ -273,7 +274,7 @@ def lift(reward: Reward) -> Env:
 
 
 def lift_async(reward: Callable[[Task, Reply], Awaitable[Verdict]]) -> AsyncEnv:
-    """The same of a reward that waits."""
+    """Return the same of a reward that waits."""
 
     async def env(task: Task) -> AsyncGenerator[Any, Any]:
         reply = yield opening(task)
@@ -305,7 +306,7 @@ def pack_env(env: str | Callable[..., Any]) -> str | bytes:
     try:
         packed: bytes = cloudpickle.dumps(env)
         return packed
-    except Exception as error:  # whatever the objects it refers to raise
+    except Exception as error:  # the objects that it refers to may raise anything
         reason = describe_error(error, None)
         raise UserError(
             f"{name} cannot be sent to a worker: {reason}; move it to a file, or use --env-workers 0"
@@ -316,23 +317,23 @@ def pack_env(env: str | Callable[..., Any]) -> str | bytes:
 
 
 def unpack_env(packed: str | bytes) -> Callable[..., Any]:
-    """The other end of `pack_env`. Raises UserError as `load_env` does."""
+    """Return the other end of `pack_env`. Raises UserError as `load_env` does."""
     return load_env(packed if isinstance(packed, str) else pickle.loads(packed))
 
 
 OTHERS = {"completions": "TRL", "solution_str": "verl", "queries": "OpenRLHF"}
-"""A parameter of rewards -> whose they are."""
+"""A parameter of rewards -> the library that uses it."""
 
 
 def _instead(kind: type) -> str:
-    """What to name instead of a class."""
+    """Return a hint of what to name instead of a class."""
     if any("__call__" in vars(base) for base in kind.__mro__[:-1]):
         return f"make one beside it, such as it = {kind.__name__}(), and name that"
     return _of_episodes(kind) or "name a function, or an instance that can be called"
 
 
 def _of_episodes(thing: object, before: str = "") -> str:
-    """Where an environment with `reset` and `step` goes, if this is one."""
+    """Return a hint of where an environment with `reset` and `step` goes, if this is one."""
     if not (hasattr(thing, "reset") and hasattr(thing, "step")):
         return ""
     return f"{before}an environment is a function that yields what is to be seen; Gymnasium's are played by --env gymnasium"
@@ -346,7 +347,7 @@ def _checked(function: object, label: str) -> Callable[..., Any]:
     kind, given = ("an environment", ("task",)) if is_generator_env(function) else ("a reward", ("task", "reply"))
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a built-in function may not tell
+    except ValueError:  # a built-in function may have no signature
         return function
     except TypeError as error:
         raise UserError(f"{label} is {short(function)}, not a function") from error
@@ -369,7 +370,7 @@ def _functions(module: ModuleType) -> list[str]:
 
 
 def _split(spec: str) -> tuple[str, str]:
-    """As `split_name`; options are left out, and a short name is looked up first."""
+    """Split as `split_name` does; options are left out, and a short name is looked up first."""
     spec = split_options(spec)[0]
     spec = BUILTIN.get(spec, spec)
     if ":" in spec or spec.endswith(".py"):

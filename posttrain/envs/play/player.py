@@ -1,7 +1,7 @@
-"""Plays episodes: environments ask, the engine and services answer, transcripts grow, rewards come back.
+"""Runs episodes: environments ask, the engine and services answer, transcripts grow, rewards come back.
 
 Decided here: sampling, tools and scoring overlap, and yet no outcome depends on timing. Where the engine's replies do not
-depend on what is sampled beside them (`Engine.batch_invariant`), every answer of an environment is taken as it comes.
+depend on other requests (`Engine.batch_invariant`), every answer of an environment is taken as it comes.
 Elsewhere the last bits of a reply would follow from the order of the requests, so that order is fixed: the engine
 answers all it has, then all environments show their next turns, in the order of the episodes. Questions to services,
 whose answers depend on no order, are passed on at once in either case.
@@ -43,19 +43,19 @@ from posttrain.envs.play.service_client import Services
 
 __all__ = ["MAX_TURNS", "Episode", "Player"]
 
-MAX_TURNS = 64  # an environment that never returns would play for ever
+MAX_TURNS = 64  # an environment that never returns would run for ever
 MOST_ASKS = 1024  # questions of an episode to services, for the same reason
 PAUSE = 0.001  # seconds between looks at services where nothing else is to be done
-LONGEST_PAUSE = 1.0  # seconds between looks at whether anybody still waits for what is played
+LONGEST_PAUSE = 1.0  # seconds between looks at whether the rollouts are still wanted
 LEAST_SHOWN = 8  # tokens of context in which something is still shown
-PATIENCE = 64  # empty replies to one that asks on after its episode has run out: loops end by themselves
+PATIENCE = 64  # empty replies to an environment that asks on after its episode has run out: loops end by themselves
 
 TooLong = Literal["skip", "truncate", "refuse"]
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Of an episode; None: there is none."""
+    """Limits of an episode; None: there is none."""
 
     tokens: int | None = None  # that may be sampled, over all its replies
     turns: int = MAX_TURNS  # replies
@@ -65,10 +65,10 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class Player:
-    """Who plays episodes, and within which bounds.
+    """The runner of episodes, with their limits.
 
-    An episode that runs out of context, tokens or turns is told so by empty replies with the stop reason, and may still
-    score what there is.
+    An episode that runs out of context, tokens or turns gets empty replies with the stop reason, and may still score
+    what there is.
     """
 
     pool: EnvPool
@@ -78,26 +78,26 @@ class Player:
     context: int
     """Tokens of prompt and replies together that fit."""
     too_long: TooLong = "refuse"
-    """What becomes of an episode whose first prompt leaves no room for a reply: it is Invalid ("skip"), the prompt loses its
-    beginning ("truncate"), or UserError is raised ("refuse"), as it always is for a prompt of no tokens. With "truncate",
-    what is shown later loses its middle."""
+    """The treatment of an episode whose first prompt leaves no room for a reply: it is Invalid ("skip"), the prompt
+    loses its beginning ("truncate"), or UserError is raised ("refuse"), as it always is for a prompt of no tokens. With
+    "truncate", later observations lose their middle."""
     bounds: EpisodeLimits = EpisodeLimits()
     services: Services = field(default_factory=Services)
-    """Who answers what environments ask."""
+    """The services that answer questions of environments."""
     world: World = field(default_factory=Alone)
-    """The processes that play together. Each is asked for the same episodes, plays its share of the groups, and gets all."""
+    """The processes that sample together. Each gets the same episodes, runs its share of the groups, and returns all."""
     unwanted: Callable[[], bool] = lambda: False
-    """Whether nobody waits any more for what is played."""
+    """Whether the rollouts in progress are not needed any more."""
 
     def play(self, episodes: Sequence[Episode], plan: BranchPlan | None = None) -> list[Rollout]:
-        """The rollouts of these episodes, in their order: one each, or one for each side that the policy played.
+        """Return the rollouts of these episodes, in their order: one each, or one for each side that the policy played.
 
         `plan`: how those of a group branch; None: they do not.
         """
         return [rollout for rollout in self._shared(episodes, plan, None) if isinstance(rollout, Rollout)]
 
     def play_on(self, episodes: Sequence[Episode], tokens: int) -> list[Rollout | Episode]:
-        """Each episode's rollout, or the episode as far as it is with so many further tokens.
+        """Return each episode's rollout, or the episode as far as it is with so many further tokens.
 
         Only for environments whose episodes are one reply.
         """
@@ -122,13 +122,13 @@ class Player:
         return [each for group in groups.values() for each in group]
 
     def _share(self, episodes: Sequence[Episode]) -> dict[str, int]:
-        """Group -> who plays it."""
+        """Return group -> the process that runs it."""
         groups = dict.fromkeys(episode.group for episode in episodes)
         return {group: place % self.world.size for place, group in enumerate(groups)}
 
 
 class Unwanted(Exception):
-    """What was being played is needed no longer."""
+    """Raised when the rollouts are not needed any more."""
 
 
 class _Play:
@@ -147,7 +147,7 @@ class _Play:
         self.finished: dict[int, list[Rollout] | list[Episode]] = {}
         self.sampled = 0  # requests that the engine has
         self.asked = [0.0] * len(episodes)  # when the engine or the environment was
-        self.heard: list[tuple[int, Turn, float]] = []  # what environments are to show, and the seconds it took
+        self.heard: list[tuple[int, Turn, float]] = []  # turns to show, and the seconds that they took
         self.in_any_order = by.engine.batch_invariant or by.pool.single_turn  # a reward asks for nothing more
 
     def played(self) -> list[Rollout | Episode]:
@@ -183,7 +183,7 @@ class _Play:
             self.asked[other] = begun.began = time.perf_counter()
             self.pool.branch(index, other)
             self.begun.add(other)
-            known = other  # what it holds is as long as the others will need it
+            known = other  # it holds no more than the others will need
 
     def _agrees(self, index: int, event: Event) -> bool:
         """Whether the environment of a branch is where it was: if not, that is the end of the episode."""
@@ -199,7 +199,7 @@ class _Play:
         return False
 
     def _hear(self) -> None:
-        """Take in what environments say. Waits only if nothing else is to be done."""
+        """Read the events of environments. Waits only if nothing else is to be done."""
         began = time.perf_counter()
         events = self.pool.poll(0.0 if self.sampled else PAUSE if self.services.pending else LONGEST_PAUSE)
         now = time.perf_counter()
@@ -273,7 +273,7 @@ class _Play:
         except UserError as error:
             if not turn.whole and not isinstance(error, PictureError):
                 raise
-            return self._end(index, f"yielded what the model cannot read: {error}")  # a program said it
+            return self._end(index, f"yielded what the model cannot read: {error}")  # a program wrote it
         empty = not len(p.context.transcript)
         whole = len(tokens)
         if not empty and turn.tokens is None and self.by.too_long == "truncate" and not p.context.conversation.seen:
@@ -329,7 +329,8 @@ class _Play:
             self.sampled += 1
 
     def _request(self, index: int, place: int) -> int:
-        """The id of requests in this context of an episode: what is kept of each context is continued by its own."""
+        """Return the id of requests in this context of an episode: the kept state of each context is continued by its
+        own."""
         return index + len(self.playing) * place
 
     def _budget(self, p: RunningEpisode, turn: Turn | None = None) -> int:
@@ -340,12 +341,12 @@ class _Play:
         return budget if self.by.bounds.tokens is None else min(budget, self.by.bounds.tokens - p.n_sampled)
 
     def _most_tokens(self, p: RunningEpisode, turn: Turn) -> int:
-        """Of the reply to a turn."""
+        """Return the token budget of the reply to a turn."""
         most = (p.episode.sampling or self.by.sampling).max_tokens
         return min(most, turn.max_tokens or most)
 
     def _tokens(self, p: RunningEpisode, turn: Turn) -> list[int]:
-        """What puts the turn before the policy."""
+        """Return the tokens that put the turn before the policy."""
         if p.turns:
             return p.read(turn)
         if turn.text is None:
@@ -376,7 +377,7 @@ class _Play:
         )
 
     def _exhausted(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
-        """What the episode has run out of, if anything."""
+        """Return the stop reason if the episode has run out of something."""
         bounds = self.by.bounds
         if len(p.replies) >= bounds.turns:
             return StopReason.TURNS
@@ -386,7 +387,7 @@ class _Play:
             return StopReason.CALLS
         if bounds.seconds is not None and p.turns and time.perf_counter() - p.began > bounds.seconds:
             return StopReason.TIME
-        told = p.context.told and not turn.whole  # what is said as a whole is judged by itself
+        told = p.context.told and not turn.whole  # a whole turn is judged by itself
         full = len(p.context.transcript) + len(tokens) >= self.by.context or told
         return StopReason.CONTEXT if full else None
 
@@ -406,10 +407,10 @@ class _Play:
 
 
 def cut_observation(tokens: Sequence[int], room: int, max_tokens: int) -> list[int]:
-    """What is shown in `room` tokens of context, so that a whole reply fits, or half of the room at least is shown.
+    """Return an observation cut to `room` tokens, so that a whole reply fits, or half of the room at least is shown.
 
-    Of what does not fit the middle is left out: three quarters are its beginning, where what was found best stands, and the
-    rest its end, which closes what was opened.
+    The middle is left out: three quarters of the room are for the beginning, where the best results are, and the rest
+    for the end, which closes what was opened.
     """
     if len(tokens) < room or room < LEAST_SHOWN:
         return list(tokens)
@@ -419,7 +420,7 @@ def cut_observation(tokens: Sequence[int], room: int, max_tokens: int) -> list[i
 
 
 def cut_prompt(tokens: Sequence[int], context: int, max_tokens: int) -> list[int]:
-    """A prompt that is too long without its beginning, so that a whole reply fits, or half of the context at least.
+    """Return a prompt that is too long without its beginning, so that a whole reply fits, or half of the context at least.
 
     The first token stays: models rely on the one that opens a context.
     """

@@ -1,7 +1,7 @@
 """Takes questions of environments to services, and answers back to the episodes that wait for them.
 
-Decided here: within a run a question has one answer, whoever asks it and whenever. Equal questions are asked once. What
-had no answer is asked again in a later step, not in the same one.
+Decided here: within a run a question has one answer, whichever episode asks it and whenever. Equal questions are asked
+once. A question without an answer is asked again in a later step, not in the same one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Services:
     def __init__(self, named: Mapping[str, Service] | None = None) -> None:
         self.named: dict[str, Service] = dict(named or {})
         self.journal: AnswerJournal | None = None
-        self.waited = 0.0  # seconds that whoever plays spent on services: theirs in this process, and idle ones
+        self.waited = 0.0  # seconds that the player spent on services: theirs in this process, and idle ones
         self.step = 0
         self._answers: dict[str, Any] = {}  # of this run's questions: the valid ones of all steps
         self._failed: dict[str, Invalid] = {}  # of this step
-        self._noted: set[tuple[int, str]] = set()  # what the journal has got of this step
+        self._noted: set[tuple[int, str]] = set()  # entries of the journal from this step
         self._tickets: dict[int, _Ticket] = {}
         self._begun = 0  # tickets ever made
         self._waiting: dict[str, list[int]] = {}  # question -> the callers' ids
@@ -59,7 +59,7 @@ class Services:
         return len(self._ready) + sum(map(len, self._waiting.values()))
 
     def begin(self, step: int) -> None:
-        """What is asked from now on belongs to this step; those before it are finished."""
+        """Begin a step: further questions belong to it, and those before it are finished."""
         self.step = step
         self._failed.clear()
         self._noted.clear()
@@ -67,7 +67,7 @@ class Services:
             self.journal.begin(step)
 
     def problem(self, ask: Ask) -> str | None:
-        """Why nobody can answer, in words; None: the service exists."""
+        """Return the reason why no service can answer, in words; None: the service exists."""
         if ask.service in self.named:
             return None
         has = f"has {', '.join(self.named)}" if self.named else "has none"
@@ -93,7 +93,7 @@ class Services:
             self.named[ask.service].submit(self._begun, ask.content)
 
     def poll(self) -> list[tuple[int, Any]]:
-        """The answers since the last call: (id, plain JSON data, Invalid or Reasoned)."""
+        """Return the answers since the last call: (id, plain JSON data, Invalid or Reasoned)."""
         began, asked = time.perf_counter(), bool(self._tickets)
         for service in self.named.values():
             for number, answer in service.poll():
@@ -106,13 +106,13 @@ class Services:
         return [(id, copy.deepcopy(answer)) for id, answer in ready]  # an environment may change what it gets
 
     def forget(self) -> None:
-        """Nobody waits any more: the play that asked was given up. Answers that still come are kept."""
+        """Forget waiting episodes: their run was given up. Answers that still come are kept."""
         self._ready.clear()
         for ids in self._waiting.values():
             ids.clear()
 
     def counts(self) -> dict[str, float]:
-        """What the services counted since the last call, as "judge/requests": they depend on the clock."""
+        """Return the services' counts since the last call, as "judge/requests": they depend on the clock."""
         total = {f"{name}/{what}": n for name, s in self.named.items() for what, n in s.counts().items()}
         since = {what: n - self._counted.get(what, 0.0) for what, n in total.items()}
         self._counted = total
@@ -155,17 +155,17 @@ class Services:
 
 
 def digest(identity: str, ask: Ask) -> str:
-    """What a question is known by: the service, what it is, and what is asked."""
+    """Return the key of a question: the service, its identity, and the content."""
     asked = json.dumps([ask.service, identity, ask.content], sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
 
 
 def made_up(ask: Ask) -> Any:
-    """An answer to a question that nobody can answer, of the form that it would have; it follows from the question."""
+    """Return a made-up answer, of the form that it would have; it follows from the question."""
     return made_up_passages() if "retriever" in ask.service else int(digest("", ask)[:4], 16) / 0xFFFF
 
 
 def made_up_passages() -> list[dict[str, Any]]:
-    """As a retriever finds them."""
+    """Return passages in a retriever's form."""
     contents = '"Made up"\nThis passage was made up: nobody has searched for it.'
     return [{"id": "made-up", "contents": contents, "score": 1.0}]

@@ -1,4 +1,4 @@
-"""What goes between a pool and its workers. Decides what a worker may say: it is not trusted.
+"""The messages between a pool and its workers. Decides which messages are accepted: workers are not trusted.
 
 Messages are frames: the length in eight bytes, then so many bytes. The pool's hold pickled commands. A worker, in which
 any code runs, answers in JSON that is read as strictly as what environments yield: nothing that it sends is executed,
@@ -9,8 +9,8 @@ and what cannot be read is `Garbled`.
                      each command, in order unless it waits,
                      {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}} or
                      {"number": n, "sides": {side: {...}}}, the last two perhaps with "notes": {...}, or {"number": n}
-                     where nothing is to be said: to a dropped episode, and to a replayed step, whose answer the pool has
-                     had before; and at any time {"number": n, "record": [which, result]}
+                     as a mere acknowledgement: of a dropped episode, and of a replayed step, whose answer the pool has had
+                     before; and at any time {"number": n, "record": [which, result]}
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from posttrain.envs.play.env_outputs import (
 
 LONGEST_PICTURES = 2 * MOST_BYTES  # characters of those of a turn, in base 64
 LONGEST_ANSWER = 8 * LONGEST_TEXT + LONGEST_PICTURES + (1 << 20)
-"""Bytes: what a character takes in JSON, pictures, and all that stands beside."""
+"""Bytes: a character's in JSON, pictures, and all else."""
 _LENGTH = struct.Struct(">Q")
 _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
@@ -51,12 +51,12 @@ class Garbled(ValueError):
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker is told first."""
+    """The first message to a worker."""
 
     env: str | bytes  # see `load.pack_env`
     name: str  # of the environment, in messages
     memory: float  # GiB that it may take; 0: no limit
-    seconds: float  # limit of a step of code that waits; of other code the pool sees to it
+    seconds: float  # limit of a step of code that waits; the pool enforces that of other code
 
 
 class WorkerCommand(NamedTuple):
@@ -72,12 +72,12 @@ class WorkerCommand(NamedTuple):
 @value_type
 class WorkerReply:
     number: int
-    event: Event | None  # None: a step is over, of which nothing is to be said
+    event: Event | None  # None: a step is over, without an event
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """The result of what an episode is to do once."""
+    """The result of a call that an episode makes once."""
 
     number: int  # of the episode
     which: int  # of its results
@@ -85,7 +85,7 @@ class CallRecord:
 
 
 class Greeting(NamedTuple):
-    """What an environment is."""
+    """The kind of an environment."""
 
     single_turn: bool  # a plain reward
     waits: bool  # written with `async def`
@@ -110,7 +110,7 @@ class Frames:
         self._bytes = bytearray()
 
     def add(self, more: bytes) -> Iterator[bytes]:
-        """The contents of the frames that are whole with this."""
+        """Yield the contents of the frames that are whole with this."""
         self._bytes += more
         while len(self._bytes) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes)
@@ -174,7 +174,7 @@ def _written(message: dict[str, Any]) -> bytes:
 
 
 def read_greeting(content: bytes) -> Greeting | str:
-    """What the environment is, or why there is none."""
+    """Return the kind of the environment, or the reason why there is none."""
     message = _read(content)
     if message.keys() == {"ready", "async"} and all(isinstance(flag, bool) for flag in message.values()):
         return Greeting(message["ready"], message["async"])
@@ -222,7 +222,7 @@ def read_answer(content: bytes) -> WorkerReply | CallRecord:
 
 
 def _take_pictures(given: dict[str, Any], messages: Any) -> None:
-    """The pictures of a turn. What stands in its messages are names: a worker may not have a file of ours read."""
+    """Take the pictures of a turn. Its messages hold names: a worker may not have a file of ours read."""
     for digest, data in given.items():
         try:
             known = PICTURES.put(b64decode(data, validate=True))

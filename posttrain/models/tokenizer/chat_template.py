@@ -33,7 +33,7 @@ from jinja2.tests import TESTS as DEFAULT_TESTS
 from jinja2.utils import Namespace, _PassArg
 
 from posttrain.core.messages import one_line
-from posttrain.core.run_date import told
+from posttrain.core.run_date import template_date
 from posttrain.core.types import UserError
 from posttrain.models.tokenizer.template_budget import (
     BUDGET,
@@ -422,4 +422,4 @@ def _raise_exception(message: str = "") -> None:
 def _strftime_now(format: str) -> str:
     if not isinstance(format, str) or len(format) > 200:
         raise TypeError("strftime_now takes a short format such as '%d %B %Y'")
-    return told(_day.get()).strftime(format)
+    return template_date(_day.get()).strftime(format)

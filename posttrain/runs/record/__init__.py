@@ -1,1 +1,1 @@
-"""What a run keeps of every rollout: tables of Parquet, how they are written, read and asked."""
+"""The record of every rollout of a run: tables of Parquet, with their writers, readers and queries."""

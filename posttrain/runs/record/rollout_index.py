@@ -1,7 +1,7 @@
-"""The index of a run: what is short of all its rollouts, a file for each 50 steps, so that millions are looked at at once.
+"""The index of a run: the short columns of all its rollouts, a file for each 50 steps, so that millions are read at once.
 
-It is a cache. A piece says of which files it was made, by their names and sizes; where these have changed, or it is
-missing, whoever reads makes it again.
+It is a cache. A piece lists the files that it was made of, by their names and sizes; where these have changed, or it is
+missing, the reader makes it again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Source = tuple[bool, Path]
 
 
 class RolloutIndex:
-    """The index as whoever writes the run keeps it: a piece is made when its steps are all there, or the run ends."""
+    """The index in the process that writes the run: a piece is made when its steps are all there, or the run ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class RolloutIndex:
         self._piece = -1
 
     def written(self, path: Path, table: pa.Table, step: int, held_out: bool) -> None:
-        """The rollouts of a step stand in a file."""
+        """Note that the rollouts of a step are in a file."""
         if self._held and self._piece != step // PIECE:
             self.close()
         self._piece = step // PIECE
@@ -63,10 +63,10 @@ class RolloutIndex:
                 path.unlink()
 
     def close(self) -> None:
-        """Make the piece of what was written last."""
+        """Make the piece of the last steps."""
         sources = _sources(self._folder).get(self._piece) if self._held else None
         if sources:
-            with suppress(OSError):  # no room: whoever asks for it makes it
+            with suppress(OSError):  # no room: its reader makes it
                 _write(piece_file(self._folder, self._piece), sources, self._held)
         self._held = {}
 
@@ -76,7 +76,7 @@ def piece_file(folder: Path, piece: int) -> Path:
 
 
 def open_index(folder: Folder) -> list[Path]:
-    """The files of a whole index, made now as far as they are missing or older than the rollouts.
+    """Return the files of a whole index, made now as far as they are missing or older than the rollouts.
 
     Where the folder cannot be written, they are made elsewhere, for this process.
     """
@@ -94,7 +94,7 @@ def open_index(folder: Folder) -> list[Path]:
 
 
 def left_out(folder: Folder, index: Sequence[Path]) -> list[Path]:
-    """The files of rollouts that an index which was just opened does not hold, because they are damaged."""
+    """Return the files of rollouts that an index which was just opened does not hold, because they are damaged."""
     held = {name for piece in index for name in json.loads(_made_of(piece) or b"{}")}
     sources = [path for _, sources in sorted(_sources(Path(folder)).items()) for _, path in sources]
     return [path for path in sources if f"{path.parent.name}/{path.name}" not in held]
@@ -102,16 +102,16 @@ def left_out(folder: Folder, index: Sequence[Path]) -> list[Path]:
 
 @cache
 def _elsewhere(run: Path) -> Path:
-    """A folder of this process for a run that it cannot write to; it is deleted at the end."""
+    """Return a folder of this process for a run that it cannot write to; it is deleted at the end."""
     made = TempFolder("index")
     atexit.register(made.cleanup)
     return Path(made.name)
 
 
 def _write(path: Path, sources: list[Source], known: Mapping[Path, pa.Table] = MappingProxyType({})) -> None:
-    """Write a piece. `known`: what of it need not be read.
+    """Write a piece. `known`: tables that need not be read.
 
-    What of its rollouts is damaged is left out, as whoever asks for it is told, and the piece is made again the next time.
+    Damaged rollouts are left out, which `left_out` reports, and the piece is made again the next time.
     """
     tables, read = [], []
     for held_out, source in sources:
@@ -125,7 +125,7 @@ def _write(path: Path, sources: list[Source], known: Mapping[Path, pa.Table] = M
 
 
 def short(table: pa.Table, held_out: bool) -> pa.Table:
-    """What the index holds of rollouts."""
+    """Return the columns of the index from a table of rollouts."""
     found = {name: table[name] for name in table.column_names if name in INDEX.names}
     shown = {"prompt": pc.coalesce(table["asked"], table["prompt"]), "text": table["text"]}
     for name, texts in shown.items():
@@ -143,7 +143,7 @@ def _made_of(path: Path) -> bytes | None:
 
 
 def _sources(folder: Path) -> dict[int, list[Source]]:
-    """Of each piece: whether it is held out, and the file."""
+    """Return the sources of each piece: whether it is held out, and the file."""
     found: dict[int, list[Source]] = {}
     for held_out, kind in ((False, run_files.ROLLOUTS), (True, run_files.EVALS)):
         for step in rollout_steps(folder, held_out):
@@ -154,5 +154,5 @@ def _sources(folder: Path) -> dict[int, list[Source]]:
 
 
 def _mark(sources: list[Source]) -> bytes:
-    """What a piece says of the files that it was made of."""
+    """Return the list, in a piece, of the files that it was made of."""
     return json.dumps({f"{path.parent.name}/{path.name}": os.stat(path).st_size for _, path in sources}).encode()

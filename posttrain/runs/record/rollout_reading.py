@@ -23,7 +23,7 @@ from posttrain.runs.run_files import Folder, kept_file
 from posttrain.runs.run_reading import rollout_steps
 
 READ = (*SCALARS.names, *TOKENS.names)
-"""Columns of a row, where nobody asks for others: all but the numbers of tokens."""
+"""Columns of a row by default: all but the numbers of tokens."""
 EVERY = tuple(ROLLOUTS.names)
 
 _JSON = ("columns", "notes", "answers", "label")
@@ -69,7 +69,7 @@ def _listed(steps: Sequence[int]) -> str:
 def read_file(
     file: str | os.PathLike[str], names: Iterable[str] | None = None, places: Sequence[int] | None = None
 ) -> pa.Table:
-    """The rollouts in a file, such as an evaluation leaves; UserError if there are none."""
+    """Return the rollouts in a file, such as an evaluation leaves; UserError if there are none."""
     path = Path(file)
     if not os.path.isfile(path):
         raise UserError(f"{file}: no such file; a run is given by its folder")
@@ -79,7 +79,7 @@ def read_file(
 
 
 def rows_of(table: pa.Table) -> list[Row]:
-    """A dict for each row: what is JSON in the table as data, `parts` by their names, and "id": "12/3".
+    """Return a dict for each row: JSON of the table as data, `parts` by their names, and "id": "12/3".
 
     Raises UserError for rows that no run has written.
     """
@@ -107,7 +107,7 @@ def _rows_of(table: pa.Table) -> list[Row]:
 
 
 def _data(text: str | None) -> Any:
-    """What JSON says; text that is none as it stands."""
+    """Return the data of JSON text; text that is not JSON unchanged."""
     try:
         return None if text is None else json.loads(text)
     except (ValueError, RecursionError):  # none, a number of thousands of digits, too deep
@@ -115,9 +115,10 @@ def _data(text: str | None) -> Any:
 
 
 def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ, held_out: bool = False) -> list[Row]:
-    """The rollouts that a step played as `rows_of` has them, without the numbers of tokens unless these are named.
+    """Return the rollouts that a step sampled in the form of `rows_of`, without the numbers of tokens unless these are
+    named.
 
-    Those of earlier steps that it learned from again stand in its table alone.
+    Those of earlier steps that it learned from again are in its table alone.
     """
     wanted = EVERY if names is None else tuple(names)
     table = read_table(folder, step, {*wanted, "replayed"}, held_out)
@@ -126,7 +127,7 @@ def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ,
 
 
 def timed_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ) -> list[Row]:
-    """The same, each turn with its "seconds" where they are known, and each rollout with those of its reward."""
+    """Return the same, each turn with its "seconds" where they are known, and each rollout with those of its reward."""
     rows = read_rollouts(folder, step, names)
     for row, times in zip(rows, read_seconds(folder, step), strict=False):
         for turn, seconds in zip(row["turns"] or (), times["turns"] or (), strict=False):
@@ -136,7 +137,7 @@ def timed_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ
 
 
 def read_seconds(folder: Folder, step: int) -> list[Row]:
-    """What the rollouts of a step took; [] where nobody knows."""
+    """Return the seconds of the rollouts of a step; [] where they are unknown."""
     path = kept_file(Path(folder), run_files.SECONDS, step)
     if path is None:
         return []
@@ -153,7 +154,7 @@ def open_file(path: Path) -> None:
 
 
 def checked_schema(path: Path, file: parquet.ParquetFile) -> pa.Schema:
-    """Of a table. Raises UserError for one of another version, and of more rows than a step can have."""
+    """Return the schema of a table. Raises UserError for another version, and for more rows than a step can have."""
     if file.metadata.num_rows > MOST:
         raise UserError(f"{path} claims to have {file.metadata.num_rows:,} rollouts: no step has as many")
     schema = file.schema_arrow  # which is made anew each time
@@ -193,7 +194,7 @@ def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) ->
 
 
 def _rows(file: parquet.ParquetFile, names: list[str], places: Sequence[int]) -> pa.Table:
-    """The rows in these places, of whose groups of rows no other is read."""
+    """Return the rows in these places, of whose groups of rows no other is read."""
     ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], dtype=np.int64)
     wanted = np.array(places, dtype=np.int64)
     if len(wanted) and not 0 <= wanted.min() <= wanted.max() < (ends[-1] if len(ends) else 0):
@@ -210,7 +211,7 @@ def _rows(file: parquet.ParquetFile, names: list[str], places: Sequence[int]) ->
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
-    """A column as Python has it; lists of numbers by way of numpy, which is many times faster."""
+    """Return a column as Python has it; lists of numbers by way of numpy, which is many times faster."""
     if column.type.id == pa.list_(pa.int32()).id and column.type.value_type in (pa.int32(), pa.float32()):
         array = column.combine_chunks()
         array = array if isinstance(array, pa.Array) else pa.concat_arrays(array.chunks)
@@ -226,7 +227,7 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
 
 
 def plainly(value: Any) -> Any:
-    """The same as JSON can hold it: neither infinity nor NaN has a form there."""
+    """Return the same as JSON can hold it: neither infinity nor NaN has a form there."""
     if isinstance(value, float):
         return value if np.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a row says of a rollout: its names as the table has them, and the rollout that it was made of."""
+"""The content of a row: its names as the table has them, and the rollout that it was made of."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Row = dict[str, Any]
 
 
 def visit_of(group: str) -> tuple[str, int]:
-    """The task and the visit that a group is named after: "17#2"."""
+    """Return the task and the visit that a group is named after: "17#2"."""
     task, _, visit = group.rpartition("#")
     return (task, int(visit)) if task and visit.isdecimal() and visit.isascii() else (group, 0)
 
 
 def said_by(turn: Mapping[str, Any], prompt: str, text: str) -> str:
-    """What a turn of a row says: where it is all of the row's prompt, or of its text, it is not written again."""
+    """Return the text of a turn of a row: a turn that is all of the row's prompt, or of its text, is stored without one."""
     said: str | None = turn["text"]
     return (prompt if turn["role"] == SpanKind.PROMPT else text) if said is None else said
 
 
 def transcripts_of(row: Mapping[str, Any]) -> list[Transcript]:
-    """The transcripts of a row that was read; what is not kept of them, such as routed experts, is missing.
+    """Return the transcripts of a row that was read; unrecorded data, such as routed experts, are missing.
 
     Raises ValueError, LookupError or TypeError if the row is none.
     """

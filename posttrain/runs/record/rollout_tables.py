@@ -1,10 +1,10 @@
 """Makes the tables of a step from what became of its rollouts, a column at a time.
 
 A row at a time would be easier to read, and was tried: its some fifty objects a rollout cost the training beside it, which
-shares the interpreter and its garbage collection, three times what they took to make.
+shares the interpreter and its garbage collection, three times the time of making them.
 
-Nothing of it depends on the clock but the table of seconds. What could not stand in a table is made to: infinite rewards
-are null, a half of a surrogate pair becomes its escape.
+Only the table of seconds depends on the clock. Values without a form in a table get one: infinite rewards are null, a
+half of a surrogate pair becomes its escape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Columns = dict[str, Any]
 
 
 def rollouts_table(step: int, outcomes: Sequence[Outcome], kind: str) -> pa.Table:
-    """The table of `schema.ROLLOUTS`, a row for each, in their order."""
+    """Return the table of `schema.ROLLOUTS`, a row for each, in their order."""
     rollouts = [outcome.rollout for outcome in outcomes]
     columns = {
         **_placed(step, outcomes, kind),
@@ -42,7 +42,7 @@ def rollouts_table(step: int, outcomes: Sequence[Outcome], kind: str) -> pa.Tabl
 
 
 def seconds_table(outcomes: Iterable[Outcome]) -> pa.Table:
-    """The table of `schema.SECONDS`: what turns and rewards took. Replayed ones took another step's time."""
+    """Return the table of `schema.SECONDS`: what turns and rewards took. Replayed ones took another step's time."""
     played = [(index, o.rollout) for index, o in enumerate(outcomes) if not o.replayed]
     took = np.array([turn.seconds for _, rollout in played for turn in rollout.turns], dtype=np.float64)
     columns = {
@@ -54,7 +54,7 @@ def seconds_table(outcomes: Iterable[Outcome]) -> pa.Table:
 
 
 def _numbers(outcomes: Sequence[Outcome]) -> Columns:
-    """Of each scored token; most columns are of few rollouts, or of none."""
+    """Return the columns of scored tokens; most columns are of few rollouts, or of none."""
     known = {name for outcome in outcomes for name in outcome.numbers}
     found: Columns = {name: pa.nulls(len(outcomes), ROLLOUTS.field(name).type) for name in (*NUMBERS, "kept")}
     compared = [o.numbers.get("after") is not None for o in outcomes]
@@ -95,7 +95,7 @@ def _placed(step: int, outcomes: Sequence[Outcome], kind: str) -> Columns:
 
 
 def _size(value: bytes) -> str:
-    """What is kept of bytes in a task: a picture's would be repeated in every rollout."""
+    """Return the text that replaces bytes in a task: a picture's would be repeated in every rollout."""
     return f"{len(value)} bytes"
 
 
@@ -120,7 +120,7 @@ def _said(rollouts: Sequence[Rollout]) -> Columns:
 
 
 def _answer(service: str, answer: Any) -> dict[str, Any]:
-    """What a service said in an episode."""
+    """Return a service's answer in an episode."""
     found = bare(answer)
     told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
     return {"service": service, **told, **({"said": answer.said} if isinstance(answer, Reasoned) else {})}
@@ -230,7 +230,7 @@ def _pictures(rollout: Rollout) -> list[Columns]:
 
 
 def _lists(kind: pa.ListType, counts: Sequence[int], values: pa.Array | Columns) -> pa.Array:
-    """Lists of so many values each, which stand one behind the other; of structures, by the names of their fields."""
+    """Return lists of so many values each, which follow each other; of structures, by the names of their fields."""
     if isinstance(values, dict):
         fields = list(kind.value_type)
         made = [v if isinstance(v := values[f.name], pa.Array) else array(v, f.type) for f in fields]

@@ -1,12 +1,12 @@
 """The table of rollouts: its columns, their types, and the version of both.
 
-A row is one rollout, or one response of an item. Lists hold tokens: `tokens` and `spans` count all of them, with the
-transcripts end to end; the columns of `NUMBERS` have a value for each scored token, in order; `engine` one for each
-sampled token.
+A row is one rollout, or one response of a preference example. Lists hold tokens: `tokens` and `spans` count all of
+them, with the transcripts end to end; the columns of `NUMBERS` have a value for each scored token, in order; `engine`
+one for each sampled token.
 
-What follows from other columns is not stored: the ratio is exp(learner - before), 1 where there is no `before` because the
-step's first update alone learned from the rollout, and exp(learner - engine) in rows whose `old` is "sampler"; on which side
-it is clipped follows from the row's bounds, which stand in run.json.
+Values that follow from other columns are not stored: the ratio is exp(learner - before), 1 where there is no `before`
+because the step's first update alone learned from the rollout, and exp(learner - engine) in rows whose `old` is
+"sampler"; on which side it is clipped follows from the algorithm's bounds, which are in run.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 VERSION = "2"
 KEY = b"posttrain.schema"
-"""Where a file's metadata has the version."""
+"""The key of the version in a file's metadata."""
 
 NUMBERS = (
     "before",  # log-probability under the learner, before the step's first update; null where that is its own
@@ -28,13 +28,13 @@ NUMBERS = (
     "weight",
     "token_advantage",  # where it is not the same for all tokens
     "value",  # of the critic
-    "returns",  # what the critic learns
+    "returns",  # the critic's targets
     "teacher",  # log-probability under the teacher
     "after",  # under the step's final weights
 )
-"""float32, one for each scored token, rounded to eleven bits; null where nobody recorded it."""
+"""float32, one for each scored token, rounded to eleven bits; null where it was not recorded."""
 COMPARED = ("before", "learner", "after")
-"""Of rollouts that have `after` these are not rounded: what a step changes may be less than eleven bits tell apart."""
+"""Columns that are not rounded in rollouts that have `after`: the change of a step may be less than eleven bits can show."""
 
 _TEXT = pa.string()
 _CALL = pa.struct([("tool", _TEXT), ("arguments", _TEXT), ("end", pa.int32()), ("problem", _TEXT)])
@@ -67,13 +67,13 @@ SCALARS = pa.schema(
         ("index", pa.int32()),  # of the row in its file
         ("kind", _TEXT),  # the verb, or eval
         ("group", _TEXT),
-        ("member", pa.int32()),  # which of its group, or which response of its item
+        ("member", pa.int32()),  # which of its group, or which response of its preference example
         ("epoch", pa.int32()),  # visits to the task before this one
         ("task", _TEXT),  # its id
         ("columns", _TEXT),  # JSON of the task's own columns, pictures by their names
         ("side", _TEXT),
         ("prompt", _TEXT),
-        ("asked", _TEXT),  # of a prompt of messages, the beginning of what its user said last; null of text
+        ("asked", _TEXT),  # of a prompt of messages, the beginning of its user's last message; null of text
         ("text", _TEXT),
         ("reward", pa.float64()),  # null: invalid
         ("invalid", _TEXT),  # why
@@ -94,15 +94,15 @@ SCALARS = pa.schema(
         ("versions", pa.list_(pa.int32())),
         ("sampled", pa.int32()),  # tokens
         ("scored", pa.int32()),
-        ("length", pa.int32()),  # of the reply: what was sampled, or of a given row what is learned
+        ("length", pa.int32()),  # of the reply: sampled tokens, or of a given row learned ones
         ("total", pa.int32()),  # all tokens
-        ("notes", _TEXT),  # JSON of what the environment noted
-        ("answers", _TEXT),  # JSON of what services answered, and `said` for it
+        ("notes", _TEXT),  # JSON of the environment's notes
+        ("answers", _TEXT),  # JSON of services' answers, and `said`, their reasons
         ("media", pa.list_(_TEXT)),  # names of pictures
         ("branch_of", pa.int32()),
         ("branch_turns", pa.int32()),
         ("branch_taken", pa.list_(pa.int32())),  # sampled tokens of each transcript that are the other's
-        ("label", _TEXT),  # JSON of what was said of a response
+        ("label", _TEXT),  # JSON of a response's labels
         ("turns", pa.list_(_TURN)),
     ]
 )
@@ -128,11 +128,11 @@ INDEX = pa.schema(
         *(field for field in SCALARS if field.name not in UNINDEXED),
         ("prompt_start", _TEXT),  # the first characters, of a prompt of messages those of `asked`
         ("text_start", _TEXT),  # its first characters
-        ("held_out", pa.bool_()),  # whether the row stands in evals/
+        ("held_out", pa.bool_()),  # whether the row is in evals/
     ],
     metadata={KEY: VERSION.encode()},
 )
-"""A piece of index/: scalars of 50 steps, without what is long."""
+"""A piece of index/: scalars of 50 steps, without long columns."""
 PIECE, START, ASKED = 50, 80, 400
 """Steps of a piece of the index; characters of a text in it, and of `asked`, where the name of a picture
 takes nearly as many."""
@@ -145,7 +145,7 @@ SECONDS = pa.schema(
 
 
 def columns(names: Iterable[str]) -> pa.Schema:
-    """Some of the columns of rollouts, in their order."""
+    """Return some of the columns of rollouts, in their order."""
     wanted = set(names)
     assert wanted <= set(ROLLOUTS.names), f"no columns: {sorted(wanted - set(ROLLOUTS.names))}"
     return pa.schema([field for field in ROLLOUTS if field.name in wanted], metadata=ROLLOUTS.metadata)

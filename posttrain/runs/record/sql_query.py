@@ -1,4 +1,4 @@
-"""Questions in SQL about what a run left: one SELECT, over the run's own files, within a time and a memory.
+"""Questions in SQL about a run: one SELECT, over the run's own files, within a time and a memory.
 
 The database reads no file but these, which are named before the question is looked at, and whose list cannot be changed
 any more. A statement that is no SELECT is not begun: COPY would write even where nothing else may be read.
@@ -50,7 +50,7 @@ _JSON = ("columns", "notes", "answers", "label")
 class Questions:
     """A database over one run, or over a file of rollouts as an evaluation leaves it.
 
-    `seconds`, `gib`: what a question may take. `vocabulary`: the texts of the tokens, by their ids; [] if nobody knows.
+    `seconds`, `gib`: the limits of a question. `vocabulary`: the texts of the tokens, by their ids; [] if unknown.
     `only`: the files to look at, by step and whether they are held out; default: all.
     """
 
@@ -63,7 +63,7 @@ class Questions:
         only: Container[tuple[int, bool]] | None = None,
     ) -> None:
         """Raises UserError if there is neither."""
-        self.left_out: list[str] = []  # of what has been asked about: what the answer lacks, and why
+        self.left_out: list[str] = []  # the missing parts of the answer, with the reasons
         self._folder, self._seconds, self._vocabulary, self._only = Path(folder), seconds, vocabulary, only
         self._alone = self._folder.suffix == SUFFIX and self._folder.is_file()
         self._sampler = False if self._alone else divides_by_sampler(read_run(folder))
@@ -82,7 +82,7 @@ class Questions:
     def ask(self, sql: str, most: int | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
         """Names of the columns, and the rows: all of them, or the first `most`. A database is asked once.
 
-        Raises UserError for what is no single SELECT, for a mistake in it, and where it takes too long or too much.
+        Raises UserError for anything but a single SELECT, for a mistake in it, and where it takes too long or too much.
         """
         duckdb = _library()
         bounded(sql)
@@ -165,10 +165,10 @@ class Questions:
         self._base.execute(_PART)
 
     def _lacking(self, wanted: set[str], index: list[Path] | None) -> list[str]:
-        """What of the run these tables do not hold."""
+        """Return the parts of the run that these tables do not hold."""
         found = []
         if wanted & {"rollouts", "tokens", "rollout_index"}:
-            with suppress(UserError):  # of damaged metrics, which say nothing
+            with suppress(UserError):  # of damaged metrics, which need no message here
                 gone = missing_rollouts(self._folder)
                 found += [] if gone is None else [f"{gone}: put copies of them back"]
         damaged = [] if index is None else left_out(self._folder, index)
@@ -179,7 +179,7 @@ class Questions:
             self._base.execute(f"create view {name} as select * from {read_files}")
         except _library().Error as error:
             for path in files:
-                open_file(path)  # says which of them is damaged
+                open_file(path)  # reports which of them is damaged
             raise UserError(f"the table {name} cannot be read: {one_line(error)}") from error
 
     def _lay_tokens(self, texts: bool) -> None:
@@ -198,7 +198,7 @@ class Questions:
         self._base.execute(f"set {name} = {value}")
 
     def _files(self, kind: str) -> list[Path]:
-        """The tables of a kind."""
+        """Return the tables of a kind."""
         steps = rollout_steps(self._folder, kind == EVALS)
         wanted = [step for step in steps if self._only is None or (step, kind == EVALS) in self._only]
         return [path for step in wanted if (path := kept_file(self._folder, kind, step)) is not None]
@@ -210,7 +210,7 @@ def names_text(sql: str) -> bool:
 
 
 def bounded(sql: str) -> None:
-    """Raises UserError for what DuckDB cannot even be handed: it reads nested brackets in cubic time, and cannot be
+    """Raises UserError for a query too deep for DuckDB's parser: it reads nested brackets in cubic time, and cannot be
     interrupted while it does."""
     try:
         sql.encode()
@@ -228,7 +228,7 @@ def _table(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def explained(error: Exception, sql: str, tables: Sequence[str]) -> str:
-    """What DuckDB says of a question, and what helps with the commonest mistakes."""
+    """Return DuckDB's message on a query, with help for the commonest mistakes."""
     said = one_line(error).partition(" LINE 1:")[0]
     column = re.search(r'Referenced column "(.*?)" not found', said)
     field = re.search(r"Cannot extract field '(.*?)' from expression \"(?:\w+\.)?(\w+)\"", said)

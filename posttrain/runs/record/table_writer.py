@@ -1,6 +1,6 @@
-"""Writes tables of rollouts: how their columns lie in a file, and what of a number is kept.
+"""Writes tables of rollouts: the layout of columns in a file, and the precision of numbers.
 
-The bytes follow from the rows and from the version of pyarrow alone. Bytes that say the same in most rows, such as the
+The bytes follow from the rows and from the version of pyarrow alone. Bytes that are the same in most rows, such as the
 signs and exponents of log-probabilities and the lower half of a rounded number, are put side by side (BYTE_STREAM_SPLIT),
 where zstd finds them.
 """
@@ -26,8 +26,8 @@ KEPT_BITS = 11  # of a number's mantissa, the one that is not written included: 
 _DROPPED = 24 - KEPT_BITS
 LEVEL = 9  # of zstd
 GROUP_TOKENS, LEAST_ROWS = 1 << 17, 64
-"""About how many tokens stand in a group of rows, which is read as a whole where one rollout is opened; and how many rows
-at least, for a group costs bytes and time of its own."""
+"""About the number of tokens in a group of rows, which is read as a whole where one rollout is opened; and the least
+number of rows, for a group costs bytes and time of its own."""
 _ELEMENT = ".list.element"
 _SPLIT = [f"{name}{_ELEMENT}" for name in ("tokens", "engine", *NUMBERS)]
 
@@ -60,14 +60,14 @@ def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
                 write_page_checksum=True,
             )
         unfinished.replace(path)
-    except OSError:  # no room: what is not whole is of no use
+    except OSError:  # no room: a part of a file is of no use
         with suppress(OSError):
             unfinished.unlink()
         raise
 
 
 def _rows_together(table: pa.Table) -> int:
-    """How many rows a group has."""
+    """Return the number of rows of a group."""
     rows = max(1, table.num_rows)
     if "tokens" not in table.column_names:
         return rows
@@ -96,7 +96,8 @@ def array(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _whole(value: Any) -> Any:
-    """The same with a half of a surrogate pair as its escape: it stands for no character, and UTF-8 has none for it."""
+    """Return the value with each half of a surrogate pair as its escape: it is no character, and UTF-8 has no form for
+    it."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):
@@ -105,7 +106,7 @@ def _whole(value: Any) -> Any:
 
 
 def _leaves(name: str, kind: pa.DataType) -> Iterable[str]:
-    """The columns of a file that hold the values of a column."""
+    """Return the columns of a file that hold the values of a column."""
     if pa.types.is_list(kind):
         yield from _leaves(name + _ELEMENT, kind.value_type)
     elif pa.types.is_struct(kind):

@@ -1,6 +1,6 @@
 """A row for each token of some rollouts, as one view in SQL: nothing is laid out before a question needs it.
 
-The lists of a rollout hold values of its sampled or its scored tokens alone. Here each value stands at its token. A
+The lists of a rollout hold values of its sampled or its scored tokens alone. Here each value is at its token. A
 condition on `step` reaches the files, so of a run of many steps only those are read that it names.
 
 S      spans of a rollout, in order; together they are all of its tokens
@@ -14,7 +14,7 @@ COLUMNS = (
     "step", "held_out", "index", "group", "member", "task", "reward", "fate", "place", "token", "text", "origin", "learned",
     "version", "engine", *(name for name in NUMBERS if name != "token_advantage"), "advantage", "kept", "ratio",
 )  # fmt: skip
-"""Those of the view. `text` is null where no vocabulary is given."""
+"""The columns of the view. `text` is null where no vocabulary is given."""
 
 _LISTS = (*NUMBERS, "kept")
 _LATER = (
@@ -25,7 +25,7 @@ _LATER = (
 
 def tokens_of(rollouts: str, vocabulary: str | None = None, sampler: bool = False) -> str:
     """The SELECT. `rollouts`: a table of rollouts with `held_out`; `vocabulary`: one of ids and their texts; `sampler`:
-    whether the ratio divides by what the tokens were sampled with.
+    whether the ratio divides by the sampler's probabilities.
     """
     old = "engine" if sampler else f"coalesce(before, if({_LATER}, engine, learner))"
     lists = ", ".join(f"unnest({_at_scored(name)}) as {name}" for name in _LISTS)
@@ -49,7 +49,7 @@ def tokens_of(rollouts: str, vocabulary: str | None = None, sampler: bool = Fals
 
 
 def _before(condition: str) -> str:
-    """Of a span s: tokens of earlier spans p that a condition names."""
+    """Return the expression for tokens of earlier spans p of a span s, by a condition."""
     earlier = f"list_filter(spans, lambda p: p.start < s.start and {condition})"
     return f"coalesce(list_sum(list_transform({earlier}, lambda p: p.length)), 0)"
 

@@ -1,1 +1,1 @@
-"""What a person sees of a run on the terminal."""
+"""The output of a run on the terminal."""

@@ -1,6 +1,7 @@
-"""What a person sees while a run goes on: a small live panel on a terminal, plain lines anywhere else.
+"""The display while a run goes on: a small live panel on a terminal, plain lines anywhere else.
 
-It decides how often a line is printed, and what is told as it comes. Nothing that happens to the stream ends the run.
+It decides how often a line is printed, and which events are printed at once. Nothing that happens to the stream ends
+the run.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Display:
         self._waiting: str | None = None  # the last line, as long as it was not printed
 
     def start(self, title: str, steps: int, lines: Sequence[str], done: int = 0) -> None:
-        """Begin: what runs, the number of its last step, and some lines on what it was asked to do, printed once.
+        """Begin: what runs, the number of its last step, and some lines of description, printed once.
 
-        Behind them stands what was held back until now (`notices`): there it is seen.
+        Messages that were held back (`notices`) follow, where they are seen.
 
         `done`: steps of a resumed run that are done.
         """
@@ -79,7 +80,7 @@ class Display:
                 self._print_waiting()
 
     def note(self, text: str) -> None:
-        """Lines that stay, such as what the health check found: broken between words where they are too long."""
+        """Lines that stay, such as findings of the health check: broken between words where they are too long."""
         if self._region:
             width = size(self._stream)[0] - 1
             self._region.print("\n".join(wrapped(line, width) for line in safe(text).split("\n")))
@@ -123,7 +124,7 @@ class Display:
         return f"{_duration(max(left, 0.0))} left"
 
     def _panel(self, columns: int, rows: int) -> list[Line]:
-        """The live panel. Drawn twice a second by another thread, so it reads and changes nothing."""
+        """Return the live panel. Drawn twice a second by another thread, so it reads and changes nothing."""
         view = View(self._title, self._number, self._steps, self._left(), self._values, list(self._history))
         return compose(view, columns, rows)
 

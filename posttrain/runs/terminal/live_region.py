@@ -1,4 +1,4 @@
-"""Lines of a terminal that pass: one that says what is being done, and a few at the bottom that are drawn anew while other
+"""Lines of a terminal that pass: one with the current activity, and a few at the bottom that are drawn anew while other
 text scrolls away above them.
 
 Knows nothing of runs: lines come from a function of the terminal's size, which is asked for at every drawing, so that
@@ -29,7 +29,7 @@ PLAIN, ERASE_LINE, ERASE_BELOW, HIDE_CURSOR, SHOW_CURSOR = "\x1b[0m", "\x1b[K", 
 
 
 class Passing:
-    """One line that says what is being done, and is gone as soon as anything else is written to the streams."""
+    """One line with the current activity, which is gone as soon as anything else is written to the streams."""
 
     def __init__(
         self, stream: Output, others: Sequence[Output] = (), clock: Callable[[], float] = time.monotonic
@@ -65,7 +65,7 @@ class Passing:
 
 
 class Region:
-    """The lines, from `start` to `stop`. What is printed meanwhile, with `print` or to sys.stdout, goes above them."""
+    """The lines, from `start` to `stop`. Text printed meanwhile, with `print` or to sys.stdout, goes above them."""
 
     def __init__(self, stream: Output, compose: Callable[[int, int], Sequence[Line]]) -> None:
         """`compose`: (columns, rows of the terminal) -> lines, none of which may fill a row to its end."""
@@ -106,7 +106,8 @@ class Region:
         self._stream.flush()
 
     def _erase(self) -> str:
-        """To the first row of what was drawn, and all from there on gone. A window that was made narrower has wrapped it."""
+        """Go to the first row of the region, and delete it from there on. A window that was made narrower has wrapped
+        it."""
         columns = max(1, size(self._stream)[0])
         above = sum(max(1, -(-width // columns)) for width in self._drawn) - 1
         return "\r" + (f"\x1b[{above}A" if above > 0 else "") + ERASE_BELOW
@@ -120,7 +121,7 @@ class Region:
 
 
 class _Above(io.TextIOBase):
-    """What others print while the region is drawn: whole lines, above it."""
+    """A stream for the output of others while the region is drawn: whole lines, above it."""
 
     def __init__(self, region: Region, instead_of: TextIO) -> None:
         self._region, self.instead_of, self.unended = region, instead_of, ""
@@ -153,7 +154,7 @@ def cells(text: str) -> int:
 
 
 def fitted(text: str, width: int) -> str:
-    """The text, cut where it takes more than so many columns."""
+    """Return the text, cut where it takes more than so many columns."""
     from rich.cells import set_cell_size
 
     if cells(text) <= width:

@@ -1,7 +1,8 @@
-"""What a user is to know before a run begins: held back until the run has been described, so that it stands last.
+"""Warnings before a run begins: held back until the run has been described, so that they come last.
 
-A description of twenty lines would push a warning above it off a small terminal. Nothing is lost: what has not been shown
-when the block ends that holds it back is shown then, however the block ends. Outside of such a block it is shown at once.
+A description of twenty lines would push a warning above it off a small terminal. Nothing is lost: a warning that has
+not been shown when the block ends that holds it back is shown then, however the block ends. Outside of such a block it
+is shown at once.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _held: list[list[str]] = []  # of each block, the innermost last
 
 
 def warn(text: str) -> None:
-    """Tell the user of what may be wrong."""
+    """Warn the user."""
     tell(f"posttrain: warning: {text}")
 
 
 def tell(text: str) -> None:
-    """Tell the user on standard error, as soon as it is time."""
+    """Print to standard error, as soon as it is time."""
     if _held:
         _held[-1].append(text)
     else:
@@ -30,7 +31,7 @@ def tell(text: str) -> None:
 
 
 def show() -> None:
-    """Now is the time: show what has been held back."""
+    """Show the messages that were held back."""
     if _held:
         told, _held[-1] = _held[-1], []
         for text in told:
@@ -39,7 +40,7 @@ def show() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Hold back what is told until `show`, or the end of this block."""
+    """Hold messages back until `show`, or the end of this block."""
     _held.append([])
     try:
         yield

@@ -1,6 +1,6 @@
-"""Where text for people goes, and what may happen to it: nothing that fails here ends a run.
+"""Streams of text for people, and their failures: nothing that fails here ends a run.
 
-Decides what becomes of a stream that is closed, full, or whose terminal has gone.
+Decides the treatment of a stream that is closed, full, or whose terminal has gone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Output(io.TextIOBase):
         return True
 
     def _lose(self, error: Exception) -> None:
-        """Write nothing from now on. What the stream still holds, Python would try to write once more at its end."""
+        """Write nothing from now on. Python would try once more at its end to write the stream's buffer."""
         self.lost = error
         if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
             with suppress(OSError, ValueError):
@@ -82,7 +82,7 @@ def fancy(stream: TextIO | Output) -> bool:
 
 
 def columns(stream: TextIO | Output) -> int:
-    """How many a line may have: of a terminal, one less than it has; 0: as many as it wants."""
+    """Return the most columns of a line: of a terminal, one less than it has; 0: no limit."""
     return shutil.get_terminal_size().columns - 1 if stream.isatty() else 0
 
 

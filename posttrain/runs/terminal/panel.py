@@ -1,7 +1,7 @@
-"""What the live display shows of a run, laid out for a terminal of any size. Pure: no stream, no clock.
+"""The layout of the live display of a run for a terminal of any size. Pure: no stream, no clock.
 
-Decides what goes first where there is little room: the bar, the time left and the first figures, which are reward, accuracy
-and entropy where these are logged, always stay.
+Decides the order in which lines are dropped where there is little room: the bar, the time left and the first figures,
+which are reward, accuracy and entropy where these are logged, always stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from posttrain.runs.metrics_table import BY_NAME, METRICS
 from posttrain.runs.metrics_table import HELD_OUT as EVALUATED
 from posttrain.runs.terminal.live_region import Line, cells, fitted
 
-ESSENTIAL = 3  # figures, the first ones, are shown whatever the size: reward, accuracy, entropy
+ESSENTIAL = 3  # figures, the first ones, are shown at any size: reward, accuracy, entropy
 GAP = "   "
 HELD_OUT = "held-out"
 BARS = "▁▂▃▄▅▆▇█"
@@ -25,7 +25,7 @@ NARROWEST = 20  # columns, for more than the steps and the time left
 
 @dataclass(frozen=True)
 class View:
-    """What is to be shown."""
+    """The content of the display."""
 
     title: str
     number: int  # the last step that is done
@@ -36,14 +36,14 @@ class View:
 
 
 def compose(view: View, columns: int, rows: int) -> list[Line]:
-    """The lines of the panel: fewer than `rows`, each of fewer than `columns` cells, as far as there is any room."""
+    """Return the lines of the panel: fewer than `rows`, each of fewer than `columns` cells, as far as there is any room."""
     width = max(1, columns - 1)
     if columns < NARROWEST or rows < 3:
         return [_progress(view, width)]
     held_out = {name: value for name, value in view.values.items() if name.startswith(EVALUATED)}
     own = figures({name: value for name, value in view.values.items() if name not in held_out})
     essential, others = _rows(own[:ESSENTIAL], own[ESSENTIAL:], width)
-    parts: list[tuple[int, list[Line]]] = [  # (what stays first, lines), in the order in which they are drawn
+    parts: list[tuple[int, list[Line]]] = [  # (rank, lines), in the order in which they are drawn
         (5, [_rule(view.title, width)]),
         (0, [_progress(view, width)]),
         (1, essential),
@@ -59,7 +59,7 @@ def compose(view: View, columns: int, rows: int) -> list[Line]:
 
 
 def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, value) of what is worth a glance."""
+    """Return (label, value) of the most informative figures."""
     shown = [
         (metric.terminal, _figure(values[metric.name], metric.form))
         for metric in METRICS
@@ -79,7 +79,7 @@ def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole history in at most `width` bars, each the mean of its share of the steps."""
+    """Return the whole history in at most `width` bars, each the mean of its share of the steps."""
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -94,7 +94,7 @@ def _figure(value: float, form: str) -> str:
 
 
 def _rows(first: list[tuple[str, str]], others: list[tuple[str, str]], width: int) -> tuple[list[Line], list[Line]]:
-    """The figures in rows: those that hold some of the `first`, and the rest."""
+    """Return the figures in rows: those that hold some of the `first`, and the rest."""
     needed = len(_flowed(first, width))
     lines = _flowed([*first, *others], width)
     return lines[:needed], lines[needed:]
@@ -117,7 +117,7 @@ def _flowed(shown: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 
 def _held_out(values: Mapping[str, float], width: int) -> list[Line]:
-    """Rows of the held-out figures, what they are to their left."""
+    """Return rows of the held-out figures, with their names to the left."""
     rows = _flowed(_of_held_out(values), width - len(HELD_OUT) - 1)
     return [[((HELD_OUT if i == 0 else " " * len(HELD_OUT)) + " ", "dim"), *row] for i, row in enumerate(rows)]
 

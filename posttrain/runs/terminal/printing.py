@@ -13,7 +13,7 @@ from posttrain.core.types import Outcome, Rollout, SpanKind
 from posttrain.runs.terminal.output import Output, fancy, wrapped
 from posttrain.runs.terminal.output import columns as columns_of
 
-SLOW = 0.05  # seconds of a turn that are told
+SLOW = 0.05  # seconds of a turn from which on they are printed
 LINES_OF_PROMPT, LINES_OF_REPLY = 2, 3  # of an example, on a screen that is to hold three and some figures
 SPEAKERS = {
     SpanKind.PROMPT: "prompt",
@@ -95,15 +95,15 @@ def _upright(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int)
 
 
 def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: TextIO | None = None) -> None:
-    """Print the first `count` rollouts: what was said, turn by turn, and the reward.
+    """Print the first `count` rollouts: the turns, one by one, and the reward.
 
-    Takes them played or as `posttrain.runs.record.rollout_reading` has them.
+    Takes them as objects or as `posttrain.runs.record.rollout_reading` has them.
     """
     out = Output(stream or sys.stdout)
     width = columns_of(out)
     for rollout in rollouts[:count]:
         row = rollout if isinstance(rollout, Mapping) else shown(rollout)
-        lines = [*_head(row, width or 80), *(_beside(name, text, width) for name, text in _said(row)), ""]
+        lines = [*_head(row, width or 80), *(_beside(name, text, width) for name, text in _lines_by_speaker(row)), ""]
         out.write("\n".join(lines) + "\n")
     out.flush()
 
@@ -117,7 +117,7 @@ def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None 
         head = f"── {name} ── task {rollout.task['id']} "
         head += f"as {rollout.side} " if rollout.side else ""
         lines.append(_shortened(_parts(safe(f"{head}── ended by {rollout.stop} "), width)[0].ljust(width, "─"), width))
-        prompt = _parts_of(_asked(rollout), width - 9)
+        prompt = _parts_of(_prompt_subject(rollout), width - 9)
         reply = _parts_of(rollout.text, width - 9)
         if len(prompt) > LINES_OF_PROMPT:
             prompt = [f"... ({len(prompt) - LINES_OF_PROMPT + 1} more lines before)", *prompt[1 - LINES_OF_PROMPT :]]
@@ -132,14 +132,14 @@ def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None 
     out.flush()
 
 
-def _asked(rollout: Rollout) -> str:
-    """What the prompt is about: of messages the last of the user's, for a template ends with its own marks."""
+def _prompt_subject(rollout: Rollout) -> str:
+    """Return the subject of the prompt: of messages the last of the user's, for a template ends with its own marks."""
     said = [m["content"] for m in rollout.task.get("messages") or () if m["role"] == "user"]
     return said[-1] if said and isinstance(said[-1], str) else rollout.prompt
 
 
 def _parts_of(text: str, width: int) -> list[str]:
-    """The lines of a text that are not empty, in pieces of that width; one at least."""
+    """Return the lines of a text that are not empty, in pieces of that width; one at least."""
     lines = [line for line in safe(text).split("\n") if line.strip()] or [""]
     return [part for line in lines for part in _parts(line, width)]
 
@@ -149,7 +149,7 @@ def _shortened(text: str, width: int) -> str:
 
 
 def _head(row: Mapping[str, Any], width: int) -> list[str]:
-    """Which one it is, what it earned, and what became of it; in as many lines as that takes."""
+    """Return its name, reward and fate; in as many lines as that takes."""
     earned = _judged(row)
     numbered = row.get("member") is not None and not earned.startswith("response ")
     which = f"{row['group']} [{row['member']}]" if numbered else row["group"]
@@ -169,7 +169,7 @@ def _head(row: Mapping[str, Any], width: int) -> list[str]:
 
 
 def _judged(row: Mapping[str, Any]) -> str:
-    """What it earned; of a given row, what was said of it."""
+    """Return the reward; of a given row, its labels."""
     if row.get("invalid") is not None:
         return f"invalid: {row['invalid']}"
     label = row.get("label")
@@ -186,7 +186,7 @@ def _judged(row: Mapping[str, Any]) -> str:
 
 
 def shown(rollout: Rollout) -> Mapping[str, Any]:
-    """A rollout that has just been played as it would be read."""
+    """Return a rollout that has just been sampled in the form in which it is read."""
     from posttrain.runs.record.rollout_reading import rows_of
     from posttrain.runs.record.rollout_tables import rollouts_table
 
@@ -194,8 +194,8 @@ def shown(rollout: Rollout) -> Mapping[str, Any]:
     return {**row, "advantage": None}
 
 
-def _said(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(who, what) of a rollout, in the order in which it was said."""
+def _lines_by_speaker(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (speaker, text) of a rollout, in order."""
     transcript = 0
     for turn in row["turns"]:
         if turn["transcript"] != transcript:
@@ -231,7 +231,7 @@ def _beside(name: str, text: str, width: int) -> str:
 
 
 def _parts(line: str, width: int) -> list[str]:
-    """A line in pieces of that width, broken between words where there are any. Nothing of it is lost."""
+    """Return a line in pieces of that width, broken between words where there are any. Nothing of it is lost."""
     if not width or len(line) <= width:
         return [line]
     return textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)

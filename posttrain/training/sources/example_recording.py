@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.batch import TrainingStep
 from posttrain.core.protocols import Learner
 from posttrain.core.token_probe import SCORE, TokenSink
-from posttrain.core.types import Item, Outcome, PlayedTurn, Rollout, Task, Transcript
+from posttrain.core.types import Outcome, PlayedTurn, PreferenceExample, Rollout, Task, Transcript
 from posttrain.data.tasks import ENDLESS
 from posttrain.envs.play.episode import last_asked
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -145,7 +145,7 @@ def _transcripts(row: _Row) -> list[Transcript]:
 def _outcomes(task: Task, epoch: int, made: Any, tokenizer: Tokenizer) -> list[Outcome]:
     """Return the outcomes of a row: one of a demonstration; of a preference example one per response, with its label."""
     group = f"{task['id']}#{epoch}"
-    if not isinstance(made, Item):
+    if not isinstance(made, PreferenceExample):
         return [Outcome(_rollout(task, group, list(made), tokenizer))]
     said = [[c.better, c.worse, c.share, c.margin] for c in made.comparisons]
     return [

@@ -20,7 +20,7 @@ from posttrain.algorithms.responses import Responses
 from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
-from posttrain.core.types import Comparison, Item, Task, Transcript, UserError
+from posttrain.core.types import Comparison, PreferenceExample, Task, Transcript, UserError
 from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
@@ -30,7 +30,7 @@ from posttrain.training.sources.packing import Read, collate, readings, split_mi
 from posttrain.training.sources.reference_cache import Reference, mismatched
 
 
-class PreferenceExamples(ExampleStream[Item]):
+class PreferenceExamples(ExampleStream[PreferenceExample]):
     """Preference examples of the tasks of `data.preference_examples`."""
 
     noun = "longest of prompt and response"
@@ -48,14 +48,14 @@ class PreferenceExamples(ExampleStream[Item]):
         self.check_task = check_task
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
-    def make(self, task: Task, length: int | None) -> Item:
+    def make(self, task: Task, length: int | None) -> PreferenceExample:
         self.check_task(task)
         pairs = zip(task["responses"], task["cut"], strict=True)
         responses = [self._response(task, said, cut, length) for said, cut in pairs]
         comparisons = [Comparison(int(b), int(w), share, margin) for b, w, share, margin in task["comparisons"]]
-        return Item(responses, comparisons, [tuple(labels) for labels in task["labels"]])
+        return PreferenceExample(responses, comparisons, [tuple(labels) for labels in task["labels"]])
 
-    def transcripts(self, made: Item) -> Sequence[Transcript]:
+    def transcripts(self, made: PreferenceExample) -> Sequence[Transcript]:
         return made.responses
 
     def _response(self, task: Task, said: str | list[str], cut: bool, length: int | None) -> Transcript:
@@ -92,7 +92,7 @@ class ComparisonTargets:
 
     link: PreferenceLink
     read: Read
-    items: Sequence[Item]
+    items: Sequence[PreferenceExample]
     weights: list[list[float]]  # by preference example: of its comparisons, or of its labels, in their order
     labels: list[list[tuple[int, float]]]  # by preference example: (place of the score in it, label)
 
@@ -130,7 +130,7 @@ class ComparisonTargets:
 
     @staticmethod
     def by(
-        link: PreferenceLink, denominator: Denominator, items: Sequence[Item], read: Read = "next"
+        link: PreferenceLink, denominator: Denominator, items: Sequence[PreferenceExample], read: Read = "next"
     ) -> ComparisonTargets:
         """Return the targets weighted over all these preference examples, which are those of an optimizer batch."""
         labels = [_labels(item, read) for item in items]
@@ -156,7 +156,7 @@ def scores(transcript: Transcript, read: Read) -> int:
     return readings(transcript, read) if read == "last" else 1
 
 
-def _labels(item: Item, read: Read) -> list[tuple[int, float]]:
+def _labels(item: PreferenceExample, read: Read) -> list[tuple[int, float]]:
     """Return (place of a score, label): the row's, or good for responses that won more than they lost, bad for others."""
     if item.labels:
         found, before = [], 0
@@ -206,7 +206,7 @@ class Comparisons:
     def batches(
         self,
         places: Sequence[int],
-        items: Sequence[Item],
+        items: Sequence[PreferenceExample],
         coefficients: Mapping[str, float],
         recording: ExampleRecording | None = None,
     ) -> list[Batch]:
@@ -240,7 +240,7 @@ class Comparisons:
             for index in split_microbatches(responses, self.tokens_per_microbatch)
         ]
 
-    def _update(self, places: Sequence[int], items: Sequence[Item]) -> list[Batch]:
+    def _update(self, places: Sequence[int], items: Sequence[PreferenceExample]) -> list[Batch]:
         coefficients = {}
         if Need.DRIFT in self.algorithm.needs:
             coefficients["drift"] = self._drift(places)
@@ -306,7 +306,7 @@ class Comparisons:
         self.rewards = (float(total), float(count))
 
 
-def _won(item: Item, place: int) -> bool:
+def _won(item: PreferenceExample, place: int) -> bool:
     """Whether a response is better than another one and worse than none."""
     return any(c.better == place for c in item.comparisons) and not any(c.worse == place for c in item.comparisons)
 

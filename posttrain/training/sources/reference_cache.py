@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posttrain.core.batch import Outputs, Packed
 from posttrain.core.doing import doing
-from posttrain.core.types import Item, Transcript
+from posttrain.core.types import PreferenceExample, Transcript
 from posttrain.data.arrow_store import Arrays, digest, keep_arrays
 from posttrain.training.sources.example_stream import ExampleStream
 from posttrain.training.sources.packing import pack, prompt_length, split_microbatches
@@ -54,7 +54,7 @@ class Reference:
 
 
 def reference_logps(
-    items: ExampleStream[Item],
+    items: ExampleStream[PreferenceExample],
     places: Sequence[int],
     weights: str,
     evaluate: Evaluate,
@@ -82,7 +82,7 @@ def reference_logps(
     return Reference(places, keep_arrays(name, find))
 
 
-def mismatched(items: ExampleStream[Item], place: int) -> list[Transcript]:
+def mismatched(items: ExampleStream[PreferenceExample], place: int) -> list[Transcript]:
     """Return the prompt of a preference example with responses of the next one of another prompt; [] if there is none."""
     item = items[place]
     assert item is not None
@@ -96,23 +96,23 @@ def mismatched(items: ExampleStream[Item], place: int) -> list[Transcript]:
     return []
 
 
-def _joined(prompt: list[int], response: Transcript, items: ExampleStream[Item]) -> Transcript:
+def _joined(prompt: list[int], response: Transcript, items: ExampleStream[PreferenceExample]) -> Transcript:
     found = Transcript()
     found.observe(prompt)
     found.imitate(response.tokens[prompt_length(response) :][: max(1, items.too_long.context - len(prompt))])
     return found
 
 
-def _own(items: ExampleStream[Item], place: int) -> Sequence[Transcript]:
+def _own(items: ExampleStream[PreferenceExample], place: int) -> Sequence[Transcript]:
     item = items[place]
     assert item is not None
     return item.responses
 
 
 def _all(
-    items: ExampleStream[Item],
+    items: ExampleStream[PreferenceExample],
     places: Sequence[int],
-    of: Callable[[ExampleStream[Item], int], Sequence[Transcript]],
+    of: Callable[[ExampleStream[PreferenceExample], int], Sequence[Transcript]],
     evaluate: Evaluate,
     tokens_per_microbatch: int,
     device: torch.device,
@@ -136,7 +136,9 @@ def _all(
 
 
 def _of_tokens(
-    items: ExampleStream[Item], places: Sequence[int], of: Callable[[ExampleStream[Item], int], Sequence[Transcript]]
+    items: ExampleStream[PreferenceExample],
+    places: Sequence[int],
+    of: Callable[[ExampleStream[PreferenceExample], int], Sequence[Transcript]],
 ) -> str:
     found = hashlib.blake2b(digest_size=16)
     for place in places:

@@ -11,7 +11,7 @@ import torch
 from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.core.batch import Batch, Stats, TrainingStep
 from posttrain.core.protocols import Source
-from posttrain.core.types import Item
+from posttrain.core.types import PreferenceExample
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_stream import Memoryless, examples_of_step, progress
 from posttrain.training.sources.packing import Read, collate, split_microbatches
@@ -47,7 +47,7 @@ class RewardExamples(Memoryless):
             self.recording.settle(step)
 
     def batches(
-        self, items: Sequence[Item], recording: ExampleRecording | None = None
+        self, items: Sequence[PreferenceExample], recording: ExampleRecording | None = None
     ) -> list[tuple[list[int], Batch]]:
         """Return (places among these preference examples, micro-batch), comparisons weighted over all of them.
 

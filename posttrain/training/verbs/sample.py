@@ -21,7 +21,7 @@ from posttrain.config.resolve import own_judge, validate
 from posttrain.config.service_options import named_services
 from posttrain.core import run_date, user_files
 from posttrain.core.coerce import convert
-from posttrain.core.component import knob_of
+from posttrain.core.component import setting_of
 from posttrain.core.json_text import json_text, number
 from posttrain.core.messages import near
 from posttrain.core.option_aliases import suggestion
@@ -199,7 +199,7 @@ def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     where = f"--kinds.{kind}."
     if not isinstance(given, Mapping):
         raise UserError(f"--kinds.{kind} holds settings: --kinds.{kind}.temperature 0.2")
-    bounds = {f.name: knob_of(f).bounds for f in fields(Sample)}
+    bounds = {f.name: setting_of(f).bounds for f in fields(Sample)}
     read: dict[str, Any] = {}
     for name, value in given.items():
         plain = name.replace("-", "_")

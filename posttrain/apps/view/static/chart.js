@@ -76,7 +76,7 @@ export function Chart({ panel, events = [], onStep, height = 108, sync = "steps"
   const shown = useRef();
   useEffect(() => {
     let plot = null;
-    let width = 0; // as it was last told: to ask for it makes the browser lay out the page
+    let width = 0; // as of the last layout: to ask for it makes the browser lay out the page
     const draw = () => {
       if (!width) return;
       if (plot) plot.destroy();

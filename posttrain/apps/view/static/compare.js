@@ -28,15 +28,15 @@ export function Compare({ run, runs, query }) {
     ${data.curves.length ? html`<div class="others">${data.curves.map((panel) => html`<${Chart} key=${panel.title} panel=${panel} onStep=${(step) => go(to(data.b.run, "rollouts", [], { step }))} />`)}</div>` : ""}</div>`;
 }
 
-/** Where the two runs first differ, with a link to both. */
+/** The first difference of the two runs, with a link to both. */
 function Parting({ a, b, stamp }) {
   const { data, problem } = useAnswer("parting", { a, b }, stamp);
   if (problem) return html`<${Problem} text=${problem} />`;
-  if (!data) return html`<div class="card gap soft">looking for where they part …</div>`;
+  if (!data) return html`<div class="card gap soft">looking for the first difference …</div>`;
   const at = data.first;
   const n = data.numbers;
   const one = (run, index, token) => to(run, "rollout", [(at || n).part, index], { t: token });
-  return html`<div class="card gap parting"><div><b>${at ? "Where they part" : "Do they part?"}</b> <span class="untrusted">${visible(data.says)}</span> <span class="soft untrusted">${visible(data.why || "")}</span></div>
+  return html`<div class="card gap parting"><div><b>${at ? "First difference" : "Do they differ?"}</b> <span class="untrusted">${visible(data.says)}</span> <span class="soft untrusted">${visible(data.why || "")}</span></div>
     ${at ? html`<div class="row tight"><span class="mono untrusted soft">…${line(at.before)}</span>${[["A", a, at.a], ["B", b, at.b]].map(([name, run, index], i) => html`<a class="pill" href=${one(run, index, at.at)}><b class=${i ? "up" : "down"}>${name}</b> ${at.pieces[i] === null ? "ends" : html`<span class="mono untrusted">“${line(at.pieces[i])}”</span>`}</a>`)}
       <a href=${to(a, "pair", [at.part, at.a, b, at.part, at.b])}>both groups side by side</a></div>` : n ? html`<div class="row tight"><a href=${one(a, n.index)}>rollout ${n.index} of step ${n.step} in A</a><a href=${one(b, n.index)}>in B</a></div>` : ""}</div>`;
 }

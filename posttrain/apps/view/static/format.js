@@ -50,7 +50,7 @@ export function inShell(text) {
 
 const PICTURE = /\[sha256:[0-9a-f]{64}\]/g;
 
-/** A prompt as a reader sees it: pictures stand beside it, and not as the hashes that name them. */
+/** A prompt as a reader sees it: pictures are beside it, not their hashes in it. */
 export const readable = (text) => visible(text).replace(PICTURE, "▣ ");
 
 /** The same in one line. */

@@ -1,4 +1,4 @@
-// Given rows: demonstrations, and items with several responses. Nobody plays or scores them.
+// Rows of the user: demonstrations and preference examples. No environment scores them.
 
 import { f } from "./format.js";
 import { LEARNS } from "./verbs.js";
@@ -6,13 +6,13 @@ import { LEARNS } from "./verbs.js";
 /** Whether a kind of row, or a verb, is of given rows. */
 export const given = (kind) => ["demonstrations", "preferences", "scores"].includes(LEARNS[kind]);
 
-export const isItem = (kind) => ["preferences", "scores"].includes(LEARNS[kind]);
+export const isPreferenceExample = (kind) => ["preferences", "scores"].includes(LEARNS[kind]);
 
 export const isScored = (kind) => LEARNS[kind] === "scores";
 
 export const onTokens = (kind) => ["demonstrations", "rollouts"].includes(LEARNS[kind]);
 
-/** What was said of a response, as {text, tone}: chosen, rejected, its place among several, its labels. */
+/** The labels of a response, as {text, tone}: chosen, rejected, its place among several, its labels. */
 export function saidOf(row) {
   const { comparisons = [], labels = [] } = row.label && typeof row.label === "object" ? row.label : {};
   const won = comparisons.filter(([better]) => better === row.member);

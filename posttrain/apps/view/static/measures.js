@@ -1,7 +1,7 @@
-// What a token may be coloured by: one number for each, of those that were recorded and of what follows from them.
+// Measures that colour tokens: one number for each token, recorded or computed from recorded ones.
 
 import { floats, integers } from "./format.js";
-import { given, isItem } from "./items.js";
+import { given, isPreferenceExample } from "./items.js";
 
 /** A rollout as it came, with its numbers as arrays by token (nan: none). */
 export function unpack(row) {
@@ -40,7 +40,7 @@ function difference(a, b) {
   return a && b ? each(a.length, (i) => a[i] - b[i]) : null;
 }
 
-/** What the ratio divides by, as a row has it: the weights before the step, or those that sampled. */
+/** The denominator of the ratio of a row: the weights before the step, or those that sampled. */
 const old = (row, about) => (about.sampler ? row.n.engine : row.n.before || row.n.engine);
 
 export function ratios(row, about) {
@@ -70,10 +70,10 @@ function versions(row) {
 
 const CONTRIBUTION = { says: "contribution", about: "what the token adds to the score of its response: its log-probability less the reference's, before the step" };
 
-/** What the record's `weight` is. It is a gradient already: nothing here multiplies it by the advantage again. */
+/** The record's `weight`. It is a gradient already: nothing here multiplies it by the advantage again. */
 export const PUSH = "push on weights, as the run recorded it: minus the gradient of the loss at the token's log-probability, with its advantage, its ratio and its clip in it, summed over all passes of the step; above 0 it is made more likely";
 
-/** On which side of the bounds a ratio lies, and whether that takes its gradient. */
+/** The side of the bounds on which a ratio is, and whether that takes its gradient. */
 export function clipText(ratio, advantage, [low, high]) {
   const side = ratio < low - 1e-6 ? -1 : ratio > high + 1e-6 ? 1 : 0;
   if (!side) return `within ${low} … ${high}`;
@@ -82,7 +82,7 @@ export function clipText(ratio, advantage, [low, high]) {
   return `${where}, not clipped: A ${advantage > 0 ? "> 0" : advantage < 0 ? "< 0" : "is 0"}`;
 }
 
-/** name, what the button says, whether it has a sign, and the numbers of a rollout or null. */
+/** name, label of the button, whether it has a sign, and the numbers of a rollout or null. */
 export const MEASURES = [
   { name: "advantage", says: "advantage", sign: true, of: advantage },
   { name: "push", says: "push", sign: true, about: PUSH, of: (row) => row.n.weight || null },
@@ -119,13 +119,13 @@ export function measured(row, about) {
     const sizes = every.subarray(0, known).sort();
     if (!sizes.length) continue;
     const most = sizes[Math.min(sizes.length - 1, Math.floor(0.98 * sizes.length))] || sizes.at(-1) || 1;
-    const item = isItem(row.kind) && measure.name === "reference" ? CONTRIBUTION : {};
-    found.push({ ...measure, ...item, values, most, least: measure.name === "version" ? least - 1 : 0, blank: sizes.at(-1) === 0 });
+    const contribution = isPreferenceExample(row.kind) && measure.name === "reference" ? CONTRIBUTION : {};
+    found.push({ ...measure, ...contribution, values, most, least: measure.name === "version" ? least - 1 : 0, blank: sizes.at(-1) === 0 });
   }
   return found;
 }
 
-/** The one of these names to colour by at first: the first that says anything. */
+/** The one of these names to colour by at first: the first with any value. */
 export const firstOf = (all, names) => names.map((n) => all.find((m) => m.name === n && !m.blank)).find(Boolean) || all.find((m) => !m.blank) || all[0];
 
 /** The class that colours a token: six steps on either side. */

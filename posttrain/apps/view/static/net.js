@@ -1,4 +1,4 @@
-// Where answers come from: the server, or, in an exported file, the file itself. And what the address says.
+// The source of answers: the server, or, in an exported file, the file itself. And the reading of the address.
 
 import { local } from "./local.js";
 
@@ -15,7 +15,7 @@ async function unpacked() {
 
 let packed = null;
 
-/** The answer to a path and a query, or an Error that says in one line what is wrong. */
+/** The answer to a path and a query, or an Error whose one line describes the fault. */
 export async function ask(path, query = {}, signal = undefined) {
   if (exported) {
     packed = packed || unpacked();
@@ -24,11 +24,11 @@ export async function ask(path, query = {}, signal = undefined) {
   const words = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined));
   const answer = await fetch(`api/${path}${words.size ? "?" + words : ""}`, { signal });
   const data = await answer.json();
-  if (!answer.ok) throw new Error(data.problem || `the server said ${answer.status}`);
+  if (!answer.ok) throw new Error(data.problem || `the server answered ${answer.status}`);
   return data;
 }
 
-/** What stands behind the # of the address: {run, page, words, query}. */
+/** The content of the address behind the #: {run, page, words, query}. */
 export function here() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [run, page, ...words] = path.split("/").map(decodeURIComponent);
@@ -41,7 +41,7 @@ export function to(run, page, words = [], query = {}) {
   return `#/${[run, page, ...words].map(encodeURIComponent).join("/")}${kept.size ? "?" + kept : ""}`;
 }
 
-/** Open an address at once: the browser itself would tell of it only after keys that were pressed meanwhile. */
+/** Open an address at once: the browser itself would report it only after keys that were pressed meanwhile. */
 export function go(address, replace = false) {
   history[replace ? "replaceState" : "pushState"](null, "", address);
   dispatchEvent(new HashChangeEvent("hashchange"));

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { f, shown, visible, whole } from "./format.js";
-import { given, isItem } from "./items.js";
+import { given, isPreferenceExample } from "./items.js";
 import { exported, go, to } from "./net.js";
 import { Empty, html, Problem, useAnswer, useMemo, useState } from "./ui.js";
 
@@ -40,7 +40,7 @@ function About({ data }) {
   return html`<div class="card">
     <div class="row tight"><h2>${visible(data.name)}</h2><span class="pill">${data.verb}</span><span class="pill">seed ${String(data.seed)}</span>
       ${data.git ? html`<span class="pill">git ${data.git.slice(0, 8)}</span>` : ""}<span class="pill">step ${whole(last)}</span>
-      ${data.rollouts ? html`<span class="pill">${given(data.verb) ? `${whole(data.rollouts)} ${isItem(data.verb) ? "responses" : "demonstrations"} recorded` : `${whole(data.rollouts)} rollouts, ${whole(data.tokens)} sampled tokens`}</span>` : ""}
+      ${data.rollouts ? html`<span class="pill">${given(data.verb) ? `${whole(data.rollouts)} ${isPreferenceExample(data.verb) ? "responses" : "demonstrations"} recorded` : `${whole(data.rollouts)} rollouts, ${whole(data.tokens)} sampled tokens`}</span>` : ""}
       <span class="pill">${data.end ? "ended" : data.on ? "on" : data.checkpoints.length ? "cut off: --resume goes on" : "cut off"}</span></div>
     <div class="formula mono untrusted">${data.objective.slice(0, 2).map((l) => visible(l.trim())).join("\n")}</div>
     ${data.objective.length > 2 ? html`<details><summary class="soft small">the whole formula</summary><div class="formula mono">${data.objective.slice(2).map((l) => visible(l.trim())).join("\n")}</div></details>` : ""}
@@ -55,12 +55,12 @@ function Health({ data, run, steps }) {
       const [first, second] = visible(h.message).split("\n");
       return html`<div class="note"><a href=${to(run, "rollouts", [], { step: steps.length ? nearest(steps, h.step) : "" })}>step ${h.step} · ${h.name}</a> ${first}<div class="soft small">${second}</div></div>`;
     })}
-    ${data.health.length ? "" : html`<div class="soft small">entropy, length, KL, signal, leaps, drops and memory stayed within their limits; whether engine and learner agree is said under “Is it stable?”</div>`}
+    ${data.health.length ? "" : html`<div class="soft small">entropy, length, KL, signal, leaps, drops and memory stayed within their limits; whether engine and learner agree is answered under “Is it stable?”</div>`}
     ${given(data.verb) ? "" : html`<${Fates} fates=${data.fates} />`}<${Origins} data=${data} />
     <div class="soft small">${exported ? "" : "A click on a step opens its rollouts."} <kbd>?</kbd> lists the keys.</div></div>`;
 }
 
-/** Where the tokens come from that were trained on: those that nobody meant to train on in red. */
+/** The origins of the trained tokens: those that are not meant for training in red. */
 function Origins({ data }) {
   const counts = Object.entries(data.origins);
   if (!counts.length) return "";

@@ -1,7 +1,7 @@
 // One rollout: its tokens in the colours of any number, tracks of numbers below, all of one token at the side.
 
 import { f, line, readable, seconds, shown, signed, visible, whole } from "./format.js";
-import { given, isItem, isScored, onTokens, saidOf } from "./items.js";
+import { given, isPreferenceExample, isScored, onTokens, saidOf } from "./items.js";
 import { clipped, clipText, firstOf, measured, PUSH, ratios } from "./measures.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { listed } from "./rollouts.js";
@@ -31,7 +31,7 @@ function OneRollout({ run, about, place, query, row }) {
   const ratio = useMemo(() => ratios(row, about), [row]);
   const first = useMemo(() => Math.max(0, row.isScored.indexOf(1), row.isSampled.indexOf(1)), [row]);
   const [at, setAt] = useState(query.t === undefined ? first : Math.max(0, Math.min(Number(query.t) - row.begin || 0, row.pieces.length - 1)));
-  const measure = all.find((m) => m.name === query.c) || firstOf(all, isItem(row.kind) ? ["reference", "push", "change"] : ["change", "surprise"]);
+  const measure = all.find((m) => m.name === query.c) || firstOf(all, isPreferenceExample(row.kind) ? ["reference", "push", "change"] : ["change", "surprise"]);
   const step = (by) => () => pin(Math.max(0, Math.min(row.pieces.length - 1, at + by)));
   const pin = (token) => {
     setAt(token);
@@ -74,8 +74,8 @@ function Crumbs({ run, row, place, query }) {
   return html`<div class="row tight gap"><a href=${to(run, "rollouts", [], { step: row.step, held: row.held_out ? "1" : "" })}>step ${row.step}${row.held_out ? ", held out" : ""}</a><span class="faint">/</span>
     <a class="mono" href=${to(run, "group", [place, row.index])}>group ${line(row.group)}</a><span class="faint">/</span><b>rollout ${row.index}</b>${row.side ? html`<span class="pill">${line(row.side)}</span>` : ""}
     ${exported ? "" : row.sides.map((s) => html`<a class="pill" href=${to(run, "rollout", [place, s.index], { c: query.c })} title="the same episode as its other side saw it">against ${line(s.side)}</a>`)}
-    ${row.siblings.length > 1 ? html`<span class="faint small">its ${isItem(row.kind) ? "item" : "group"}:</span>` : ""}
-    ${(row.siblings.length > 1 ? row.siblings : []).slice(0, 32).map((s) => html`<a class=${`pill ${s.index === row.index ? "on" : ""}`} href=${to(run, "rollout", [place, s.index], { c: query.c })} title=${isItem(row.kind) ? `response ${s.member}` : `rollout ${s.index}, advantage ${f(s.advantage)}${s.fate ? `, ${s.fate}` : ""}`}>${isItem(row.kind) ? `response ${s.member}` : html`<span class=${s.advantage > 0 ? "up" : s.advantage < 0 ? "down" : "faint"}>${s.advantage > 0 ? "▲" : s.advantage < 0 ? "▼" : "●"}</span> ${s.reward === null ? (s.fate === "invalid" ? "invalid" : "none") : f(s.reward)}`}</a>`)}
+    ${row.siblings.length > 1 ? html`<span class="faint small">its ${isPreferenceExample(row.kind) ? "preference example" : "group"}:</span>` : ""}
+    ${(row.siblings.length > 1 ? row.siblings : []).slice(0, 32).map((s) => html`<a class=${`pill ${s.index === row.index ? "on" : ""}`} href=${to(run, "rollout", [place, s.index], { c: query.c })} title=${isPreferenceExample(row.kind) ? `response ${s.member}` : `rollout ${s.index}, advantage ${f(s.advantage)}${s.fate ? `, ${s.fate}` : ""}`}>${isPreferenceExample(row.kind) ? `response ${s.member}` : html`<span class=${s.advantage > 0 ? "up" : s.advantage < 0 ? "down" : "faint"}>${s.advantage > 0 ? "▲" : s.advantage < 0 ? "▼" : "●"}</span> ${s.reward === null ? (s.fate === "invalid" ? "invalid" : "none") : f(s.reward)}`}</a>`)}
     ${saidOf(row).map((s) => html`<span class=${`pill ${s.tone}`}>${s.text}</span>`)}
     ${row.pushed?.length ? html`<span class="pill bad" title=${PUSHED}>pushed though clipped: ${whole(row.pushed.length)} token${row.pushed.length === 1 ? "" : "s"}</span>` : ""}${row.leaks ? html`<span class="pill bad" title="prompts of other tasks do not">prompt contains the answer</span>` : ""}
     <span class="fill"></span><a class="pill" href=${to(run, "step", [place])}>what the step changed</a></div>`;
@@ -201,7 +201,7 @@ function More({ row, run, place }) {
   const pairs = [["stop", row.stop], ["tokens", `${given(row.kind) ? `${whole(row.scored)} learned` : `${whole(row.sampled)} sampled`} of ${whole(row.total)}`], ["versions of the weights", (row.versions || []).join(", ")], ["visit", row.epoch === null ? null : row.epoch + 1]];
   if (row.seconds) pairs.push(["turns took", row.seconds.turns.map(seconds).join(" + ")], ["reward took", seconds(row.seconds.reward)]);
   if (row.branch_of !== null && row.branch_of !== undefined) pairs.push(["branched off", `member ${row.branch_of} after ${row.branch_turns} turns`]);
-  const data = [["task", isItem(row.kind) ? null : row.columns], ["noted", row.notes]].filter(([, v]) => v && (typeof v !== "object" || Object.keys(v).length));
+  const data = [["task", isPreferenceExample(row.kind) ? null : row.columns], ["noted", row.notes]].filter(([, v]) => v && (typeof v !== "object" || Object.keys(v).length));
   return html`<div class="card"><dl class="kv" style=${{ margin: 0 }}><dt>task</dt><dd class="untrusted">${line(row.task || "–")}</dd>${pairs.filter(([, v]) => v).map(([n, v]) => html`<dt>${n}</dt><dd>${v}</dd>`)}</dl>
     ${data.map(([name, value]) => html`<details open><summary class="soft small">${name}</summary><${Data} value=${value} run=${run} /></details>`)}
     ${exported ? "" : html`<div class="small" style=${{ marginTop: "5px" }}><a class="text-file" title="f" href=${`text/${run}/${place}/${row.index}`} download>the reply as a text file</a> <span class="faint">${whole(row.characters)} characters</span></div>`}</div>`;
@@ -225,9 +225,9 @@ function isVerdict({ answer, invalid }) {
   return answer !== null && typeof answer === "object" && !Array.isArray(answer) && Object.values(answer).every((v) => typeof v === "number");
 }
 
-/** What judges and reward models said of the reply. */
+/** Verdicts of judges and reward models on the reply. */
 function Judged({ answers }) {
-  return answersOf(answers).filter(isVerdict).map(({ service, answer, invalid, said }) => html`<div class="spread"><b class="untrusted">${visible(service || "?")}</b> said ${invalid !== undefined ? html`<span class="bad untrusted">nothing valid: ${visible(String(invalid))}</span>` : typeof answer === "number" ? f(answer) : Object.entries(answer).map(([n, v]) => html`<span class="pill untrusted">${visible(n)} ${f(v)}</span> `)}<${Said} texts=${said} /></div>`);
+  return answersOf(answers).filter(isVerdict).map(({ service, answer, invalid, said }) => html`<div class="spread"><b class="untrusted">${visible(service || "?")}</b> answered ${invalid !== undefined ? html`<span class="bad untrusted">nothing valid: ${visible(String(invalid))}</span>` : typeof answer === "number" ? f(answer) : Object.entries(answer).map(([n, v]) => html`<span class="pill untrusted">${visible(n)} ${f(v)}</span> `)}<${Said} texts=${said} /></div>`);
 }
 
 /** The texts that a verdict was read from. */
@@ -236,11 +236,11 @@ function Said({ texts }) {
   return html`<details class="service" open=${texts.length === 1}><summary class="soft small">${texts.length === 1 ? "in its own words" : `in its own words, ${texts.length} answers`}</summary>${texts.slice(0, 64).map((text) => html`<div class="text dense passage untrusted">${visible(String(text))}</div>`)}</details>`;
 }
 
-/** What other services said, such as the passages of a retriever. */
+/** Answers of other services, such as the passages of a retriever. */
 function Services({ answers }) {
   const said = answersOf(answers).filter((one) => !isVerdict(one));
   if (!said.length) return "";
-  return html`<div class="card"><h2>Services said</h2>${said.map(({ service, answer }) => html`<div class="service"><b class="untrusted">${visible(service || "?")}</b>
+  return html`<div class="card"><h2>Answers of services</h2>${said.map(({ service, answer }) => html`<div class="service"><b class="untrusted">${visible(service || "?")}</b>
     ${(Array.isArray(answer) ? answer.slice(0, 20) : [answer]).map((one) => html`<div class="text dense passage">${typeof one?.contents === "string" ? visible(`${one.score === undefined ? "" : `${f(one.score)}  `}${one.contents}`) : shown(one)}</div>`)}</div>`)}</div>`;
 }
 

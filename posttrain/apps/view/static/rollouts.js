@@ -11,7 +11,7 @@ const OWN = ["sort", "as", "sel", "offset"]; // what is no filter
 /** Whether a row is of a group: while an answer is waited for, rows of the other kind may still be there. */
 const isGroup = (row) => row.matched !== undefined;
 
-/** The rows that were listed last, for whoever walks through them. */
+/** The rows that were listed last, for pages that walk through them. */
 export const listed = { rows: [], run: -1, address: "" };
 
 const COLUMNS = [
@@ -19,7 +19,7 @@ const COLUMNS = [
   ["advantage", "advantage", "n"], ["sd", "spread", "n"], ["length", "length", "n"], ["stop", "stop", ""], ["fate", "fate", ""],
 ];
 const ROW = 25; // pixels: see td in app.css
-const EARNED = ["reward", "advantage", "sd", "right", "mean"]; // columns of what was played
+const EARNED = ["reward", "advantage", "sd", "right", "mean"]; // columns of sampled rollouts
 const ALWAYS = ["longest", "cut"]; // questions that anything answers
 const RIGHT = ["wrong", "once", "lost"]; // questions that ask what is right
 const GROUPS = [
@@ -131,7 +131,7 @@ function Cells({ row, run, parts, most, played, scored, success }) {
     ${parts.map((p) => html`<td class="n">${f(row[`part.${p}`])}</td>`)}
     ${played ? html`<td class="n"><${Signed} value=${row.advantage} most=${most} /></td><td class="n">${f(row.sd)}</td>` : ""}<td class="n">${whole(row.length)}</td>
     <td class=${row.truncated ? "warn" : ""}>${row.stop}</td>
-    <td title=${visible(row.why || "")}><${Fate} fate=${row.fate} />${row.flags?.length ? html` <span class="faint">${row.flags.join(", ")}</span>` : ""}${row.replayed ? html` <span class="pill" title="played in an earlier step, and learned from again">replayed</span>` : ""}</td>`;
+    <td title=${visible(row.why || "")}><${Fate} fate=${row.fate} />${row.flags?.length ? html` <span class="faint">${row.flags.join(", ")}</span>` : ""}${row.replayed ? html` <span class="pill" title="sampled in an earlier step, and learned from again">replayed</span>` : ""}</td>`;
 }
 
 function GroupCells({ row, played }) {
@@ -164,5 +164,5 @@ function Facets({ data, query, set }) {
     ${data[name].map(([value, n]) => {
       const own = value === null ? "none" : value;
       return html`<button class=${`small pill ${(query[name] || "").split("|").includes(own) ? "on" : ""}`} onClick=${() => toggle(name, own)}>${own} ${whole(n)}</button>`;
-    })}</div>`)}${again ? html`<div class="facet"><button class=${`small pill ${query.replayed === "1" ? "on" : ""}`} title="played in an earlier step, and learned from again" onClick=${() => set({ replayed: query.replayed === "1" ? "" : "1" })}>replayed ${whole(again[1])}</button>${query.replayed === "0" ? "" : html`<button class="small pill" onClick=${() => set({ replayed: "0" })}>without these</button>`}</div>` : ""}</div>`;
+    })}</div>`)}${again ? html`<div class="facet"><button class=${`small pill ${query.replayed === "1" ? "on" : ""}`} title="sampled in an earlier step, and learned from again" onClick=${() => set({ replayed: query.replayed === "1" ? "" : "1" })}>replayed ${whole(again[1])}</button>${query.replayed === "0" ? "" : html`<button class="small pill" onClick=${() => set({ replayed: "0" })}>without these</button>`}</div>` : ""}</div>`;
 }

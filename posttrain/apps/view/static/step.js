@@ -1,4 +1,4 @@
-// What a step did: which tokens changed most, one by one and by entry of the vocabulary.
+// The effect of a step: the tokens that changed most, one by one and by entry of the vocabulary.
 
 import { f, line, whole } from "./format.js";
 import { saidOf } from "./items.js";
@@ -44,9 +44,9 @@ function Changes({ run, data, waiting }) {
 
 function Listed({ title, rows, tone, run, data }) {
   const p = (x) => (x.logp === undefined ? "" : `${f(Math.exp(x.logp - x.value), 2)} → ${f(Math.exp(x.logp), 2)}`);
-  return html`<div class="card list"><table><thead><tr><th class="n">${title}</th><th class="n">probability</th><th class=${data.items ? "" : "n"}>${data.items ? "response" : "A"}</th><th>token, after what came before</th></tr></thead>
+  return html`<div class="card list"><table><thead><tr><th class="n">${title}</th><th class="n">probability</th><th class=${data.preferences ? "" : "n"}>${data.preferences ? "response" : "A"}</th><th>token, after what came before</th></tr></thead>
     <tbody>${rows.slice(0, 14).map((x) => html`<tr class="r" onClick=${() => go(to(run, "rollout", [`${data.step}${data.held_out ? "e" : ""}`, x.index], { t: x.at, c: { after: "change", learner: "ratio" }[data.by] || data.by }))}>
-      <td class=${`n ${tone}`}>${f(x.value)}</td><td class="n">${p(x)}</td>${data.items ? html`<td>${saidOf(x).map((s) => html`<span class=${s.tone}>${s.text}</span> `)}</td>` : html`<td class=${`n ${x.advantage > 0 ? "up" : x.advantage < 0 ? "down" : "faint"}`}>${f(x.advantage, 2)}</td>`}
+      <td class=${`n ${tone}`}>${f(x.value)}</td><td class="n">${p(x)}</td>${data.preferences ? html`<td>${saidOf(x).map((s) => html`<span class=${s.tone}>${s.text}</span> `)}</td>` : html`<td class=${`n ${x.advantage > 0 ? "up" : x.advantage < 0 ? "down" : "faint"}`}>${f(x.advantage, 2)}</td>`}
       <td class="mono untrusted wide" dir="ltr"><span class="soft">…${line(x.before).slice(-34)}</span><b class="t p3">${line(x.piece)}</b>${x.times > 1 ? html` <span class="faint" title="as often after the same text: the greatest of their changes is shown">× ${whole(x.times)}</span>` : ""}</td></tr>`)}</tbody></table>${rows.length ? "" : html`<div class="empty">none</div>`}</div>`;
 }
 

@@ -1,4 +1,4 @@
-// What pages share: answers that arrive, keys, small parts.
+// Tools that pages share: answers that arrive, keys, small components.
 
 import { ask } from "./net.js";
 import { f, visible } from "./format.js";
@@ -22,7 +22,7 @@ export function useAnswer(path, query = {}, version = 0) {
     const timer = setTimeout(() => setPale(key), LONG);
     const answered = (answer) => {
       clearTimeout(timer);
-      // What has not changed since it was asked is not drawn again.
+      // An answer that has not changed is not drawn again.
       set((last) => (last.key === key && JSON.stringify(last.data) === JSON.stringify(answer.data ?? null) && !answer.problem ? last : { data: answer.problem && last.path === path ? last.data : null, problem: null, key, path, ...answer }));
     };
     ask(path, query, control.signal).then(
@@ -97,7 +97,7 @@ export function colour(name, alpha = 1) {
 export function Canvas({ draw, label, deps, ...rest }) {
   const ref = useRef();
   const latest = useRef();
-  const size = useRef(null); // as it was last told: to ask for it makes the browser lay out the page
+  const size = useRef(null); // as of the last layout: to ask for it makes the browser lay out the page
   latest.current = draw;
   const paint = () => {
     if (!size.current) return;

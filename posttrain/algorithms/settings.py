@@ -389,8 +389,8 @@ def _chosen(value: Any, kind: type[Component], several: bool, hint: Any, known: 
 def _unknown(kind: type[Any], written: str, place: Sequence[str], whole: str, names: Sequence[str]) -> str:
     above = ".".join(whole.split(".")[: -len(place)])
     if above:
-        known = ", ".join(names) or "none"
-        return f"{written}: {above} has no setting {place[0]!r}{near(place[0], names)} (it has: {known})"
+        listed = ", ".join(names) or "none"
+        return f"{written}: {above} has no setting {place[0]!r}{near(place[0], names)} (it has: {listed})"
     known = [
         *(".".join(place) for place, _, _, _ in _declared_settings(kind, ())),
         *(f"--{name.replace('_', '-')}" for name in flags(kind)),

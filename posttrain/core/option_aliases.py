@@ -353,7 +353,7 @@ def _plain(word: str) -> str:
 
 
 def _of_this_verb(meant: str, names: Collection[str]) -> str:
-    """What is meant, without what only other verbs have."""
+    """Return the meaning, without options that only other verbs have."""
 
     def chosen(found: re.Match[str]) -> str:
         (one, of), (other, _) = found.group(1, 2), found.group(3, 4)

@@ -40,7 +40,7 @@ def open_engine(
         return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
     if (decoder := backbone_of(model)).sees:
         raise UserError(
-            f"engines in other processes sample from models of text alone, and a {decoder.family} sees: leave out "
+            f"engines in other processes run text-only models, and {decoder.family} reads images: leave out "
             "--replicas, --engines and --engine"
         )
     if many:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from posttrain.core import user_files
 from posttrain.core.messages import inline, message_of, near_or_all
 from posttrain.core.types import UserError
 
@@ -91,7 +92,7 @@ def split_name(spec: str) -> tuple[str, str]:
 def _defined(file: Path) -> list[str]:
     """Functions and classes that a file defines, read without running it; [] of one that cannot be read."""
     try:
-        found = ast.parse(file.read_bytes()).body
+        found = ast.parse(user_files.content(file)).body
     except (OSError, ValueError, SyntaxError, RecursionError):
         return []
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

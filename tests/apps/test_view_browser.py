@@ -461,7 +461,7 @@ def test_what_judges_and_retrievers_said_stands_beside_the_reward(watched: Watch
     page.goto(address + "#/2/rollout/1/1")
     page.wait_for_selector(".tokens .t")
     said = page.inner_text(".side")
-    assert "judge said reward 4.5 clear 3 short 6" in " ".join(said.split())
+    assert "judge answered reward 4.5 clear 3 short 6" in " ".join(said.split())
     assert "A bunny is a young one." in said
     page.goto(address + "#/2/rollout/1/0")
     until(page, "document.querySelector('.side').innerText.includes('it would rather not say')")

@@ -217,7 +217,7 @@ def test_a_restart_by_torchrun_goes_on_with_the_run_that_was_begun_and_touches_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(marks: set[str], **more: Any) -> posttrain.training.trainer.Run:
-        monkeypatch.setattr(training_run, "together", lambda config: nullcontext(Launched(marks)))
+        monkeypatch.setattr(training_run, "open_world", lambda config: nullcontext(Launched(marks)))
         small: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "context": 32, "tokenizer": "characters"}
         rows = [{"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(8)]
         return posttrain.sft(rows, out=str(tmp_path / "run"), rows=4, threads=1, quiet=True, **small, **more)

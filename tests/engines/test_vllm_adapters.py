@@ -128,7 +128,7 @@ def test_a_run_learns_with_adapters_handed_over_alone_and_logs_the_mismatch(
 
 
 def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="and the model has none: give --lora"):
+    with pytest.raises(UserError, match="requires a model with adapters: give --lora"):
         AdapterSync(tiny(tokenizer))
     with pytest.raises(UserError, match="vLLM computes plain adapters, not DoRA: leave it out, they are merged"):
         AdapterSync(adapted(tiny(tokenizer), dora=True))

@@ -452,7 +452,7 @@ def test_check_plays_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     words = ["check", "--tasks", "rows.jsonl", "--retriever", "index", "--env", "search-qa,topk=1,shown=20"]
     assert main(words) == 0
     told = capsys.readouterr().out
-    assert told.endswith("in order\n") and "it asks the service retriever: it answered itself" in told
+    assert told.endswith("check passed\n") and "it asks the service retriever: it answered itself" in told
     assert "Doc 1(Title:" in told and "without an answer" in told
     assert main([*words[:-1], "search-qa,searches=0", "--limit", "1"]) == 0
     assert load_env("search-qa") is search_qa

@@ -17,7 +17,7 @@ from posttrain.algorithms.policy import PolicyObjective, policy_objective
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.learners import local_learner
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.learners.natural_gradient import Found, TrustRegion, conjugate_gradient, search
+from posttrain.learners.natural_gradient import SearchResult, TrustRegion, conjugate_gradient, search
 from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.training.sources.packing import pack
@@ -94,9 +94,9 @@ def learner_product(case: Case, batches: list[Batch], monkeypatch: pytest.Monkey
     """The Fisher-vector product that the learner hands to the search."""
     caught: list[Callable[[Tensor], Tensor]] = []
 
-    def catch(gradient: Tensor, product: Callable[[Tensor], Tensor], measure: Any, **settings: Any) -> Found:
+    def catch(gradient: Tensor, product: Callable[[Tensor], Tensor], measure: Any, **settings: Any) -> SearchResult:
         caught.append(product)
-        return Found(torch.zeros_like(gradient), 0.0, 0.0, -1)
+        return SearchResult(torch.zeros_like(gradient), 0.0, 0.0, -1)
 
     monkeypatch.setattr(local_learner, "search", catch)
     case.learner.update(batches, policy_objective(case.row))

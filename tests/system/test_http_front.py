@@ -143,7 +143,7 @@ def test_an_engine_without_descriptors_for_a_while_is_there_again_afterwards() -
     with FailsOnce() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        meeting = threading.Thread(target=listener._meet, args=(server, b"t" * 32, proven, print), daemon=True)
+        meeting = threading.Thread(target=listener._accept, args=(server, b"t" * 32, proven, print), daemon=True)
         meeting.start()
         with closing(socket.create_connection(server.getsockname())) as right:
             right.settimeout(20)

@@ -156,7 +156,7 @@ def test_no_file_of_a_checkpoint_is_waited_for(kind: str, tokenizer: Tokenizer, 
 
 def test_an_option_with_a_character_of_code_0_is_refused() -> None:
     for options in ({"retriever": ("\0",)}, {"model": "a\0b"}, {"env": "\0"}):
-        with pytest.raises(UserError, match="code 0"):
+        with pytest.raises(UserError, match="null character"):
             validate(Check(tasks="rows.jsonl", **options))
 
 

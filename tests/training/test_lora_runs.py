@@ -231,7 +231,9 @@ def test_run_from_an_adapter_goes_on_with_it_and_is_held_near_it(
     assert "--lora 4" in refused(capsys, *words, "--lora", "8")
     assert "--lora-targets" in refused(capsys, *words, "--lora", "4", "--lora-targets", "q_proj")
     for option in ("--rslora", "--quantize int8"):
-        assert f"is an adapter without {option.split()[0]}, which goes on" in refused(capsys, *words, *option.split())
+        assert f"is an adapter without {option.split()[0]}, which is continued" in refused(
+            capsys, *words, *option.split()
+        )
     assert (
         main(["eval", "--model", "first", "--tasks", "rows.jsonl", "--env", "env.py:reward", "--max-tokens", "4"]) == 0
     )

@@ -78,7 +78,7 @@ class Context:
         return replace(turn, text=text[len(before) :]) if before and text.startswith(before) else None
 
     def _whole_text(self) -> str:
-        """All of this as text; "" where it is none, or where a text does not tell of all that was sampled."""
+        """Return all of this as text; "" where there is none, or where a text does not show all sampled tokens."""
         replies = [part for part in self._texts or () if isinstance(part, Completion)]
         if any(self.tokenizer.decode(reply.tokens) != reply.text for reply in replies):
             self._texts = None

@@ -59,7 +59,7 @@ def content_text(message: Mapping[str, Any]) -> str:
 
 
 def last_asked(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the user said last, or whoever spoke last where none did: what tells prompts of messages apart."""
+    """Return the user's last message, or else the last of all: it distinguishes prompts of messages."""
     if not messages:
         return ""
     said = [message for message in messages if message["role"] == "user"] or messages

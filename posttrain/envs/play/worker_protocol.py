@@ -60,7 +60,7 @@ class WorkerSetup:
 
 
 class WorkerCommand(NamedTuple):
-    """What a worker is asked."""
+    """A command to a worker."""
 
     number: int  # of the episode
     task: bytes | None  # pickled: begin the episode; None: it goes on

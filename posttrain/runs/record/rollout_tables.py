@@ -170,7 +170,7 @@ def _turns(rollouts: Sequence[Rollout]) -> pa.Array:
 
 
 def _own_text(turn: PlayedTurn, rollout: Rollout) -> str | None:
-    """Of what is said twice, nothing: see `rows.said_by`."""
+    """Return the text of a turn, or None where the row has it elsewhere: see `rollout_rows.said_by`."""
     whole = rollout.prompt if turn.kind is _PROMPT else rollout.text if turn.kind is _SAMPLED else None
     return None if turn.text == whole else turn.text
 

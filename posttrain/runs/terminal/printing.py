@@ -26,7 +26,7 @@ SPEAKERS = {
 
 
 def say(*lines: str) -> None:
-    """Print lines, on a terminal broken between words; what follows the first part stands beside the label."""
+    """Print lines, on a terminal broken between words; text after the first part is aligned beside the label."""
     width = columns_of(Output(sys.stdout))
     for line in "\n".join(lines).split("\n") if lines else ():
         print(wrapped(line, width, 12))

@@ -62,7 +62,11 @@ def check_content(wheel: Path) -> None:
     """Every module, every file of C, the files of a first run, the licence; no tests."""
     names = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "posttrain"
-    wanted = {str(f.relative_to(ROOT)) for pattern in ("*.py", "*.c", "*.h") for f in package.rglob(pattern)}
+    wanted = {
+        str(f.relative_to(ROOT))
+        for pattern in ("*.py", "*.pyi", "py.typed", "*.c", "*.h")
+        for f in package.rglob(pattern)
+    }
     wanted |= {str(f.relative_to(ROOT)) for f in (package / "cli" / "init_files").glob("*/*")}
     assert wanted <= names, f"not in the wheel: {', '.join(sorted(wanted - names))}"
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names), "the licence is not in the wheel"

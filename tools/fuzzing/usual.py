@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 from functools import cache
+from typing import Any, Literal, get_args, get_origin
 
 SFT = "--tasks rows.jsonl --rows 4 --quiet --threads 1"
 SCRATCH = f"{SFT} --tokenizer characters --hidden 8 --heads 1 --layers 1"
@@ -30,17 +28,25 @@ def without(words: list[str], option: str) -> list[str]:
     return words[:at] + words[at + 1 + valued :]
 
 
+WORDS = {bool: "", int: "INT", float: "FLOAT", str: "STR"}
+
+
 @cache
 def options(verb: str) -> dict[str, str]:
-    """Every option of a verb, by its help: name -> INT, FLOAT, STR, CHOICE, or "" for a switch or a table."""
-    from posttrain.cli.main import main
+    """Every option of a verb, from its declaration: name -> INT, FLOAT, STR, CHOICE, or "" for a switch or a table."""
+    from posttrain.config.option_groups import options_of
+    from posttrain.config.verbs import VERBS
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert main([verb, "--help"]) == 0
-    found = {}
-    for line in said.getvalue().splitlines():
-        if match := re.match(r"│ \*?\s*(?:[A-Z_]+ )?--([a-z][\w.-]*)(?: --no-[\w-]+)?(?: ([A-Z]+))?", line):
-            found[match[1]] = match[2] or ""
-    assert found, f"{verb} --help names no option"
-    return found
+    kind = VERBS[verb].options
+    hints = {option.name: option.type for option in options_of(kind) if option.name != "settings"}
+    hints |= {name: flag.type for name, flag in kind.flags().items()}
+    return {name.rstrip("_").replace("_", "-"): _word(hint) for name, hint in hints.items()}
+
+
+def _word(hint: Any) -> str:
+    inner = [part for part in get_args(hint) if part not in (type(None), Ellipsis)]
+    if get_origin(hint) is Literal:
+        return "CHOICE"
+    if get_origin(hint) is dict:
+        return ""
+    return _word(inner[0]) if inner else WORDS[hint]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
 
 SFT = "--tasks rows.jsonl --rows 4 --quiet --threads 1"
 SCRATCH = f"{SFT} --tokenizer characters --hidden 8 --heads 1 --layers 1"
@@ -28,25 +27,19 @@ def without(words: list[str], option: str) -> list[str]:
     return words[:at] + words[at + 1 + valued :]
 
 
-WORDS = {bool: "", int: "INT", float: "FLOAT", str: "STR"}
-
-
 @cache
 def options(verb: str) -> dict[str, str]:
-    """Every option of a verb, from its declaration: name -> INT, FLOAT, STR, CHOICE, or "" for a switch or a table."""
-    from posttrain.config.option_groups import options_of
-    from posttrain.config.verbs import VERBS
+    """Every option of a command, from its entries of help: name -> INT, FLOAT, STR, CHOICE, or "" for a switch or a table."""
+    from posttrain.cli.command_table import command_of
+    from posttrain.cli.help_pages import entries_of
+    from posttrain.cli.main import app
 
-    kind = VERBS[verb].options
-    hints = {option.name: option.type for option in options_of(kind) if option.name != "settings"}
-    hints |= {name: flag.type for name, flag in kind.flags().items()}
-    return {name.rstrip("_").replace("_", "-"): _word(hint) for name, hint in hints.items()}
-
-
-def _word(hint: Any) -> str:
-    inner = [part for part in get_args(hint) if part not in (type(None), Ellipsis)]
-    if get_origin(hint) is Literal:
-        return "CHOICE"
-    if get_origin(hint) is dict:
-        return ""
-    return _word(inner[0]) if inner else WORDS[hint]
+    command, found = command_of([verb]), {}
+    assert command is not None, verb
+    for entry in entries_of(app, command):
+        name, _, word = entry.names.partition(", --no-")[0].partition(" ")
+        if name.startswith("--"):
+            kind = "CHOICE" if "|" in word or word == "CHOICE" else {"N": "INT", "X": "FLOAT", "": ""}.get(word, "STR")
+            found[name[2:].partition(".NAME")[0]] = "" if ".NAME" in name else kind
+    assert found, f"{verb} has no option"
+    return found

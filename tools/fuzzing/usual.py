@@ -29,7 +29,7 @@ def without(words: list[str], option: str) -> list[str]:
 
 @cache
 def options(verb: str) -> dict[str, str]:
-    """Every option of a command, from its entries of help: name -> INT, FLOAT, STR, CHOICE, or "" for a switch or a table."""
+    """Every option of a command, as its help has it: name -> INT, FLOAT, STR, CHOICE, or "" for a switch or a table."""
     from posttrain.cli.command_table import command_of
     from posttrain.cli.help_pages import entries_of
     from posttrain.cli.main import app

@@ -124,8 +124,10 @@ def load_headless(folder: Path, device: str | torch.device = "cpu") -> tuple[Dec
     name.
     """
     source = of_backbone(read_json(folder / "config.json"))
-    config = None
-    if source.get("model_type") in ARCHITECTURES:
+    config, kind = None, source.get("model_type")
+    if not isinstance(kind, str):
+        raise unsupported(folder, kind, LOADERS)
+    if kind in ARCHITECTURES:
         with suppress(NotNativeError):
             config = read_config(folder, source)
     if config is None:

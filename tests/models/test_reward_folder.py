@@ -217,6 +217,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "offset true": (saying(posttrain_score_offset=True), FINITE),
     "unknown pooling": (saying(posttrain_pooling="max"), "unknown form of reward model"),
     "family": (saying(model_type="deberta-v2"), "deberta-v2"),
+    "family no text": (saying(model_type={"value": "llama"}), "model_type"),
     "second layer missing": (saying(posttrain_head="mlp"), "score.inner.weight is not there"),
     "damaged": (cut, "is damaged"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),

@@ -42,7 +42,7 @@ LATER = {
     "note": "posttrain.envs.play.call_recording",
     "recorded": "posttrain.envs.play.call_recording",
 }
-"""What is imported when it is asked for: rewards that need none of it start sooner."""
+"""Names that are imported when they are used: rewards that need none of them start sooner."""
 
 
 def __getattr__(name: str) -> Any:

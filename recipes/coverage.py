@@ -37,11 +37,11 @@ class Case:
 
     about: str
     draw: Callable[[Generator, int], Any]
-    """(generator, tasks) -> what was seen."""
+    """(generator, tasks) -> an observation."""
     truth: float
     interval: Callable[[Any], Interval]
     mean: Callable[[Any], Any] | None = field(default=None)
-    """What was seen -> [tasks], whose mean the figure is: what a bootstrap would draw. None: there is no such."""
+    """Function from an observation to the value of each task, [tasks]. None where a figure is no mean of these."""
 
 
 @dataclass(frozen=True)

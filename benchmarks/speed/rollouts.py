@@ -1,4 +1,4 @@
-"""What Python costs a rollout: steps of 1,024 short rollouts of a tiny decoder, scored by a plain reward.
+"""Measure the cost of Python per rollout: steps of 1,024 short rollouts of a tiny decoder, scored by a plain reward.
 
     git worktree add ../before COMMIT
     python benchmarks/speed/rollouts.py --other ../before --rounds 12      # some two minutes

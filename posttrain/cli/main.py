@@ -138,7 +138,7 @@ def prepared(words: list[str]) -> list[str]:
 
 
 def _unknown(option: str, words: list[str]) -> str:
-    """What is said of an option that a command does not have."""
+    """Return the message for an option that a command does not have."""
     from posttrain.core.option_aliases import is_foreign
 
     verb, *rest = words
@@ -153,7 +153,7 @@ def _unknown(option: str, words: list[str]) -> str:
 
 
 def _unused(word: str, verb: str) -> str:
-    """What is said of a word that no option asked for."""
+    """Return the message for a word without an option in front of it."""
     if verb == "query":
         return 'the question stands in quotes: posttrain query RUN "select ..."'
     name, equals, _ = word.partition("=")
@@ -179,7 +179,7 @@ def _missing(error: MissingArgumentError, words: list[str]) -> str:
 
 
 def _no_command(word: str) -> str:
-    """What is said of a command that there is not: the one that was meant, or that the name of an algorithm belongs to."""
+    """Return the message for an unknown command: it names the closest one, or the one that an algorithm belongs to."""
     from posttrain.algorithms.all_algorithms import EVERY, verb_of
 
     if word.lower() in EVERY:
@@ -204,7 +204,7 @@ def _stopped() -> int:
 
 
 def _presentable(said: str) -> str:
-    """What is written in any encoding, and read: whatever a user wrote may be in it."""
+    """Return the message in a form that any encoding can print: it may quote the user's text."""
     said = safe(said.encode("utf-8", "backslashreplace").decode())
     return said if len(said) <= LONGEST else f"{said[: LONGEST * 2 // 3]} ... {said[-LONGEST // 3 :]}"
 

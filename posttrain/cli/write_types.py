@@ -157,7 +157,7 @@ def verifiers_page() -> str:
 
 
 def script() -> str:
-    """What each verb learns from, for the pages of posttrain view."""
+    """Return the script that tells the pages of posttrain view which data each verb learns from."""
     learns = {name: verb.learns for name, verb in VERBS.items()}
     return (
         "// Written by `python -m posttrain.cli.write_types`: verb -> what it learns from.\n\n"

@@ -391,7 +391,7 @@ def no_column(column: str, row: Row) -> str:
 
 
 def value_in(row: Row, column: str) -> Any:
-    """What stands in a column, or at a place inside one: "reward_model.ground_truth". Raises UserError if there is none."""
+    """Return the value of a column, or at a path inside one ("reward_model.ground_truth"). Raises UserError without it."""
     found = row[column] if column in row else _inside(row, column)
     if found is None and column not in row:
         raise UserError(no_column(column, row))

@@ -34,9 +34,9 @@ class Criterion:
     """One of several criteria."""
 
     name: str
-    """What the part of the reward is called."""
+    """Name of the part of the reward."""
     rubric: str
-    """What is good, in words."""
+    """Description of a good reply."""
     weight: float = option(1.0, above=0)
     """Its share, relative to the others'."""
 
@@ -52,7 +52,7 @@ class Recipe:
     kind: Literal["scalar", "pairwise"] = "scalar"
     """scalar: a score for a reply; pairwise: which of two replies is better, asked in both orders."""
     rubric: str = RUBRIC
-    """What is good, in words."""
+    """Description of a good reply."""
     criteria: tuple[Criterion, ...] = ()
     """Instead of one rubric: [[criteria]] with name, rubric and weight. The reward is their weighted mean."""
     together: bool = True
@@ -62,8 +62,8 @@ class Recipe:
     reason: bool = True
     """Whether the judge writes down its reasons before its verdict."""
     structured: Literal["schema", "object", "none"] = "schema"
-    """What is asked of the endpoint: output that follows the JSON schema, any JSON object, or nothing. Answers are checked
-    against the schema in every case."""
+    """Structured output to request from the endpoint: output that follows the JSON schema, any JSON object, or nothing.
+    Answers are checked against the schema in every case."""
     max_tokens: int = option(512, above=0)
     """Most tokens of an answer."""
     temperature: float = option(0.0, least=0)
@@ -102,11 +102,11 @@ class Generative:
     model: str
     """Folder of a checkpoint or of a run."""
     template: str
-    """What it reads, such as "{prompt}\\n{response}\\n"; {reference} is a known good answer. A brace is {{ or }}."""
+    """Prompt template, such as "{prompt}\\n{response}\\n"; {reference} is a known good answer. A brace is {{ or }}."""
     chat: bool = False
     """Show that as a message of the user, by the checkpoint's chat template."""
     marker: str = "verdict:"
-    """What stands before the verdict; the last one in a reply counts."""
+    """Text before the verdict; the last one in a reply counts."""
     words: tuple[str, str] = ("yes", "no")
     """The verdicts, worth 1 and 0."""
     scale: tuple[float, float] | None = None
@@ -114,7 +114,7 @@ class Generative:
     votes: int = option(1, above=0, most=1024)
     """Replies to each question. The answer is the mean of their verdicts."""
     answer: Literal["share", "probability"] = "share"
-    """What a vote is worth: its verdict, 1 or 0, or the probability of the first word where the verdict stands."""
+    """Value of a vote: its verdict, 1 or 0, or the probability of the first word where the verdict stands."""
     temperature: float = option(0.0, least=0)
     """Of its sampling; 0: greedy, which is one vote."""
     max_tokens: int = option(256, above=0)

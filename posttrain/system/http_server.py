@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 QUIET = logging.getLogger("posttrain.system.http_server")
-"""What aiohttp says of requests that are none, page by page. Nobody hears it: their senders are told."""
+"""Log of aiohttp about malformed requests. It is discarded: the clients get an error."""
 QUIET.addHandler(logging.NullHandler())
 QUIET.propagate = False
 

@@ -1,4 +1,4 @@
-"""What is said to a user names only commands that run here, or how to install what they need: decided in one place."""
+"""Hints name only commands that run here, or how to install what they need: decided in one place."""
 
 from __future__ import annotations
 

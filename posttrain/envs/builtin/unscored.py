@@ -1,4 +1,4 @@
-"""What plays where nothing scores: a teacher alone says what replies are worth, or `posttrain sample` keeps them."""
+"""An environment without a reward: a teacher alone scores the replies, or `posttrain sample` keeps them."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def _sized(path: Path) -> tuple[int, int]:
 
 
 def _move(draft: Path, place: Path, overwrite: bool) -> None:
-    """What is at the place goes aside before it is deleted, so that no half of it is ever there."""
+    """Replace the folder: the old one is moved aside before it is deleted, so that no half of it is ever there."""
     sync(draft)
     old = draft.with_suffix(".old")
     with _alone(place.parent):

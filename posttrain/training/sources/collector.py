@@ -95,7 +95,8 @@ class Collector:
     def __post_init__(self) -> None:
         if self.size.prompts > len(self.tasks):
             raise UserError(
-                f"--prompts {self.size.prompts} asks for more tasks per step than there are: {len(self.tasks)}"
+                f"--prompts {self.size.prompts} is more than the {len(self.tasks)} different tasks to train on: give "
+                f"--prompts {len(self.tasks)} or fewer, or more rows"
             )
 
     def collect(self, number: int, groups: DynamicSampling | None, stats: Stats) -> Collected:

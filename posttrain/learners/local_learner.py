@@ -300,7 +300,7 @@ class LocalLearner:
         """
         folder = folder / TRAINING
         counted = json.loads(user_files.content(folder / COUNTERS))["version"]
-        if type(counted) is not int or counted < 0:
+        if type(counted) is not int or not 0 <= counted < 2**31:  # the record has it in 32 bits
             raise UserError(f"{folder / COUNTERS} is damaged: it counts {counted!r} updates")
         self.version = counted
         if self.critic is not None:

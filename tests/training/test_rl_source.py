@@ -570,7 +570,7 @@ def test_state_of_learner_and_source_survives_saving_bit_for_bit(
     assert experience.state() == other.state()
 
 
-@pytest.mark.parametrize("counted", ["-1", "true", '"3"', "1.0"])
+@pytest.mark.parametrize("counted", ["-1", "true", '"3"', "1.0", str(2**31)])
 def test_count_of_updates_that_is_none_is_refused_in_one_line(
     tokenizer: Tokenizer, tmp_path: Any, counted: str
 ) -> None:

@@ -19,7 +19,7 @@ import os
 import random
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,25 +32,30 @@ from mutating.trial import ROOT, Copy, Outcome, Record, Server, attempt_afresh
 
 PACKAGE = ROOT / "posttrain"
 MODULES = (
-    "algorithms/*.py", "sources/*.py", "envs/play/player.py", "envs/play/episode.py", "engines/local/sampler.py",
+    "algorithms/*.py", "training/sources/*.py", "envs/play/player.py", "envs/play/episode.py", "engines/local/sampler.py",
     "engines/request.py",
     "engines/local/running_batch.py", "engines/local/local_engine.py", "models/losses/likelihood.py",
     "models/native/linear.py",
     "learners/*.py",
-    "training/loop.py", "batch.py", "types.py",
+    "training/loop.py", "core/batch.py", "core/types.py",
 )  # fmt: skip
 FILES = (  # those whose tests run in this very process; the quickest of them are tried first
-    "pairs", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine",
+    "preference", "credit", "objective", "critic", "trust_region", "packing", "sft_source", "rl_source", "play", "engine",
     "kernels", "diversity", "axes", "pages", "trainer_health", "health", "decoder", "compiled", "tree_attention",
-    "checkpoint", "training_loop", "third_source",
+    "checkpoint", "training_loop", "third_source", "ahead", "branching", "decoupled", "ledger", "older_weights",
+    "reward_rows", "reward_training", "references", "teaching", "unseen", "divergence", "routing", "data_options",
 )  # fmt: skip
+IN_CHILDREN = {  # modules whose lines run in child processes of these files of tests as well
+    "learners/data_parallel.py": ("two_processes", "processes"),
+    "learners/fsdp.py": ("sharding",),
+    "learners/process_group.py": ("two_processes", "sharding"),
+}
 WIDER = (
     "front_door",
     "reproduce",
     "bad_input",
     "check",
     "cli",
-    "data_options",
     "recipe_algorithms",
     "record",
     "resume",
@@ -72,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modules", nargs="+", default=list(MODULES), help="patterns within the package")
     parser.add_argument("--each", type=int, default=25, help="mistakes of each module")
+    parser.add_argument("--total", type=int, help="so many of these, of every module in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", help="the mistakes of these names, as --log has them")
     parser.add_argument("--seconds", type=float, default=120, help="of tests, as they take without a mistake, for each")
@@ -85,21 +91,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="write what --log says into this document, and try nothing")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/posttrain-mutants"))
     chosen = parser.parse_args(arguments)
-    drawn = draw(chosen.modules, chosen.each, chosen.seed)
+    drawn = draw(chosen.modules, chosen.each, chosen.seed, chosen.total)
     if chosen.report is None:
         _try(chosen, drawn)
     rows = _read(chosen.log, [m for _, own in drawn.values() for m in own])
     if chosen.report is not None:
-        write(chosen.report, rows, drawn, f"python tools/mutants.py --seed {chosen.seed} --each {chosen.each}")
+        amount = f"--each {chosen.each}" if chosen.total is None else f"--total {chosen.total}"
+        write(chosen.report, rows, drawn, f"python tools/mutants.py --seed {chosen.seed} {amount}")
     lines, share = table(rows, drawn)
     print("\n".join(lines))
     return 0 if share >= 0.95 else 1
 
 
-def draw(patterns: Sequence[str], each: int, seed: int) -> dict[str, tuple[int, list[Mutant]]]:
+def draw(
+    patterns: Sequence[str], each: int, seed: int, total: int | None = None
+) -> dict[str, tuple[int, list[Mutant]]]:
     """Module -> how many mistakes can be made in it, and those drawn: of every kind in turn, so that rare ones count."""
     found = {}
-    for module in sorted({str(p.relative_to(PACKAGE)) for pattern in patterns for p in PACKAGE.glob(pattern)}):
+    for module in _modules(patterns):
         source = (PACKAGE / module).read_bytes()
         every = mutants(module, source)
         chance = random.Random(f"{seed} {module}")
@@ -111,7 +120,19 @@ def draw(patterns: Sequence[str], each: int, seed: int) -> dict[str, tuple[int, 
         standing = (mutant for mutant in row if mutant.stands(source))
         if every:
             found[module] = len(every), [m for m, _ in zip(standing, range(each), strict=False)]
+    if total is not None:
+        order = random.Random(seed).sample(sorted(found), len(found))
+        turns = [(turn, module) for turn in range(each) for module in order if turn < len(found[module][1])]
+        kept = Counter(module for _, module in turns[:total])
+        found = {module: (sites, own[: kept[module]]) for module, (sites, own) in found.items()}
     return found
+
+
+def _modules(patterns: Sequence[str]) -> list[str]:
+    """The modules that they name, from the package; a pattern without any is an error, for modules are moved."""
+    found = {pattern: [str(p.relative_to(PACKAGE)) for p in PACKAGE.glob(pattern)] for pattern in patterns}
+    assert all(found.values()), f"no module: {[pattern for pattern, own in found.items() if not own]}"
+    return sorted({module for own in found.values() for module in own})
 
 
 # -- trying ------------------------------------------------------------------------------------------------------------
@@ -161,14 +182,16 @@ def _attempt(
     tests = list(records) if chosen.again else proving(mutant, records, chosen.seconds)
     seconds = 15 + 2 * sum(records[name].seconds for name in tests)
     with copy.changed(mutant.module, mutant.applied((PACKAGE / mutant.module).read_bytes())) as file:
-        if not tests:
-            return Outcome("survived", "no test runs this line")
-        if mutant.within is not None:
+        found = Outcome("survived", "no test runs this line")
+        if tests and mutant.within is not None:
             found = server.attempt(file, tests, seconds)
-            if found.status not in ("unchanged", "survived"):
-                return found
-        # What was worked out when the tests were collected is as it was there: survivors are tried afresh as well.
-        return attempt_afresh(copy, tests, seconds, chosen.scratch / "afresh.txt")
+        if tests and found.status in ("unchanged", "survived"):
+            # What was worked out when the tests were collected is as it was there: survivors are tried afresh as well.
+            found = attempt_afresh(copy, tests, seconds, chosen.scratch / "afresh.txt")
+        if found.status == "survived" and mutant.module in IN_CHILDREN:
+            files = list(map(file_of, IN_CHILDREN[mutant.module]))
+            found = attempt_afresh(copy, files, 600, chosen.scratch / "afresh.txt")
+        return found
 
 
 def proving(mutant: Mutant, records: dict[str, Record], seconds: float) -> list[str]:

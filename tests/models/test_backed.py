@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny
+from digit_tasks import TASKS, digits
 from feeding import ROWS, WORDS, board, credit, feed, new_case
 from models_table import BEGIN, DOCUMENT, END, rows
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from trees import grown
 import posttrain
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.core.batch import Layout
-from posttrain.core.types import Sampling, Task, Transcript, UserError
+from posttrain.core.types import Sampling, Transcript, UserError
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine
@@ -305,13 +306,6 @@ def _copied(module: Any) -> Any:
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
-
-
-def digits(task: Task, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / max(1, len(reply))
-
-
-TASKS = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from digit_tasks import TASKS, digits
 from safetensors.torch import load_file
 from sampled import complete
 from tiny_models import make
@@ -14,7 +15,7 @@ from tiny_models import make
 import posttrain
 from posttrain.cli.main import main
 from posttrain.core.batch import Layout
-from posttrain.core.types import Sampling, Task, UserError
+from posttrain.core.types import Sampling, UserError
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.models.adapters.lora import LoRA, attach, begin, frozen_copy, merge, sharing, targets_of
@@ -26,11 +27,6 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 WITH = ("phi", "phi3", "gemma3_text", "qwen3_moe", "mamba2", "deepseek_v3", "lfm2")
-TASKS = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
-
-
-def digits(task: Task, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / max(1, len(reply))
 
 
 def moved(folder: Path, rank: int = 3) -> Backed:

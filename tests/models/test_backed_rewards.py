@@ -10,7 +10,7 @@ import pytest
 import torch
 from heads import unread
 from judged import Spoken, eos_alone, move, own_pad, scores, spoken, transcript
-from test_reward_training import pairs
+from reward_rows import pairs
 from tiny_models import KINDS, make, make_seeing
 
 import posttrain

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import SHAPE, WAYS, compiled_and_plain, laid, loss_of
+from digit_tasks import TASKS, digits
 from judged import own_pad
 from safetensors.torch import load_file
-from test_lora import SHAPE, WAYS, compiled_and_plain, laid, loss_of
 from tiny_models import make
 from torch import Tensor
 from torch.nn import functional
@@ -17,7 +18,7 @@ from torch.nn import functional
 import posttrain
 from posttrain.cli.main import main
 from posttrain.core.batch import Layout
-from posttrain.core.types import Task, UserError
+from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.adapters.lora import LoRA, attach, begin, frozen_copy, merge, sharing, targets_of
@@ -179,21 +180,16 @@ def test_merged_shared_and_copied_models_compute_what_they_should(kind: str, qua
     assert model.lora is None and torch.allclose(logits(model), before, atol=1e-4)
 
 
-def digits(task: Task, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / max(1, len(reply))
-
-
 def test_a_run_learns_lengths_goes_on_exactly_and_is_merged(tmp_path: Path, tokenizer: Tokenizer) -> None:
     start = make("gemma3_text", tmp_path / "start", vocab_size=tokenizer.vocab_size)
     tokenizer.save(start)
-    tasks = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
     how: dict[str, Any] = dict(
         model=str(start), prompts=3, group=4, max_tokens=5, lr=5e-2, threads=1, env_workers=0, save_every=2, quiet=True,
         kl=0.01, lora=2, dora=True, lora_targets=("q_proj", "down_proj"),
     )  # fmt: skip
-    whole = posttrain.rl(tasks, digits, steps=4, out=str(tmp_path / "whole"), **how)
-    posttrain.rl(tasks, digits, steps=2, out=str(tmp_path / "parts"), **how)
-    rest = posttrain.rl(tasks, digits, out=str(tmp_path / "parts"), resume=True, steps=4, **how)
+    whole = posttrain.rl(TASKS, digits, steps=4, out=str(tmp_path / "whole"), **how)
+    posttrain.rl(TASKS, digits, steps=2, out=str(tmp_path / "parts"), **how)
+    rest = posttrain.rl(TASKS, digits, out=str(tmp_path / "parts"), resume=True, steps=4, **how)
     assert rest.metrics == whole.metrics and whole.metrics[0]["ratio/first"] == 1.0 and whole.metrics[-1]["kl"] > 0
     last = tmp_path / "whole" / "checkpoints" / "step-000004"
     lengths = {n: t for n, t in load_file(last / "adapter_model.safetensors").items() if n.endswith("magnitude_vector")}
@@ -207,4 +203,4 @@ def test_a_run_learns_lengths_goes_on_exactly_and_is_merged(tmp_path: Path, toke
     assert isinstance(one, Backed) and isinstance(other, Backed)
     assert torch.allclose(logits(one), logits(other), atol=1e-5)
     with pytest.raises(UserError, match="--dora has no effect without --lora RANK"):
-        posttrain.rl(tasks, digits, model=str(start), out=str(tmp_path / "never"), steps=1, dora=True)
+        posttrain.rl(TASKS, digits, model=str(start), out=str(tmp_path / "never"), steps=1, dora=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted import SHAPE, WAYS, compiled_and_plain, laid, loss_of
+from conftest import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -20,21 +22,13 @@ from posttrain.models.adapters.adapter_folder import fingerprint
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.adapters.lora import TARGETS, LoRA, attach, begin, frozen_copy, sharing
 from posttrain.models.checkpoint_folder import load_backbone, load_model
-from posttrain.models.losses.likelihood import token_logp
-from posttrain.models.native import fused
 from posttrain.models.native.attention import SegmentAttention
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
-from posttrain.models.native.kernels import build
 from posttrain.models.native.linear import Linear, accumulating
 from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from tests.conftest import tiny
-
-SHAPE = DecoderConfig(
-    vocab=40, hidden=24, layers=2, heads=4, kv_heads=2, head_size=6, intermediate=36, context=64, qkv_bias=True
-)
 
 
 def moved(model: Decoder, seed: int = 5) -> None:
@@ -59,39 +53,6 @@ def adapted(
     return model
 
 
-def laid(seed: int = 3) -> tuple[Layout, Tensor, Tensor]:
-    """Two groups of rollouts, each behind a prompt that they share: layout, scored places, their tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    length, prefix = (5, 4, 6, 3, 5), (-1, 0, 0, -1, 3)
-    start = tuple(sum(length[:i]) for i in range(len(length)))
-    position = torch.cat([torch.arange(n) + (0 if p < 0 else length[p]) for n, p in zip(length, prefix, strict=True)])
-    tokens = torch.randint(0, 40, (sum(length),), generator=generator)
-    at = torch.cat([torch.arange(start[i], start[i] + length[i]) for i in (1, 2, 4)])
-    return Layout(tokens, position, start, length, prefix), at, torch.randint(0, 40, (len(at),), generator=generator)
-
-
-def loss_of(model: Decoder, layout: Layout, at: Tensor, target: Tensor) -> Tensor:
-    return -token_logp(model.hidden(layout, at), model.head, target, 1.0).mean()
-
-
-def compiled_and_plain(fresh: Callable[[], Decoder], precision: str) -> list[tuple[Tensor, Tensor]]:
-    """The loss and each gradient, by compiled operations and by torch's. Skips where nothing is compiled."""
-    if not fused.compiles():
-        pytest.skip("nothing is compiled here")
-    found = []
-    for compiled in (True, False):
-        model = fresh()
-        build.use(compiled)
-        try:
-            with accumulating(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-                loss = loss_of(model, *laid())
-                loss.backward()
-        finally:
-            build.use(True)
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad and p.grad is not None)])
-    return list(zip(*found, strict=True))
-
-
 def plainly(model: Decoder, layout: Layout, at: Tensor, target: Tensor) -> Tensor:
     """The same loss, with W + scale * B A as one weight that torch's own operations make and differentiate."""
     other = new_decoder(model.config, 9).to(model.head.dtype)
@@ -111,9 +72,6 @@ def plainly(model: Decoder, layout: Layout, at: Tensor, target: Tensor) -> Tenso
     given = (layout.tokens, layout.position, SegmentAttention(layout), at)
     hidden = torch.func.functional_call(other, weights, given)
     return functional.cross_entropy(hidden @ weights["output"].t(), target)
-
-
-WAYS = (TARGETS, ("q_proj", "v_proj"), ("k_proj", "up_proj"), ("o_proj", "down_proj"), ("gate_proj",))
 
 
 @pytest.mark.parametrize("targets", WAYS, ids=" ".join)

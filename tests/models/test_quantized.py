@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
+from digit_tasks import TASKS, digits
 from safetensors.torch import load_file
 from tiny_models import make
 from torch.nn import functional
@@ -16,7 +17,6 @@ from torch.nn import functional
 import posttrain
 from posttrain.cli.main import main
 from posttrain.core.batch import Layout
-from posttrain.core.types import Task
 from posttrain.models.adapters.lora import LoRA, attach, begin, shared_copy, sharing, targets_of
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf.backed import Backed
@@ -32,11 +32,6 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 TREE = Layout(
     torch.arange(3, 14), torch.tensor([0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]), (0, 3, 6), (3, 3, 5), (-1, 0, 0)
 )  # fmt: skip
-TASKS = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
-
-
-def digits(task: Task, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / max(1, len(reply))
 
 
 def adapted(model: Decoder | Backed, kind: str, dtype: torch.dtype = torch.float32) -> Decoder | Backed:

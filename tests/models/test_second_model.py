@@ -7,23 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from digit_tasks import TASKS, digits
 from recurrent import Recurrent, Sizes
 from sampled import complete, ragged
 
 import posttrain
 from posttrain.core.batch import Layout
-from posttrain.core.types import Task
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_metrics
-
-TASKS = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
-
-
-def digits(task: Task, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / max(1, len(reply))
 
 
 @pytest.fixture

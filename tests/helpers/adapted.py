@@ -1,19 +1,27 @@
-"""A small decoder to adapt, choices of its matrices, and a loss of it."""
+"""Small models of every kind with adapters, and what they compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from judged import own_pad
+from tiny_models import make
 from torch import Tensor
 
 from posttrain.core.batch import Layout
-from posttrain.models.adapters.lora import TARGETS
+from posttrain.models.adapters.adapter_writer import adapters
+from posttrain.models.adapters.lora import TARGETS, LoRA, attach, begin, targets_of
+from posttrain.models.backbone import Backbone
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.hf.backed import Backed
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native import fused
-from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.kernels import build
 from posttrain.models.native.linear import accumulating
 
@@ -22,6 +30,49 @@ SHAPE = DecoderConfig(
 )
 WAYS = (TARGETS, ("q_proj", "v_proj"), ("k_proj", "up_proj"), ("o_proj", "down_proj"), ("gate_proj",))
 """Choices of matrices to adapt."""
+NATIVE = DecoderConfig(
+    vocab=48, hidden=32, layers=2, heads=4, kv_heads=2, head_size=8, intermediate=48, context=64, qkv_bias=True
+)
+
+
+def base_of(kind: str, folder: Path) -> Path:
+    """The folder of a new model: "native", or a `model_type` of transformers."""
+    if kind != "native":
+        return make(kind, folder)
+    save_model(new_decoder(NATIVE, 3), folder, own_pad())
+    return folder
+
+
+def opened(folder: Path) -> Backbone:
+    model = load_model(folder)
+    assert isinstance(model, Decoder | Backed)
+    return model
+
+
+def adapt(model: Backbone, lora: LoRA, targets: tuple[str, ...] = ()) -> Backbone:
+    """The model with adapters that are far from nothing. `targets`: other matrices than those of `targets_of`."""
+    names = targets or targets_of(model)
+    attach(model, lora, lambda name: name.rpartition(".")[2] in names)
+    begin(model, 1)
+    stir(model)
+    return model
+
+
+def stir(model: Backbone, seed: int = 5) -> None:
+    """Let every adapter add something, and move DoRA's lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for adapter in adapters(model):
+            adapter.b.normal_(0.0, 0.3, generator=generator)
+            if adapter.magnitude is not None:
+                adapter.magnitude.mul_(1 + 0.3 * torch.randn(adapter.magnitude.shape, generator=generator))
+
+
+def logits(model: Backbone) -> Tensor:
+    """Of twelve tokens in a row."""
+    layout = Layout(torch.arange(3, 15), torch.arange(12), (0,), (12,), (-1,))
+    with torch.no_grad():
+        return model.head.logits(model.hidden(layout, torch.arange(12)))
 
 
 def laid(seed: int = 3) -> tuple[Layout, Tensor, Tensor]:

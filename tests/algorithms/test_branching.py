@@ -17,7 +17,7 @@ import torch
 from branching import STOP
 from conftest import tiny
 from episodes import said
-from test_rl_source import accounted, row, source
+from rl_sources import accounted, row, source
 
 import posttrain
 from posttrain.algorithms.aggregate import TokenMean

@@ -15,6 +15,7 @@ import torch
 from conftest import make_rollouts
 from feeding import WORDS, chosen_row, new_case, new_learner, new_player
 from heads import KINDS, new_head, plain_logits
+from rl_sources import digits
 from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
@@ -469,10 +470,6 @@ def test_top_entropy_keeps_exactly_the_share(share: float) -> None:
     every = torch.cat(entropy)
     assert kept.sum() == max(1, round(share * 100))
     assert every[kept].min() > every[~kept].max() if share < 1 else bool(kept.all())
-
-
-def digits(task: Task, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / 8
 
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(8)]

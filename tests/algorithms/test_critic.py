@@ -11,6 +11,7 @@ import torch
 from conftest import tiny
 from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradient, new_case, new_learner, new_player
 from heads import unread
+from rl_sources import digits
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -41,10 +42,6 @@ VALUE, Q = frozenset({"value"}), frozenset({"q", "entropy"})
 
 def flat(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def digits(task: Task, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / 8
 
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(6)]

@@ -13,6 +13,7 @@ import generated_runs
 import numpy as np
 import pyarrow as pa
 import pytest
+from generated_runs import spoiled
 
 from posttrain.apps.view.api import Answers
 from posttrain.apps.view.open_run import OpenRun
@@ -105,17 +106,6 @@ def test_columns_that_are_nested_too_deeply_are_shown_as_text(folder: Path, tmp_
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
-
-
-def spoiled(folder: Path, copy: Path, steps: tuple[int, ...]) -> Path:
-    """A copy whose index is whole and whose files of these steps are torn: nothing but their texts is missing."""
-    shutil.copytree(folder, copy)
-    for step in steps:
-        file = copy / "rollouts" / f"step-{step:06d}.parquet"
-        data = bytearray(file.read_bytes())
-        data[8:-200] = bytes(len(data) - 208)
-        file.write_bytes(bytes(data))
-    return copy
 
 
 def test_where_texts_of_some_steps_cannot_be_read_the_others_are_searched_and_it_is_said(

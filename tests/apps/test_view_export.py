@@ -11,7 +11,7 @@ from typing import Any
 
 import generated_runs
 import pytest
-from test_view_damage import spoiled
+from generated_runs import spoiled
 
 from posttrain.apps.view.html_export import Selection, exported
 from posttrain.apps.view.open_run import OpenRun

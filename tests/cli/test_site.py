@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -11,8 +10,8 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
+import house
 import pytest
 from documents import ROOT
 
@@ -96,16 +95,7 @@ def check_in_a_browser(site: Path) -> None:
     assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_drawn_house_has_every_room_on_its_floor_and_the_map_names_each() -> None:
-    house = tool("house")
     assert house.PLACE.read_text(encoding="utf-8") == house.drawn(), "draw it again: python tools/house.py"
     rooms = {folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()}
     named = re.findall(r"^\| `(\w+)` \|", (DOCS / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)

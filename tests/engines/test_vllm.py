@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -14,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from processes import descendants, is_running
+from rl_sources import digits
 from served import served
 from tiny_models import make
+from vllm_samples import GAP, INSTALLED, complete, gap, needs_vllm, ragged, small
 
 import posttrain
-from posttrain.core.protocols import Engine
-from posttrain.core.types import Completion, Sampling, StopReason, Transcript, Turn, UserError
+from posttrain.core.types import Completion, Sampling, StopReason, Turn, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.replicas import Many, open_pool
 from posttrain.engines.vllm.vllm_engine import BLOCK, VLLMEngine
@@ -27,36 +27,14 @@ from posttrain.engines.vllm.vllm_worker import PREFILL_TOKENS
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
-from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
-from posttrain.models.native.decoder import Decoder, causal, new_decoder
-from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.decoder import Decoder, causal
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.sources.packing import collate
 
-INSTALLED = importlib.util.find_spec("vllm") is not None
-needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed here: make test-vllm")
 pytestmark = pytest.mark.timeout(1800)  # vLLM takes a quarter of a minute to start, and minutes on a busy machine
 
-GAP = 1e-4  # nats; what different kernels make of float32, seen: 1e-5
 KL = 1e-8  # nats per token
-
-
-def small(tokenizer: Tokenizer, tied: bool = True, context: int = 64) -> Decoder:
-    """Heads of 32, the least vLLM has kernels for; far from uniform, so that mistakes show."""
-    config = DecoderConfig(
-        vocab=tokenizer.vocab_size, hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96,
-        context=context, tied=tied,
-    )  # fmt: skip
-    model = new_decoder(config, seed=0)
-    assert tokenizer.eos_id is not None
-    model.eos_ids = (tokenizer.eos_id, *tokenizer.encode("b"))  # a character is an end too, so that replies end
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(6)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -68,35 +46,6 @@ def policy(tokenizer: Tokenizer) -> Decoder:
 def engine(policy: Decoder, tokenizer: Tokenizer) -> Iterator[VLLMEngine]:
     with closing(VLLMEngine(policy, tokenizer, slots=16)) as started:
         yield started
-
-
-def complete(engine: Engine, prompts: list[list[int]], how: list[Sampling]) -> list[Completion]:
-    for id, (prompt, sampling) in enumerate(zip(prompts, how, strict=True)):
-        engine.submit(id, prompt, sampling)
-    done: list[Completion] = []
-    while len(done) < len(prompts):
-        done += engine.poll()
-    assert engine.poll() == []
-    return sorted(done, key=lambda c: c.id)
-
-
-def ragged(count: int, **how: Any) -> tuple[list[list[int]], list[Sampling]]:
-    """Prompts of five groups, and budgets of all sizes."""
-    prompts = [[5 + (i % 5) * 7 + j for j in range(2 + 3 * (i % 5))] for i in range(count)]
-    return prompts, [Sampling(seed=2**62 + i, max_tokens=3 + i % 17, **how) for i in range(count)]
-
-
-def gap(model: Decoder, prompts: list[list[int]], done: list[Completion], temperature: float) -> torch.Tensor:
-    """float64 [N]: the learner's log-probability of each sampled token minus the engine's."""
-    transcripts = []
-    for prompt, completion in zip(prompts, done, strict=True):
-        transcripts.append(Transcript())
-        transcripts[-1].observe(prompt)
-        transcripts[-1].sample(completion)
-    batch = collate([[t] for t in transcripts], range(len(prompts)), weight=torch.ones(len(prompts)))
-    (outputs,) = LocalLearner(model, Optimization(), temperature=temperature).evaluate([batch])
-    assert batch.sampler_logp is not None
-    return outputs.logp.double() - batch.sampler_logp
 
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed here")
@@ -331,10 +280,6 @@ def test_pretrained_model_says_the_same_in_both_engines(data: Path) -> None:
     with closing(VLLMEngine(model, tokenizer, slots=12, precision="bfloat16")) as engine:
         found = gap(model, prompts * 4, complete(engine, prompts * 4, seeded), 1.0)
     assert GAP < found.abs().max() < 0.5 and (found.expm1() - found).mean() < 1e-3  # seen: 0.08 and 6e-5
-
-
-def digits(task: Any, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / 8
 
 
 @needs_vllm

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from test_vllm import GAP, complete, digits, gap, needs_vllm, ragged, small
+from rl_sources import digits
 from tiny_models import make
+from vllm_samples import GAP, complete, gap, needs_vllm, ragged, small
 
 import posttrain
 from posttrain.core.protocols import Alone

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import CHATML, tiny
-from episodes import episodes, played, said
+from episodes import enacted, episodes, played, said, whole
 from served import TOOLS, Scripted
-from test_sides import enacted, whole
 
 from posttrain.core.types import (
     Completion,

@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 from conftest import tiny
 from duels import duel
-from episodes import episodes, played, said
+from episodes import enacted, episodes, played, said, whole
 from scripted import scripted
 
 import posttrain
 from posttrain.core.types import Graded, Invalid, Reply, Rollout, Sampling, Sides, SpanReward, StopReason, Task, Turn
 from posttrain.engines.local.local_engine import LocalEngine
-from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.builtin import nim
 from posttrain.envs.check import check
 from posttrain.envs.play.env_outputs import Done, read_turn, read_verdict
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
 from posttrain.envs.play.worker_protocol import Garbled, read_answer, write_answer
 from posttrain.models.native.decoder_writer import save_model
@@ -34,20 +32,9 @@ from posttrain.training.sources.scoreboard import describe, scoreboard, usable
 Game = Generator[Turn, Reply, Any]
 
 
-def enacted(env: Any, tokenizer: Tokenizer, replies: list[str], context: int = 400, **task: Any) -> list[Rollout]:
-    with EnvPool(env, workers=0) as pool:
-        engine = ScriptedEngine(tokenizer, (0,), replies)
-        player = Player(pool, engine, tokenizer, Sampling(max_tokens=50), context)
-        return player.play([Episode({"id": "a", **task}, "a#0", 7)])
-
-
 def learned(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
     """What each context is learned from."""
     return [tokenizer.decode([t.tokens[i] for i in t.scored.tolist()]) for t in rollout.transcripts]
-
-
-def whole(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
-    return [tokenizer.decode(t.tokens) for t in rollout.transcripts]
 
 
 def talk(task: Task) -> Game:

@@ -9,6 +9,7 @@ from conftest import tiny
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Rollout, Sampling
 from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
@@ -52,3 +53,16 @@ def until_done(engine: LocalEngine) -> list[Completion]:
     while engine.running or engine.waiting:
         done += engine.poll()
     return sorted(done, key=lambda completion: completion.id)
+
+
+def enacted(env: Any, tokenizer: Tokenizer, replies: list[str], context: int = 400, **task: Any) -> list[Rollout]:
+    """An episode whose replies are these."""
+    with EnvPool(env, workers=0) as pool:
+        engine = ScriptedEngine(tokenizer, (0,), replies)
+        player = Player(pool, engine, tokenizer, Sampling(max_tokens=50), context)
+        return player.play([Episode({"id": "a", **task}, "a#0", 7)])
+
+
+def whole(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
+    """Each context, what was observed and what was said."""
+    return [tokenizer.decode(t.tokens) for t in rollout.transcripts]

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -511,6 +512,17 @@ def make_hostile(folder: Path) -> Path:
     bad = {"step": 1, "name": "<b>signal</b>", "message": HOSTILE["script"] + "\n" + HOSTILE["turned"]}
     (folder / "health.jsonl").write_text(json.dumps(bad) + "\n")
     return folder
+
+
+def spoiled(folder: Path, copy: Path, steps: tuple[int, ...]) -> Path:
+    """A copy whose index is whole and whose files of these steps are torn: nothing but their texts is missing."""
+    shutil.copytree(folder, copy)
+    for step in steps:
+        file = copy / "rollouts" / f"step-{step:06d}.parquet"
+        data = bytearray(file.read_bytes())
+        data[8:-200] = bytes(len(data) - 208)
+        file.write_bytes(bytes(data))
+    return copy
 
 
 if __name__ == "__main__":

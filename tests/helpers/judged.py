@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from tiny_models import make
 from torch import Tensor
 
 from posttrain.core.types import Transcript
@@ -75,21 +77,36 @@ def move(model: RewardModel, by: float, seed: int) -> None:
         model.score.mul_(3)
 
 
+def started(folder: Path, kind: str, tokenizer: Tokenizer) -> Path:
+    """A backed language model whose tokenizer knows as many tokens as it does."""
+    end = tokenizer.backend.token_to_id(EOS)
+    make(kind, folder, vocab_size=tokenizer.vocab_size, eos_token_id=end, pad_token_id=None)
+    tokenizer.save(folder)
+    return folder
+
+
 def trained(
     folder: Path,
     tokenizer: Tokenizer,
-    start: Decoder,
+    start: Decoder | str,
     shape: ScoreShape = ScoreShape(),  # noqa: B008
     seed: int = 1,
 ) -> RewardModel:
-    """A reward model as training writes it, its head and backbone moved a little; folder/start holds what it began from."""
-    save_model(start, folder / "start", tokenizer)
-    named = json.loads((folder / "start" / "config.json").read_text())
-    del named["eos_token_id"]  # it stands in generation_config.json alone, as in many checkpoints
-    (folder / "start" / "config.json").write_text(json.dumps(named))
+    """A reward model as training writes it, its head and backbone moved a little; folder/start holds what it began from.
+
+    `start`: a decoder, or the `model_type` of a new model, native or backed.
+    """
+    native = decoder(tokenizer, start) if start in FAMILIES else start
+    if isinstance(native, Decoder):
+        save_model(native, folder / "start", tokenizer)
+        named = json.loads((folder / "start" / "config.json").read_text())
+        del named["eos_token_id"]  # it stands in generation_config.json alone, as in many checkpoints
+        (folder / "start" / "config.json").write_text(json.dumps(named))
+    else:
+        started(folder / "start", native, tokenizer)
     model = new_reward_model(folder / "start", shape, seed)
-    kept = settle(model, Tokenizer.load(folder / "start"), start.eos_ids)
-    move(model, 0.05, seed)
+    kept = settle(model, Tokenizer.load(folder / "start"), model.eos_ids)
+    move(model, 0.05 if isinstance(native, Decoder) else 0.02, seed)
     model.save(folder / "reward")
     kept.save(folder / "reward")
     return model
@@ -123,3 +140,20 @@ def scores(model: RewardModel, texts: Sequence[Spoken]) -> Tensor:
     packed = pack([[transcript(*text)] for text in texts], range(len(texts)), read=read)
     each = model.head.logits(model.hidden(packed.layout, packed.at))[:, 0]
     return torch.stack([each[packed.transcript == place].mean() for place in range(len(texts))])
+
+
+@torch.no_grad()
+def theirs(model: Any, texts: Sequence[Spoken], pad: int | None = None, side: str = "right") -> Tensor:
+    """transformers' scores: of each text alone, or of a batch that is padded on one side."""
+    if pad is None:
+        return torch.cat([theirs(model, [text], 0) for text in texts])
+    longest = max(len(p) + len(r) for p, r in texts)
+    rows, masks = [], []
+    for prompt, response in texts:
+        tokens = [*prompt, *response]
+        fill = [pad] * (longest - len(tokens))
+        rows.append(tokens + fill if side == "right" else fill + tokens)
+        ones, zeros = [1] * len(tokens), [0] * len(fill)
+        masks.append(ones + zeros if side == "right" else zeros + ones)
+    found: Tensor = model(input_ids=torch.tensor(rows), attention_mask=torch.tensor(masks)).logits[:, 0]
+    return found

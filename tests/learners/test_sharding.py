@@ -6,7 +6,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
+from ranks import free_port, joined
 from recurrent import Recurrent, Sizes
 from safetensors.torch import load_file
-from test_processes import PAIRS, SMALL, SUMS, free_port, joined, nearness
+from sharded import QUICK, Both, equal, gradients, long, micro_batches, same_run
+from sums import PAIRS, SMALL, SUMS, nearness
 from torch import Tensor
 
 import posttrain
 from posttrain.config.training import SFT
-from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.batch import Batch, Outputs
 from posttrain.core.protocols import Alone, Objective
 from posttrain.core.token_probe import Found, TokenSink
-from posttrain.core.types import Transcript, UserError
+from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
 from posttrain.learners import fsdp, process_group
@@ -39,11 +41,10 @@ from posttrain.models.row_shards import is_sharded, whole
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training.open_learner import new_learner
-from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective
+from posttrain.training.sources.sft_source import LikelihoodObjective
 
 pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
 
-QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "held_out": 0.2, "tokens_per_microbatch": 48}
 PLAYED: dict[str, Any] = {"prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2, "env_workers": 0}
 PPO: dict[str, Any] = {
     "algorithm": "ppo",
@@ -149,14 +150,6 @@ def three(runs: Path) -> None:
     in_processes(ranks, (free_port(), 3, runs), 3)
 
 
-def same_run(one: Path, other: Path) -> None:
-    ours, theirs = read_metrics(one), read_metrics(other)
-    assert [row.keys() for row in ours] == [row.keys() for row in theirs]
-    for mine, row in zip(ours, theirs, strict=True):
-        for key, value in mine.items():
-            assert row[key] == pytest.approx(value, rel=1e-3, abs=1e-4), (mine["step"], key)
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("three")
 @pytest.mark.parametrize("name", ["three", "half, in three"])
@@ -234,40 +227,6 @@ def decoder(tied: bool, seed: int = 0, layers: int = 2) -> Decoder:
     return model
 
 
-def micro_batches(count: int) -> list[Batch]:
-    """Of so many demonstrations, of ragged lengths."""
-    generator = torch.Generator().manual_seed(count)
-    rows = []
-    for number in range(count):
-        transcript = Transcript()
-        transcript.observe(torch.randint(3, 41, (3,), generator=generator).tolist())
-        transcript.imitate(torch.randint(3, 41, (3 + 5 * (number % 3),), generator=generator).tolist())
-        rows.append([transcript])
-    return Demonstrations([], 1, 12, 0, torch.device("cpu")).batches(rows)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Both:
-    """A loss of policy and critic. `reaches`: which of them some micro-batches' gradients go to."""
-
-    policy: Callable[[Batch], bool] = lambda batch: True
-    critic: Callable[[Batch], bool] = lambda batch: True
-    wants: frozenset[str] = frozenset({"value", "entropy"})
-
-    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        assert outputs.value is not None and outputs.entropy is not None
-        logp = outputs.logp if self.policy(batch) else outputs.logp.detach()
-        value = outputs.value if self.critic(batch) else outputs.value.detach()
-        stats.add("tokens", len(logp), 0)
-        weight = torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype)
-        still = logp.sum() * 0 if not (logp.requires_grad or value.requires_grad) else 0
-        return still - (weight * logp).sum() / 7 + ((value - 1) ** 2).sum() / 5
-
-
-def long(batch: Batch) -> bool:
-    return batch.layout.tokens.numel() > 10
-
-
 CASES: dict[str, tuple[Callable[[], Objective], int]] = {
     "unequal": (Both, 7),
     "none on one process": (Both, 1),
@@ -284,33 +243,9 @@ def learner(kind: type[LocalLearner], tied: bool, world: Any) -> LocalLearner:
     return kind(decoder(tied), rate, critic=critic, world=world)
 
 
-def gradients(of: LocalLearner) -> dict[str, Tensor]:
-    """What the next step will take, noted when it is taken."""
-    found: dict[str, Tensor] = {}
-    step = of.optimizer.step
-
-    def noting() -> None:
-        for part in of.parts:
-            for name, parameter in part.parameters.items():
-                if parameter.grad is not None:
-                    found[f"{part.name}/{name}"] = whole(of._as_stored(parameter, parameter.grad)).clone()
-        step()
-
-    of.optimizer.step = noting  # type: ignore[method-assign]
-    return found
-
-
 def weights(of: LocalLearner) -> dict[str, Tensor]:
     held = {"policy": of.model, "critic": of.critic}
     return {f"{of}/{n}": whole(p).clone() for of, m in held.items() if m for n, p in m.named_parameters()}
-
-
-def equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], within: float) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        torch.testing.assert_close(
-            tensor, theirs[name], atol=within, rtol=within, msg=lambda said, n=name: f"{n}: {said}"
-        )  # type: ignore[misc]
 
 
 def tapped(batches: list[Batch]) -> tuple[TokenSink, list[Batch]]:

@@ -1,17 +1,15 @@
-"""Reward models on models of transformers: their scores are transformers' own, in training, in folders and as a service."""
+"""Reward models on models of transformers: their scores are transformers' own, in training and in folders."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from heads import unread
-from judged import Spoken, eos_alone, move, own_pad, scores, spoken, transcript
-from test_reward_training import pairs
-from tiny_models import KINDS, make, make_seeing
+from judged import eos_alone, own_pad, scores, spoken, started, theirs, trained
+from reward_rows import pairs
+from tiny_models import KINDS, make_seeing
 
 import posttrain
 from posttrain.cli.main import main
@@ -21,12 +19,8 @@ from posttrain.models.adapters.lora import LoRA, attach, begin, merge
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import STORED, ValueModel, new_critic
 from posttrain.models.hf.backed import Backed
-from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
+from posttrain.models.reward_model import ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tensor_files import write_state
-from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.models.tokenizer.tokenizer_training import EOS
-from posttrain.services.reward_model_service import RewardModelService as Service
-from posttrain.training.sources.packing import pack
 
 transformers = pytest.importorskip("transformers")
 OTHERS = [kind for kind in KINDS if kind != "qwen3"]
@@ -34,48 +28,10 @@ WITHOUT_CLASS = {"olmo2", "granite", "cohere", "gemma4_text", "mamba2", "lfm2"}
 """Kinds for which the installed transformers may have no class of sequence classification."""
 
 
-def started(folder: Path, kind: str, tokenizer: Tokenizer, **changed: Any) -> Path:
-    """A language model whose tokenizer knows as many tokens as it does."""
-    end = tokenizer.backend.token_to_id(EOS)
-    make(kind, folder, vocab_size=tokenizer.vocab_size, eos_token_id=end, pad_token_id=None, **changed)
-    tokenizer.save(folder)
-    return folder
-
-
-def trained(
-    folder: Path,
-    kind: str,
-    tokenizer: Tokenizer,
-    shape: ScoreShape = ScoreShape(),  # noqa: B008
-    **changed: Any,
-) -> RewardModel:
-    """A reward model whose head and backbone have moved, and its folder."""
-    start = started(folder / "start", kind, tokenizer, **changed)
-    model = new_reward_model(start, shape, 1)
-    kept = settle(model, Tokenizer.load(start), model.eos_ids)
-    move(model, 0.02, 3)
-    model.save(folder / "reward")
-    kept.save(folder / "reward")
-    return model
-
-
-@torch.no_grad()
-def theirs(model: Any, texts: list[Spoken], pad: int | None = None) -> torch.Tensor:
-    """transformers' scores: of each text alone, or of a batch padded to the right."""
-    rows = [[*prompt, *response] for prompt, response in texts]
-    if pad is None:
-        return torch.stack([model(input_ids=torch.tensor([row])).logits[0, 0] for row in rows])
-    longest = max(map(len, rows))
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    filled = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
-    found: torch.Tensor = model(input_ids=filled, attention_mask=mask).logits[:, 0]
-    return found
-
-
 @pytest.mark.parametrize("kind", OTHERS)
 def test_transformers_reads_the_same_scores_or_refuses(tmp_path: Path, kind: str) -> None:
     tokenizer = own_pad()
-    model = trained(tmp_path, kind, tokenizer)
+    model = trained(tmp_path, tokenizer, kind)
     assert isinstance(model.backbone, Backed)
     texts, folder = spoken(tokenizer, model.eos_ids[0]), tmp_path / "reward"
     expected = scores(model, texts)
@@ -94,20 +50,6 @@ def test_transformers_reads_the_same_scores_or_refuses(tmp_path: Path, kind: str
     assert torch.allclose(theirs(other, texts, model.pad), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [ScoreShape("mean", "linear"), ScoreShape("last", "mlp")], ids=str)
-def test_forms_that_are_ours_alone_are_read_again_and_left_again(tmp_path: Path, shape: ScoreShape) -> None:
-    tokenizer = own_pad()
-    model = trained(tmp_path, "gemma3_text", tokenizer, shape)
-    texts = spoken(tokenizer, model.eos_ids[0])
-    again = load_reward_model(tmp_path / "reward")
-    assert again.shape == shape and torch.allclose(scores(again, texts), scores(model, texts), atol=1e-6)
-    plain = new_reward_model(tmp_path / "reward", ScoreShape(), 4)
-    plain.save(tmp_path / "plain")
-    config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    assert config["model_type"] == "gemma3_text" and not {"posttrain_head", "posttrain_pooling"} & config.keys()
-    assert load_reward_model(tmp_path / "plain").shape == ScoreShape()
-
-
 def test_one_that_sees_is_stored_in_a_form_of_ours_and_read_again(tmp_path: Path) -> None:
     tokenizer = own_pad()
     start = make_seeing("qwen2_5_vl", tmp_path / "start", vocab_size=tokenizer.vocab_size, eos_token_id=2)
@@ -120,7 +62,7 @@ def test_one_that_sees_is_stored_in_a_form_of_ours_and_read_again(tmp_path: Path
 @pytest.mark.parametrize("kind", ["gemma3_text", "phi"])
 def test_a_token_that_pads_is_added_where_there_is_none(tmp_path: Path, kind: str) -> None:
     tokenizer = eos_alone()
-    model = trained(tmp_path, kind, tokenizer)
+    model = trained(tmp_path, tokenizer, kind)
     assert model.pad == tokenizer.vocab_size == model.config.vocab - 1
     assert isinstance(model.backbone, Backed) and model.backbone.tied
     texts = spoken(tokenizer, model.eos_ids[0])
@@ -132,31 +74,17 @@ def test_a_token_that_pads_is_added_where_there_is_none(tmp_path: Path, kind: st
 
 
 def test_the_output_head_takes_no_memory_and_is_not_stored(tmp_path: Path) -> None:
-    model = trained(tmp_path, "phi", own_pad())
+    model = trained(tmp_path, own_pad(), "phi")
     assert isinstance(model.backbone, Backed) and model.backbone.tied
     assert not any("lm_head" in name for name, _ in model.named_parameters())
     assert model.backbone.head.bias is None
 
 
 def test_a_class_of_transformers_with_other_tensors_is_not_taken(tmp_path: Path) -> None:
-    model = trained(tmp_path, "gemma3_text", own_pad())
+    model = trained(tmp_path, own_pad(), "gemma3_text")
     assert isinstance(model.backbone, Backed) and model.classifier == "Gemma3TextForSequenceClassification"
     model.backbone.inner.model.layers[0].mlp.more = torch.nn.Parameter(torch.zeros(3))
     assert model.classifier is None
-
-
-def test_a_service_gives_the_scores_of_training_and_no_bit_depends_on_company(tmp_path: Path) -> None:
-    tokenizer = own_pad()
-    model = trained(tmp_path, "gemma3_text", tokenizer)
-    service, asked = Service(tmp_path / "reward"), [("1+1=", "2"), ("1+1=", "3 or so"), ("a", "b")]
-    for id, (prompt, response) in enumerate(asked):
-        service.submit(id, {"prompt": prompt, "response": response})
-    together = dict(service.poll())
-    wanted = scores(model, spoken(tokenizer, model.eos_ids[0])[:3]).tolist()
-    assert [together[id] for id in range(3)] == pytest.approx(wanted, abs=1e-5)
-    for id, (prompt, response) in enumerate(asked):
-        service.submit(id, {"prompt": prompt, "response": response})
-        assert service.poll() == [(id, together[id])]
 
 
 def test_an_adapter_of_a_reward_model_opens_in_peft_and_merges(tmp_path: Path) -> None:
@@ -183,16 +111,6 @@ def test_an_adapter_of_a_reward_model_opens_in_peft_and_merges(tmp_path: Path) -
     again.save(tmp_path / "merged")
     assert torch.allclose(scores(load_reward_model(tmp_path / "merged"), texts), expected, atol=1e-4)
     assert load_reward_model(tmp_path / "merged").backbone.lora is None
-
-
-def test_a_critic_starts_from_the_reward_model_and_values_are_its_scores(tmp_path: Path) -> None:
-    tokenizer = own_pad()
-    model = trained(tmp_path, "gemma3_text", tokenizer)
-    critic = new_critic(ValueModel, tmp_path / "reward", load_model(tmp_path / "start"), seed=7)
-    prompt, response = spoken(tokenizer, model.eos_ids[0])[1]
-    packed = pack([[transcript(prompt, response)]], [0], read="last")
-    value = critic(packed, unread(), 1.0)["value"]  # type: ignore[operator]
-    assert value.item() == pytest.approx(scores(model, [(prompt, response)]).item(), abs=1e-5)
 
 
 def test_a_critic_that_a_run_left_goes_on_as_it_was(tmp_path: Path) -> None:

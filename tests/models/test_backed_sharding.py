@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
+from ranks import free_port, joined
 from safetensors.torch import load_file
-from test_processes import PAIRS, SUMS, free_port, joined, nearness
-from test_sharding import QUICK, Both, equal, gradients, long, micro_batches, same_run
+from sharded import QUICK, Both, equal, gradients, long, micro_batches, same_run
+from sums import PAIRS, SUMS, nearness
 from tiny_models import InDouble, make, opened
 
 import posttrain

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted import SHAPE, WAYS, adapt, compiled_and_plain, laid, loss_of
+from conftest import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -18,31 +20,15 @@ from posttrain.core.batch import Layout
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_folder import fingerprint
 from posttrain.models.adapters.adapter_writer import adapters
-from posttrain.models.adapters.lora import TARGETS, LoRA, attach, begin, frozen_copy, sharing
+from posttrain.models.adapters.lora import TARGETS, LoRA, attach, begin
 from posttrain.models.checkpoint_folder import load_backbone, load_model
-from posttrain.models.losses.likelihood import token_logp
-from posttrain.models.native import fused
 from posttrain.models.native.attention import SegmentAttention
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
-from posttrain.models.native.kernels import build
 from posttrain.models.native.linear import Linear, accumulating
 from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from tests.conftest import tiny
-
-SHAPE = DecoderConfig(
-    vocab=40, hidden=24, layers=2, heads=4, kv_heads=2, head_size=6, intermediate=36, context=64, qkv_bias=True
-)
-
-
-def moved(model: Decoder, seed: int = 5) -> None:
-    """Let every adapter add something."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for adapter in adapters(model):
-            adapter.b.normal_(0.0, 0.3, generator=generator)
 
 
 def adapted(
@@ -53,43 +39,8 @@ def adapted(
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(5)
-    attach(model, LoRA(rank, 2.0 * rank), lambda name: name.rpartition(".")[2] in targets)
-    begin(model, 1)
-    moved(model)
+    adapt(model, LoRA(rank, 2.0 * rank), targets)
     return model
-
-
-def laid(seed: int = 3) -> tuple[Layout, Tensor, Tensor]:
-    """Two groups of rollouts, each behind a prompt that they share: layout, scored places, their tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    length, prefix = (5, 4, 6, 3, 5), (-1, 0, 0, -1, 3)
-    start = tuple(sum(length[:i]) for i in range(len(length)))
-    position = torch.cat([torch.arange(n) + (0 if p < 0 else length[p]) for n, p in zip(length, prefix, strict=True)])
-    tokens = torch.randint(0, 40, (sum(length),), generator=generator)
-    at = torch.cat([torch.arange(start[i], start[i] + length[i]) for i in (1, 2, 4)])
-    return Layout(tokens, position, start, length, prefix), at, torch.randint(0, 40, (len(at),), generator=generator)
-
-
-def loss_of(model: Decoder, layout: Layout, at: Tensor, target: Tensor) -> Tensor:
-    return -token_logp(model.hidden(layout, at), model.head, target, 1.0).mean()
-
-
-def compiled_and_plain(fresh: Callable[[], Decoder], precision: str) -> list[tuple[Tensor, Tensor]]:
-    """The loss and each gradient, by compiled operations and by torch's. Skips where nothing is compiled."""
-    if not fused.compiles():
-        pytest.skip("nothing is compiled here")
-    found = []
-    for compiled in (True, False):
-        model = fresh()
-        build.use(compiled)
-        try:
-            with accumulating(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-                loss = loss_of(model, *laid())
-                loss.backward()
-        finally:
-            build.use(True)
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad and p.grad is not None)])
-    return list(zip(*found, strict=True))
 
 
 def plainly(model: Decoder, layout: Layout, at: Tensor, target: Tensor) -> Tensor:
@@ -111,9 +62,6 @@ def plainly(model: Decoder, layout: Layout, at: Tensor, target: Tensor) -> Tenso
     given = (layout.tokens, layout.position, SegmentAttention(layout), at)
     hidden = torch.func.functional_call(other, weights, given)
     return functional.cross_entropy(hidden @ weights["output"].t(), target)
-
-
-WAYS = (TARGETS, ("q_proj", "v_proj"), ("k_proj", "up_proj"), ("o_proj", "down_proj"), ("gate_proj",))
 
 
 @pytest.mark.parametrize("targets", WAYS, ids=" ".join)
@@ -202,36 +150,10 @@ def test_new_adapters_change_nothing_and_begin_as_peft_has_it() -> None:
     assert torch.equal(next(adapters(model)).a[6:9], v.a), "whichever others are adapted"
 
 
-def test_a_decoder_that_shares_weights_is_the_one_before_adapters_and_holds_no_copy() -> None:
-    model = adapted()
-    other = sharing(model)
-    with torch.no_grad():
-        expected = loss_of(load_like(model), *laid())
-        assert torch.equal(loss_of(other, *laid()), expected)
-    own = {p.data_ptr() for p in model.parameters()}
-    assert all(p.data_ptr() in own for p in other.parameters())
-    merged = new_decoder(SHAPE, 9).to(torch.float64)
+def test_merged_weights_are_one_product_and_compute_the_same() -> None:
+    model, merged = adapted(), new_decoder(SHAPE, 9).to(torch.float64)
     merged.load_state_dict(dict(plain_weights(model)))
     torch.testing.assert_close(loss_of(merged, *laid()), loss_of(model, *laid()), rtol=1e-12, atol=0)
-
-
-def test_a_frozen_copy_computes_the_same_and_stays_while_the_adapters_move() -> None:
-    model = adapted()
-    copied = frozen_copy(model)
-    assert isinstance(copied, Decoder)
-    with torch.no_grad():
-        before = loss_of(model, *laid())
-        assert torch.equal(loss_of(copied, *laid()), before)
-        moved(model, 6)
-        assert torch.equal(loss_of(copied, *laid()), before) and not torch.equal(loss_of(model, *laid()), before)
-    assert not any(parameter.requires_grad for parameter in copied.parameters())
-
-
-def load_like(model: Decoder) -> Decoder:
-    plain = new_decoder(model.config, 0).to(model.head.dtype)
-    frozen = {name: p for name, p in model.named_parameters() if not name.endswith((".a", ".b"))}
-    plain.load_state_dict(frozen)
-    return plain
 
 
 # -- storage -----------------------------------------------------------------------------------------------------------
@@ -245,14 +167,11 @@ def base(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     return folder
 
 
-def saved(base: Path, folder: Path, targets: tuple[str, ...] = TARGETS, rslora: bool = False) -> Decoder:
+def saved(base: Path, folder: Path) -> Decoder:
     """An adapted model of a folder, saved in another one."""
     model = load_model(base)
     assert isinstance(model, Decoder)
-    lora = LoRA(4, 6.0, rslora, str(base), fingerprint(base))
-    attach(model, lora, lambda name: name.rpartition(".")[2] in targets)
-    begin(model, 2)
-    moved(model)
+    adapt(model, LoRA(4, 6.0, base=str(base), digest=fingerprint(base)))
     model.save(folder)
     return model
 
@@ -266,25 +185,6 @@ def logits(model: Decoder, tokens: list[int]) -> Tensor:
 
 Opened = Callable[[Path], Tensor]
 TOKENS = [3, 7, 11, 5, 9, 20, 4]
-
-
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("targets", [TARGETS, ("q_proj", "v_proj")], ids=["all", "q v"])
-def test_peft_opens_our_adapters_with_equal_logits(
-    base: Path, tmp_path: Path, targets: tuple[str, ...], rslora: bool
-) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    model = saved(base, tmp_path / "adapter", targets, rslora)
-    theirs = peft.PeftModel.from_pretrained(
-        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter"
-    )
-    with torch.no_grad():
-        found = theirs(torch.tensor([TOKENS])).logits[0]
-    torch.testing.assert_close(found, logits(model, TOKENS), rtol=1e-4, atol=1e-4)
-    again = load_model(tmp_path / "adapter")
-    assert isinstance(again, Decoder)
-    assert torch.equal(logits(again, TOKENS), logits(model, TOKENS))
-    assert not (tmp_path / "adapter" / "model.safetensors").exists()
 
 
 def test_adapters_that_peft_saved_open_here_with_equal_logits(base: Path, tmp_path: Path) -> None:

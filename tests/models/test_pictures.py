@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from feeding import WORDS
-from test_backed import opened
-from tiny_models import SEEING, Folders, InDouble, make_seeing
+from tiny_models import SEEING, Folders, InDouble, make_seeing, opened
 from torch import Tensor
 
 from posttrain.core.pictures import PICTURES, png

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import adapt
 from conftest import tiny
+from digit_tasks import goes_on_exactly
 from safetensors.torch import load_file
 from tiny_models import make
 from torch.nn import functional
 
-import posttrain
 from posttrain.cli.main import main
 from posttrain.core.batch import Layout
-from posttrain.core.types import Task
-from posttrain.models.adapters.lora import LoRA, attach, begin, shared_copy, sharing, targets_of
+from posttrain.models.adapters.lora import LoRA, shared_copy, sharing
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf.backed import Backed
 from posttrain.models.losses.likelihood import token_logp
@@ -32,22 +32,6 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 TREE = Layout(
     torch.arange(3, 14), torch.tensor([0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]), (0, 3, 6), (3, 3, 5), (-1, 0, 0)
 )  # fmt: skip
-TASKS = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
-
-
-def digits(task: Task, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / max(1, len(reply))
-
-
-def adapted(model: Decoder | Backed, kind: str, dtype: torch.dtype = torch.float32) -> Decoder | Backed:
-    known = targets_of(model)
-    attach(model, LoRA(2, 4.0, quantize=kind), lambda name: name.rpartition(".")[2] in known)
-    begin(model, 0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("adapter.b"):
-                parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(len(name)))
-    return model.to(dtype)
 
 
 def unpacked(model: Decoder | Backed, plain: Decoder | Backed) -> Decoder | Backed:
@@ -68,7 +52,7 @@ def test_products_and_gradients_are_those_of_the_unpacked_weights(
     def fresh() -> Any:
         return load_model(make("gemma3_text", tmp_path / "m", vocab_size=64)) if backed else tiny(tokenizer)
 
-    model, at = adapted(fresh(), kind), torch.arange(10)
+    model, at = adapt(fresh(), LoRA(2, 4.0, quantize=kind)), torch.arange(10)
     logp = token_logp(model.hidden(TREE, at), model.head, TREE.tokens[1:])
     with accumulating():
         token_logp(model.hidden(TREE, at), model.head, TREE.tokens[1:]).sum().backward()
@@ -107,7 +91,7 @@ def test_packed_weights_are_those_of_the_published_formats(kind: str) -> None:
 
 
 def test_models_that_share_weights_share_the_packed_ones(tokenizer: Tokenizer) -> None:
-    model = adapted(tiny(tokenizer), "nf4")
+    model = adapt(tiny(tokenizer), LoRA(2, 4.0, quantize="nf4"))
     for other in (sharing(model), shared_copy(model)):
         packed = [[m.packed for m in one.modules() if isinstance(m, QuantizedLinear)] for one in (model, other)]
         assert len(packed[0]) == 8 and all(one is two for one, two in zip(*packed, strict=True))
@@ -126,14 +110,10 @@ def test_run_over_packed_weights_goes_on_exactly_and_is_opened_and_merged_as_it_
         tokenizer.save(start)
     else:
         save_model(tiny(tokenizer), start, tokenizer)
-    how: dict[str, Any] = dict(
-        model=str(start), prompts=2, group=3, max_tokens=5, lr=5e-2, threads=1, env_workers=0, save_every=2, quiet=True,
-        kl=0.01, lora=2, quantize=kind,
+    whole = goes_on_exactly(
+        tmp_path, 3, 2, model=str(start), prompts=2, group=3, max_tokens=5, lr=5e-2, threads=1, env_workers=0,
+        save_every=2, quiet=True, kl=0.01, lora=2, quantize=kind,
     )  # fmt: skip
-    whole = posttrain.rl(TASKS, digits, steps=3, out=str(tmp_path / "whole"), **how)
-    before = posttrain.rl(TASKS, digits, steps=2, out=str(tmp_path / "parts"), **how).metrics
-    rest = posttrain.rl(TASKS, digits, out=str(tmp_path / "parts"), resume=True, steps=3, **how)
-    assert rest.metrics == whole.metrics and before == whole.metrics[:2]
     assert whole.metrics[0]["ratio/first"] == 1.0 and whole.metrics[0]["sampler/gap/max"] < 1e-4
     assert whole.metrics[0]["kl"] == pytest.approx(0.0, abs=1e-9)
     last = tmp_path / "whole" / "checkpoints" / "step-000003"

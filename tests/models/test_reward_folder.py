@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import tiny
 from heads import unread
-from judged import FAMILIES, TOKENIZERS, Spoken, decoder, own_pad, scores, spoken, trained, transcript
+from judged import FAMILIES, TOKENIZERS, decoder, own_pad, scores, spoken, theirs, trained, transcript
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,28 +19,13 @@ from posttrain.core.types import UserError
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel, new_critic
 from posttrain.models.native.decoder_writer import save_model
-from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
+from posttrain.models.reward_model import ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.tokenizer.tokenizer_training import PAD
 from posttrain.services.reward_model_service import RewardModelService as Service
 from posttrain.training.sources.packing import pack
 
 OURS = [ScoreShape("mean", "linear"), ScoreShape("last", "mlp"), ScoreShape("mean", "mlp")]
-
-
-@torch.no_grad()
-def theirs(model: Any, texts: list[Spoken], side: str, pad: int) -> Tensor:
-    """transformers' scores of a padded batch."""
-    longest = max(len(p) + len(r) for p, r in texts)
-    rows, masks = [], []
-    for prompt, response in texts:
-        tokens = [*prompt, *response]
-        fill = [pad] * (longest - len(tokens))
-        rows.append(tokens + fill if side == "right" else fill + tokens)
-        ones, zeros = [1] * len(tokens), [0] * len(fill)
-        masks.append(ones + zeros if side == "right" else zeros + ones)
-    found: Tensor = model(input_ids=torch.tensor(rows), attention_mask=torch.tensor(masks)).logits[:, 0]
-    return found
 
 
 CASES = [(family, tied, "own pad") for family in FAMILIES for tied in (True, False)]
@@ -66,11 +51,9 @@ def test_transformers_reads_the_same_raw_scores(tmp_path: Path, family: str, tie
     expected = scores(model, texts)
     assert expected.max() - expected.min() > 0.3
     for side in ("left", "right"):
-        assert torch.allclose(
-            theirs(other.eval(), texts, side, config["pad_token_id"]), expected, atol=5e-5, rtol=5e-5
-        ), side
-        alone = torch.cat([theirs(other, [text], side, config["pad_token_id"]) for text in texts])
-        assert torch.allclose(alone, expected, atol=5e-5, rtol=5e-5)
+        padded = theirs(other.eval(), texts, config["pad_token_id"], side)
+        assert torch.allclose(padded, expected, atol=5e-5, rtol=5e-5), side
+    assert torch.allclose(theirs(other, texts), expected, atol=5e-5, rtol=5e-5)
     assert torch.equal(scores(load_reward_model(tmp_path / "reward"), texts), expected)
 
 
@@ -110,41 +93,57 @@ def test_several_ends_are_all_kept_and_none_of_them_pads(tmp_path: Path, tokeniz
 
 
 @pytest.mark.parametrize("shape", OURS, ids=str)
-def test_what_transformers_has_no_form_for_it_refuses_and_we_read(tmp_path: Path, shape: ScoreShape) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_what_transformers_has_no_form_for_it_refuses_and_we_read(tmp_path: Path, kind: str, shape: ScoreShape) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = own_pad()
-    start = decoder(tokenizer, "qwen3", False)
-    model = trained(tmp_path, tokenizer, start, shape)
-    for kind in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForCausalLM):
+    model = trained(tmp_path, tokenizer, kind, shape)
+    for reader in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForCausalLM):
         with pytest.raises(ValueError, match="posttrain_reward_model"):
-            kind.from_pretrained(tmp_path / "reward")
+            reader.from_pretrained(tmp_path / "reward")
     with pytest.raises(UserError, match="is a reward model .posttrain_reward_model., and a language model is required"):
         load_model(tmp_path / "reward")
-    texts = spoken(tokenizer, start.eos_ids[0])
+    texts = spoken(tokenizer, model.eos_ids[0])
     again = load_reward_model(tmp_path / "reward")
     assert again.shape == shape and torch.equal(scores(again, texts), scores(model, texts))
+    new_reward_model(tmp_path / "reward", ScoreShape(), seed=9).save(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert config["model_type"] == kind and not {"posttrain_head", "posttrain_pooling"} & config.keys()
+    assert load_reward_model(tmp_path / "plain").shape == ScoreShape()
 
 
-def test_mean_and_two_layers_are_what_their_names_say(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    model = trained(tmp_path, tokenizer, tiny(tokenizer), ScoreShape("mean", "mlp"))
+@pytest.mark.parametrize("shape", OURS, ids=str)
+def test_forms_of_head_are_what_their_names_say(tmp_path: Path, tokenizer: Tokenizer, shape: ScoreShape) -> None:
+    model = trained(tmp_path, tokenizer, tiny(tokenizer), shape)
     prompt, response = spoken(tokenizer, 1)[3]
     hidden = model.backbone.hidden(
         pack([[transcript(prompt, response)]], [0], read="each").layout,
         torch.arange(len(prompt), len(prompt) + len(response)),
     )
-    assert model.inner is not None
-    expected = (torch.tanh(hidden @ model.inner.T) @ model.score[0]).mean()
+    read = hidden if shape.pooling == "mean" else hidden[-1:]
+    assert (model.inner is not None) == (shape.head == "mlp")
+    inner = read if model.inner is None else torch.tanh(read @ model.inner.T)
+    expected = (inner @ model.score[0]).mean()
     assert scores(model, [(prompt, response)])[0].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_a_service_gives_the_scores_of_training(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    said = {"prompt": "1+1=", "response": "3 or so"}
-    for shape in (ScoreShape(), *OURS):
-        model = trained(tmp_path / str(shape), tokenizer, tiny(tokenizer), shape)
-        service = Service(tmp_path / str(shape) / "reward")
-        service.submit(0, said)
-        [(_, answer)] = service.poll()
-        assert answer == pytest.approx(scores(model, spoken(tokenizer, 1)[1:2]).item(), abs=1e-5)
+@pytest.mark.parametrize("shape", [ScoreShape(), *OURS], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_service_gives_the_scores_of_training_and_no_bit_depends_on_company(
+    tmp_path: Path, kind: str, shape: ScoreShape
+) -> None:
+    tokenizer = own_pad()
+    model = trained(tmp_path, tokenizer, kind, shape)
+    service = Service(tmp_path / "reward")
+    asked = [{"prompt": p, "response": r} for p, r in (("1+1=", "2"), ("1+1=", "3 or so"), ("a", "b"))]
+    for id, text in enumerate(asked):
+        service.submit(id, text)
+    together = dict(service.poll())
+    wanted = scores(model, spoken(tokenizer, model.eos_ids[0])[:3]).tolist()
+    assert [together[id] for id in range(3)] == pytest.approx(wanted, abs=1e-5)
+    for id, text in enumerate(asked):
+        service.submit(id, text)
+        assert service.poll() == [(id, together[id])]
 
 
 def test_a_head_is_taken_over_by_one_of_the_same_shape_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -153,12 +152,6 @@ def test_a_head_is_taken_over_by_one_of_the_same_shape_alone(tmp_path: Path, tok
         for other in (ScoreShape(), ScoreShape("last", "mlp")):
             new = new_reward_model(tmp_path / name / "reward", other, seed=9)
             assert torch.equal(new.score, old.score) == (other == shape)
-    new.save(tmp_path / "again")
-    linear = new_reward_model(tmp_path / "again", ScoreShape(), seed=9)
-    linear.save(tmp_path / "plain")
-    config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    assert config["model_type"] == "llama" and not {"posttrain_head", "posttrain_pooling"} & config.keys()
-    assert load_reward_model(tmp_path / "plain").shape == ScoreShape()
 
 
 def test_a_new_head_is_drawn_from_the_seed(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -246,14 +239,13 @@ def test_a_reward_model_is_no_language_model(tmp_path: Path, tokenizer: Tokenize
         load_model(tmp_path / "reward")
 
 
-@pytest.mark.parametrize("kind", ["own pad", "eos alone"])
-def test_a_critic_starts_from_the_reward_model_and_values_are_its_scores(tmp_path: Path, kind: str) -> None:
-    tokenizer = TOKENIZERS[kind]()
-    start = decoder(tokenizer)
-    model: RewardModel = trained(tmp_path, tokenizer, start)
+@pytest.mark.parametrize(("kind", "words"), [("llama", "own pad"), ("llama", "eos alone"), ("gemma3_text", "own pad")])
+def test_a_critic_starts_from_the_reward_model_and_values_are_its_scores(tmp_path: Path, kind: str, words: str) -> None:
+    tokenizer = TOKENIZERS[words]()
+    model = trained(tmp_path, tokenizer, kind)
     critic = new_critic(ValueModel, tmp_path / "reward", load_model(tmp_path / "start"), seed=7)
     assert isinstance(critic, ValueModel)
-    prompt, response = spoken(tokenizer, start.eos_ids[0])[1]
+    prompt, response = spoken(tokenizer, model.eos_ids[0])[1]
     packed = pack([[transcript(prompt, response)]], [0], read="last")
     value = critic(packed, unread(), 1.0)["value"]
     assert value.item() == pytest.approx(scores(model, [(prompt, response)]).item(), abs=1e-5)

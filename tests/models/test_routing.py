@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from digit_tasks import TASKS, digits
 from feeding import WORDS
 from sampled import complete
-from test_backed import TASKS, digits
 from tiny_models import KINDS, Folders, InDouble, make, opened
 from torch import Tensor
 from trees import grown

@@ -7,23 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from digit_tasks import TASKS, digits
 from recurrent import Recurrent, Sizes
-from sampled import complete, ragged
 
 import posttrain
 from posttrain.core.batch import Layout
-from posttrain.core.types import Task
-from posttrain.engines.local.local_engine import LocalEngine
-from posttrain.engines.local.uncached_engine import UncachedEngine
-from posttrain.models.native.decoder import Decoder
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_metrics
-
-TASKS = [{"prompt": f"{i}+{j}="} for i in range(5) for j in range(4)]
-
-
-def digits(task: Task, reply: str) -> float:
-    return sum(c.isdigit() for c in reply) / max(1, len(reply))
 
 
 @pytest.fixture
@@ -35,22 +25,6 @@ def start(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     Recurrent(Sizes(tokenizer.vocab_size, 32, 64), (tokenizer.eos_id,)).save(folder)
     tokenizer.save(folder)
     return folder
-
-
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}, {"top_p": 0.8, "top_k": 12}, {"temperature": 0.0}])
-def test_engine_without_a_cache_samples_what_the_one_with_a_cache_does(
-    model: Decoder, tokenizer: Tokenizer, how: dict[str, Any]
-) -> None:
-    prompts, sampling = ragged(20, **how)
-    cached = complete(LocalEngine(model, tokenizer, slots=8), prompts, sampling)
-    plain = complete(UncachedEngine(model, tokenizer, slots=3), prompts, sampling)
-    for id, completion in cached.items():
-        assert (plain[id].tokens, plain[id].text, plain[id].stop) == (
-            completion.tokens,
-            completion.text,
-            completion.stop,
-        )
-        assert plain[id].logp == pytest.approx(completion.logp, abs=1e-5)
 
 
 def test_a_branch_goes_on_from_the_end_of_its_prefix(tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_rl_source import digits, learned_from, row, run, source
+from rl_sources import digits, learned_from, row, run, source
 
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.policy_table import TABLE

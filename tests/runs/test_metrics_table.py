@@ -7,9 +7,9 @@ import re
 from functools import cache
 from pathlib import Path
 
+import golden
 import pytest
 from documents import ROOT
-from test_site import tool
 
 from posttrain.cli.main import main
 from posttrain.runs.metrics_table import HELD_OUT, METRICS, metric_named
@@ -72,7 +72,6 @@ def test_every_metric_of_the_table_is_logged() -> None:
 
 
 def test_every_metric_that_training_logs_stands_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    golden = tool("golden")
     golden.write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in RUNS:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from conftest import tiny
 from judged import decoder, eos_alone
 from processes import FORKS, commanded
+from run_traces import there, traces
 
 from posttrain.cli.main import main
 from posttrain.envs.builtin import arithmetic
@@ -100,12 +100,6 @@ def uninterrupted(place: Path) -> Left:
     return left
 
 
-def traces(run: Path) -> dict[str, str]:
-    """The checksum of everything that must be repeated: metrics, rollouts, and all of every checkpoint."""
-    files = [run / "metrics.jsonl", *run.glob("rollouts/*"), *run.glob("checkpoints/**/*")]
-    return {str(p.relative_to(run)): sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()}
-
-
 def begin(*words: str) -> BaseProcess:
     """The command, as a process of its own."""
     process = FORKS.Process(target=commanded, args=([*words, "--quiet"], Path.cwd()))
@@ -130,10 +124,6 @@ def disturb(process: BaseProcess, due: Callable[[], bool], delay: float, number:
 def lines(run: Path, count: int) -> Callable[[], bool]:
     file = run / "metrics.jsonl"
     return lambda: file.exists() and file.read_bytes().count(b"\n") >= count
-
-
-def there(*paths: Path) -> Callable[[], bool]:
-    return lambda: any(path.exists() for path in paths)
 
 
 def kill_and_resume(run: Path, words: list[str], moments: list[Callable[[], bool]]) -> None:

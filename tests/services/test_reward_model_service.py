@@ -12,10 +12,8 @@ from conftest import CHATML, tiny
 from reward_models import write_reward_model
 
 from posttrain.core.types import Invalid, UserError
-from posttrain.models.native.decoder import causal
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.kernels import build
-from posttrain.models.reward_model import ScoreShape, new_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.reward_model_service import RewardModelService
 
@@ -160,28 +158,3 @@ def test_folders_that_are_no_reward_model_are_refused_in_one_line(
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         assert told in refused(folder)
     assert "nowhere" in refused(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("shape", [ScoreShape("mean", "linear"), ScoreShape("last", "mlp"), ScoreShape("mean", "mlp")])
-def test_other_forms_of_head_are_read_as_in_training(tmp_path: Path, tokenizer: Tokenizer, shape: ScoreShape) -> None:
-    model = new_model(tmp_path, tokenizer, shape)
-    prompt, response = tokenizer.encode("1 + 1 =", start=True), [*tokenizer.encode(" two"), tokenizer.eos_id or 0]
-    whole = torch.tensor([*prompt, *response])
-    with torch.no_grad():
-        hidden = model.backbone(whole, torch.arange(len(whole)), causal)[len(prompt) :]
-        hidden = hidden if shape.pooling == "mean" else hidden[-1:]
-        inner = hidden if model.inner is None else torch.tanh(hidden @ model.inner.T)
-        expected = (inner @ model.score[0]).mean().item()
-    asks = [{"prompt": "1 + 1 =", "response": " two"}, *TEXTS]
-    service = RewardModelService(tmp_path / "shaped")
-    scores = asked(service, asks)
-    assert scores[0] == pytest.approx(expected, abs=1e-5)
-    assert asked(service, asks[::-1], at_once=False)[::-1] == scores
-
-
-def new_model(tmp_path: Path, tokenizer: Tokenizer, shape: ScoreShape) -> Any:
-    save_model(tiny(tokenizer, seed=5), tmp_path / "backbone", tokenizer)
-    model = new_reward_model(tmp_path / "backbone", shape, 3)
-    model.save(tmp_path / "shaped")
-    tokenizer.save(tmp_path / "shaped")
-    return model

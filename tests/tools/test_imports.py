@@ -1,5 +1,5 @@
 """Who imports whom: a room imports its own floor or a lower one, no circles, a name is used once, heavy libraries have
-one home."""
+one home, and no test imports a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from places import ROOT
+from places import ROOT, TESTS
 
 PACKAGE = ROOT / "posttrain"
 FLOORS = (
@@ -214,6 +214,13 @@ def test_module_and_public_class_names_are_used_once() -> None:
     assert [name for name, count in modules.items() if count > 1] == []
     assert [name for name, count in classes.items() if count > 1] == []
     assert set(classes) >= SEAMS
+
+
+def test_no_test_imports_another() -> None:
+    """What tests share is in tests/helpers or in conftest.py, so that any of them runs alone."""
+    for file in (*TESTS.rglob("*.py"), *(ROOT / "tools").rglob("*.py")):
+        for name, _ in imports(file):
+            assert not name.startswith(("test_", "tests.")), f"{file}: {name}: move it to tests/helpers"
 
 
 def test_heavy_libraries_have_one_home_each() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import bare, tiny
+from conftest import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import in_processes
+from ranks import free_port, joined
+from sums import PAIRS, QUICK, SMALL, SUMS, nearness
 
 import posttrain
 from posttrain.cli import launch_processes
@@ -36,19 +37,9 @@ from posttrain.runs.run_files import made_by_run
 from posttrain.runs.run_reading import read_metrics, rollout_steps
 from posttrain.training.verbs import reward_model_training
 
-SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
-        for a in range(5) for b in range(5)]  # fmt: skip
-PAIRS = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "7"} for row in SUMS if row["answer"] != "7"]
-SMALL: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "context": 32, "tokenizer": "characters"}
-QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "held_out": 0.2, "tokens_per_microbatch": 24}
 PLAYED: dict[str, Any] = {"steps": 3, "prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2,
                           "env_workers": 0}  # fmt: skip
 RUNS = ("sft", "grpo", "ahead", "dapo", "ppo", "dpo", "reward-model", "distill", "asked")
-
-
-def nearness(task: posttrain.Task, reply: str) -> float:
-    """Something to learn from even for a policy that knows nothing."""
-    return sum(c.isdigit() for c in reply) / 4 + (reply == task["answer"])
 
 
 def everything(out: Path) -> None:
@@ -78,21 +69,6 @@ def everything(out: Path) -> None:
     }
     posttrain.rl(SUMS, "reward-model", model, **asked, **PLAYED, **QUICK)
     posttrain.distill(SUMS, model=model, teacher=str(out / "dpo"), out=str(out / "distill"), **PLAYED, **QUICK)
-
-
-def joined(rank: int, port: int, size: int = 2) -> None:
-    """Make this process one of several, as torchrun would."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in own.items()}, GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    bare(pytest.MonkeyPatch())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def one_of_two(rank: int, port: int, out: str) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import tiny
 from feeding import WORDS
-from test_resume import there, traces
+from run_traces import there, traces
 
 from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.cli.main import main

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import DATA, tiny
 from judged import own_pad, scores
-from test_reward_rows import LABELLED, SEVERAL
+from reward_rows import LABELLED, SEVERAL, pairs, said
 
 import posttrain
 from posttrain.cli.main import main
@@ -33,17 +33,7 @@ from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longe
 from posttrain.training.reward_model_evaluation import _area, _by_margin, _calibration_error
 from posttrain.training.trainer import Trainer
 
-WORDS = ("one", "two", "so", "a", "because", "it", "is", "no", "yes", "half past nine", ".", "why")
 QUICK: dict[str, Any] = {"lr": 1e-2, "rows": 4, "threads": 1, "quiet": True}
-
-
-def said(drawn: random.Random, most: int = 6) -> str:
-    return " ".join(drawn.choices(WORDS, k=drawn.randint(1, most)))
-
-
-def pairs(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    drawn = random.Random(seed)
-    return [{"prompt": f"{i} =", "chosen": said(drawn), "rejected": said(drawn) + " no"} for i in range(count)]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from generated_runs import table_of
-from test_processes import PAIRS, QUICK, SMALL, SUMS, nearness
+from sums import PAIRS, QUICK, SMALL, SUMS, nearness
 from tiny_models import make
 
 import posttrain

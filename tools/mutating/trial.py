@@ -52,8 +52,11 @@ class Copy:
     def make(scratch: Path) -> Copy:
         tree = scratch / "tree"
         shutil.rmtree(tree, ignore_errors=True)
-        ignored = shutil.ignore_patterns(".git", ".venv*", "runs", ".*_cache", ".hypothesis", "build")
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
+        left_out = shutil.ignore_patterns(".git", ".venv*", "runs", ".*_cache", ".hypothesis", "build")
+        # at the root alone: posttrain/runs and tests/runs are rooms
+        shutil.copytree(
+            ROOT, tree, symlinks=True, ignore=lambda place, names: left_out(place, names) if place == str(ROOT) else ()
+        )
         with contextlib.suppress(FileExistsError):
             (scratch / "shared").symlink_to(ROOT.parent / "shared")  # data that tests read in place
         return Copy(tree)
@@ -62,7 +65,7 @@ class Copy:
         os.chdir(self.tree)
         os.environ |= {"PYTHONPATH": str(self.tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "passive"}
         sys.dont_write_bytecode = True
-        sys.path[:0] = [str(self.tree), *(str(self.tree / own) for own in ("tests", "tests/helpers", "tools"))]
+        sys.path.insert(0, str(self.tree))  # pytest adds its helpers
 
     @contextlib.contextmanager
     def changed(self, module: str, source: bytes) -> Iterator[Path]:

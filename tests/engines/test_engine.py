@@ -75,13 +75,10 @@ def test_rollout_does_not_depend_on_what_else_is_in_the_batch(model: Decoder, to
 
 
 @pytest.mark.skipif(binder.decode() is None, reason="needs a C compiler")
-@pytest.mark.parametrize("head", ["packed", "not packed"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_no_bit_of_a_compiled_reply_depends_on_its_company_or_when_it_arrives(
-    tokenizer: Tokenizer, precision: str, head: str, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, precision: str
 ) -> None:
-    if head == "not packed":
-        monkeypatch.setattr("posttrain.engines.local.compiled_step.PACKED_HEAD", 0)
     model = tiny(tokenizer, context=160)
     prompts, how = ragged(24)
     prompts = [prompt * (1 + 14 * (i % 5 == 0)) for i, prompt in enumerate(prompts)]  # some longer than a block

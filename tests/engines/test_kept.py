@@ -93,12 +93,9 @@ def shaped(tokenizer: Tokenizer, **shape: Any) -> Decoder:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head", ["packed", "not packed"])
 def test_no_bit_of_a_compiled_reply_depends_on_what_was_kept(
-    tokenizer: Tokenizer, precision: str, head: str, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if head == "not packed":
-        monkeypatch.setattr("posttrain.engines.local.compiled_step.PACKED_HEAD", 0)
     model = tiny(tokenizer, context=CONTEXT)
     if not new(model, tokenizer, precision=precision).batch_invariant:
         pytest.skip("needs a C compiler, and for bfloat16 a processor that has such products")

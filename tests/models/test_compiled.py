@@ -15,7 +15,6 @@ from sampled import complete, ragged
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.core.types import Completion, Sampling, UserError
-from posttrain.engines.local import compiled_step
 from posttrain.engines.local.compiled_step import interleaved, panels
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.models.losses.likelihood import token_logp
@@ -115,14 +114,6 @@ def test_long_prompts_and_replies_cross_every_block_of_the_cache(tokenizer: Toke
 def test_every_way_of_sampling_is_that_of_torch(tokenizer: Tokenizer, asked: dict[str, object]) -> None:
     prompts, how = ragged(20, **asked)
     assert_same(*both(decoder(PLAIN), tokenizer, prompts, how))
-
-
-@needs_compiler
-def test_a_large_head_stays_where_it_is(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its logits are torch's, of the compiled step's hidden states; there is no copy that grows with the vocabulary."""
-    monkeypatch.setattr(compiled_step, "PACKED_HEAD", 10)
-    prompts, how = ragged(20)
-    assert_same(*both(decoder(replace(PLAIN, tied=False)), tokenizer, prompts, how))
 
 
 @needs_compiler

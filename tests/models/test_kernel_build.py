@@ -125,7 +125,7 @@ assert engine.backend == "compiled code", build.missing()
 engine.submit(0, [5, 6], Sampling(max_tokens=3))
 print("sampled", len(engine.poll()[0].tokens))
 """
-LAST_PHASE = "        end_phase(w, SAMPLING);"
+LAST_PHASE = "    end_phase(w, SAMPLING);"
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_step_has_as_many_phases_as_it_promises(text: str, says: str | None, t
     source = place / "decode.c"
     code = source.read_text()
     assert code.count(LAST_PHASE) == 1
-    claims = text.replace("        end_phase", "        (void)claim(w);\n        end_phase") if says else text
+    claims = text.replace("    end_phase", "    (void)claim(w);\n    end_phase") if says else text
     source.write_text(code.replace(LAST_PHASE, claims))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = (sys.executable, "-c", ONE_STEP, str(place))

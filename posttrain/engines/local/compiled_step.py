@@ -32,8 +32,6 @@ FEED_ROWS = 256  # tokens that are given, in a step
 SAMPLED = ("count", "budget", "seed", "temperature", "filtered", "ended", "tokens", "logp")
 """Fields of a step that are about sampling alone."""
 HEAD_ROWS = 16  # of an output head's product that torch computes
-PACKED_HEAD = 1 << 22
-"""Entries of an output head up to which a packed copy is kept: memory should not grow with the vocabulary."""
 
 
 def logits_in_blocks(model: Decoder, hidden: Tensor) -> Tensor:
@@ -96,7 +94,6 @@ class PackedModel:
         layers = [self._layer(cast(Layer, layer)) for layer in decoder.layers]
         array, address = binder.array_of(layers)
         self._held.append(array)
-        has_head = decoder.head.weight.numel() <= PACKED_HEAD
         self.model = binder.CModel(
             layers=config.layers,
             hidden=config.hidden,
@@ -109,7 +106,7 @@ class PackedModel:
             layer=address,
             embedding=decoder.embed.weight.data_ptr(),
             norm=self._vector(decoder.norm.weight),
-            head=self._linear(decoder.head.weight, None, torch.float32) if has_head else binder.NO_LINEAR,
+            head=self._linear(decoder.head.weight, None, torch.float32),
         )
         self.parameters = list(decoder.parameters())
         self._versions = [p._version for p in self.parameters]
@@ -118,10 +115,6 @@ class PackedModel:
     def current(self) -> bool:
         """Return whether no weight was changed in place since it was packed."""
         return self._versions == [p._version for p in self.parameters]
-
-    @property
-    def has_head(self) -> bool:
-        return self.model.head.panels > 0
 
     def _layer(self, layer: Layer) -> binder.CLayer:
         def linear(part: Linear) -> binder.CLinear:
@@ -210,9 +203,6 @@ class CompiledStep:
             sampled_stride=rows.tokens.shape[1],
         )
         self._library.run(packed.model, step)
-        if not packed.has_head:
-            hidden = self._buffers["last"].view(-1, step.hidden_stride)[:count, : self._decoder.config.hidden]
-            return logits_in_blocks(self._decoder, hidden), slice(0, count)
         if rows.filtered_slots is None:
             return None
         logits = self._buffers["logits"].view(-1, step.logits_stride)
@@ -279,7 +269,7 @@ class CompiledStep:
         qkv = _round_up((config.heads + 2 * config.kv_heads) * config.head_size)
         attended = _round_up(config.heads * config.head_size)
         inner = _round_up(config.intermediate)
-        logits = _round_up(config.vocab, library.vocab_block) if self._packed.has_head else 0
+        logits = _round_up(config.vocab, library.vocab_block)
         scratch = library.scratch(model, own_tokens + prompt_tokens)
         nothing = dict.fromkeys(("group", "slot", *SAMPLED)) | {"draws": 0, "sampled_stride": 0}
         return binder.CStep(

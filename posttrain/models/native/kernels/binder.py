@@ -83,9 +83,6 @@ class CLinear:
     panels: Int64
 
 
-NO_LINEAR = CLinear(weight=None, bias=None, inputs=0, panels=0)
-
-
 @_structure
 class CLayer:
     """Structure of decode.c."""

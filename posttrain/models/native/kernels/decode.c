@@ -48,7 +48,7 @@ STRUCTURE(layer, LAYER_FIELDS)
     FIELD(const struct layer *, layer) \
     FIELD(const float *, embedding) /* [vocab][hidden] */ \
     FIELD(const float *, norm) \
-    FIELD(struct linear, head) /* float32 always; its weight is NULL where the step ends with hidden states */
+    FIELD(struct linear, head) /* float32 always */
 
 STRUCTURE(model, MODEL_FIELDS)
 
@@ -111,7 +111,7 @@ STRUCTURE(step, STEP_FIELDS)
 enum kind { PRODUCTS, ATTENTION, NORMS, SAMPLING };  // of work
 
 // How many phases a step has: the counters that it needs.
-int64_t decode_phases(const struct model *m) { return 1 + 7 * m->layers + (m->head.weight ? 3 : 1); }
+int64_t decode_phases(const struct model *m) { return 4 + 7 * m->layers; }
 
 // -- threads ----------------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ static struct attention_scratch attention_scratch(const struct model *m, float *
 int64_t decode_scratch(const struct model *m, int64_t visible) {
     float *base = NULL;
     const int64_t attention = attention_scratch(m, base, visible).scores - base + QUERIES * visible;
-    const int64_t sampler = m->head.weight ? sampler_scratch(m->vocab) : 0;
+    const int64_t sampler = sampler_scratch(m->vocab);
     return round_up(attention > sampler ? attention : sampler, PANEL);
 }
 
@@ -333,12 +333,10 @@ static void run(struct worker *w) {
     if (!s->draws) return;
     norm(w, m->norm, s->last, FLOAT32);
     end_phase(w, NORMS);  // each panel of the head reads every row of last
-    if (m->head.weight) {
-        product(w, &m->head, s->last, s->hidden_stride, FLOAT32, WRITE, s->logits, s->logits_stride);
-        end_phase(w, PRODUCTS);  // sampling reads whole rows of logits
-        sampling(w);
-        end_phase(w, SAMPLING);  // for its time alone: the parallel region ends with a barrier of its own
-    }
+    product(w, &m->head, s->last, s->hidden_stride, FLOAT32, WRITE, s->logits, s->logits_stride);
+    end_phase(w, PRODUCTS);  // sampling reads whole rows of logits
+    sampling(w);
+    end_phase(w, SAMPLING);  // for its time alone: the parallel region ends with a barrier of its own
     assert(w->counter == w->counters_end && "decode_phases() promises more phases than run() has");
 }
 

@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench golden docs check format clean
 
 demo: .venv/ready
-	$(BIN)/python examples/demo.py
+	$(BIN)/posttrain demo
 
 # Three at once on two cores: a third of the tests' time is waiting.
 test: .venv/ready
@@ -86,14 +86,14 @@ docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: .venv/ready
-	$(BIN)/ruff format --check posttrain experiments tests tools examples recipes benchmarks
-	$(BIN)/ruff check posttrain experiments tests tools examples recipes benchmarks
+	$(BIN)/ruff format --check posttrain experiments tests tools recipes benchmarks
+	$(BIN)/ruff check posttrain experiments tests tools recipes benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests -m "not slow and not long" -n 2
 
 format: .venv/ready
-	$(BIN)/ruff format posttrain experiments tests tools examples recipes benchmarks
-	$(BIN)/ruff check --fix posttrain experiments tests tools examples recipes benchmarks
+	$(BIN)/ruff format posttrain experiments tests tools recipes benchmarks
+	$(BIN)/ruff check --fix posttrain experiments tests tools recipes benchmarks
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -2,7 +2,7 @@
 
     python recipes/scale.py [--seeds 0 1 2] [--steps 120] [--out runs/scale]
 
-The model and the sums are those of examples/demo.py, with fewer steps. Each way is a command, as a user would give it.
+The model and the sums are those of cli/demo_command.py, with fewer steps. Each way is a command, as a user would give it.
 The results are the accuracy on sums that are in no training row, and seconds of a step (without the start). Figures go to
 OUT/results.json; finished ones are not run again.
 """

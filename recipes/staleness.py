@@ -2,7 +2,7 @@
 
     python recipes/staleness.py [--seeds 0 1 2] [--out runs/staleness]
 
-The model and the sums are those of examples/demo.py, with fewer steps. `ratio`: the ratio is to the policy that sampled;
+The model and the sums are those of cli/demo_command.py, with fewer steps. `ratio`: the ratio is to the policy that sampled;
 `truncate`: it starts at 1, and a truncated weight corrects for the sampling policy. The results are the accuracy on sums
 that are in no training row, and the staleness of the rollouts. Figures go to OUT/results.json; finished ones are not run
 again.

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from alone import growth, memory, peak, profile, start
 from beside import backed, distill, dpo, grpo, reward, sampling, sft
-from plan import QUICK, WHOLE, Plan
+from plan import Plan, planned
 from rich.console import Console
 from sides import HERE, ROOT, Failed, Machine
 from tables import Table
-from work import DATA
+from work import DATA, REAL
 
 HEAD = """# Speed and memory, beside others
 
@@ -71,27 +71,35 @@ def main() -> int:
     console.print("\n".join(about))
     folders = [machine.ours, HERE / "models.py", machine.place / "models"]
     subprocess.run(folders, check=True, env=machine.environment(), cwd=ROOT)
-    tables: list[Table] = []
-    failures: list[str] = []
+    plan = planned(options.quick, (machine.place / "models" / REAL).is_dir(), _has_bfloat16())
+    into = Path(options.into) if options.into and not options.quick else None
+    write(into, head(about, plan))
+    failed = False
     for name in options.only or PARTS:
         since = time.perf_counter()
-        try:
-            made = PARTS[name](machine, QUICK if options.quick else WHOLE)
-        except Failed as failure:
-            failures.append(f"{name} is missing: {failure}")
-            console.print(failures[-1], markup=False)
+        if since - begin > 60 * options.minutes:
+            left_out = f"{name} is left out: {options.minutes:g} minutes are over (--minutes, or --only {name})."
+            console.print(left_out, markup=False)
+            write(into, f"{left_out}\n\n")
             continue
-        tables += made
+        try:
+            made = PARTS[name](machine, plan)
+        except Failed as failure:
+            failed = True
+            console.print(f"{name} is missing: {failure}", markup=False)
+            write(into, f"{name} is missing: {str(failure).splitlines()[0]}\n\n")
+            continue
         for table in made:
             table.show(console.print)
+        write(into, "\n".join(table.markdown() for table in made) + "\n")
         console.print(f"  {name} took {time.perf_counter() - since:.0f} s\n")
     shutil.rmtree(machine.place / "scratch", ignore_errors=True)
-    minutes = (time.perf_counter() - begin) / 60
-    console.print(f"took {minutes:.1f} minutes")
-    if options.into and tables and not options.quick:
-        append(Path(options.into), section(about, tables, failures, minutes))
-        console.print(f"written to {options.into}")
-    return 1 if failures else 0
+    took = f"Took {(time.perf_counter() - begin) / 60:.1f} minutes."
+    console.print(took)
+    write(into, f"{took}\n")
+    if into:
+        console.print(f"written to {into}")
+    return int(failed)
 
 
 def read_options() -> argparse.Namespace:
@@ -102,6 +110,7 @@ def read_options() -> argparse.Namespace:
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every side (default: all)"
     )
     parser.add_argument("--into", default=str(ROOT / "docs" / "results" / "speed.md"), help='document; "": none')
+    parser.add_argument("--minutes", type=float, default=40, help="after so many no further part begins")
     parser.add_argument("--place", type=Path, default=ROOT / "runs" / "bench", help="models, logs and runs")
     parser.add_argument("--trl", type=Path, default=ROOT / "runs" / "peers" / "env-trl", help="environment with TRL")
     parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm", help="environment with vLLM")
@@ -153,14 +162,29 @@ def commit() -> str:
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + (" with changes" if changed else "")
 
 
-def section(about: list[str], tables: list[Table], failures: list[str], minutes: float) -> str:
-    date = about[0].split()[1]
-    facts = "\n".join(f"- {line}" for line in [*about, f"Took {minutes:.1f} minutes"])
-    missing = "".join(f"\n{failure.splitlines()[0]}\n" for failure in failures)
-    return f"\n## {date}\n\n{facts}\n{missing}\n" + "\n".join(table.markdown() for table in tables)
+def head(about: list[str], plan: Plan) -> str:
+    """The beginning of a section: when, where, what, and what is left out."""
+    facts = "\n".join(f"- {line}" for line in about)
+    missing = []
+    if REAL not in plan.models:
+        missing.append(
+            "SmolLM2 was not at hand (make real-model): a random model of 27 M parameters stands in its place."
+        )
+    if all(rival.precision == "float32" for rival in plan.rivals):
+        missing.append("No row in bfloat16: this processor has no such products.")
+    return f"\n## {about[0].split()[1]}\n\n{facts}\n\n" + "".join(f"{line}\n\n" for line in missing)
 
 
-def append(path: Path, text: str) -> None:
+def _has_bfloat16() -> bool:
+    """Whether the processor multiplies in bfloat16."""
+    flags = Path("/proc/cpuinfo").read_text()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def write(path: Path | None, text: str) -> None:
+    """Append to the document what is known so far: a run that is stopped leaves its parts."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.write_text(HEAD)

@@ -21,6 +21,7 @@ from work import (
     KINDS_OF_PAIRS,
     MAX_TOKENS,
     PAIRS,
+    REAL,
     REQUESTS,
     SFT_ROWS,
     pairs,
@@ -89,7 +90,8 @@ def grpo(machine: Machine, plan: Plan) -> list[Table]:
         way, note = _choose(machine, plan, rival)
         speed.notes.append(note)
         with Sides(machine) as sides:
-            ours = {kind: sides.start("posttrain", "grpo", reward=kind, **common) for kind in ("signal", "sparse")}
+            kinds = plan.slow_rewards if rival.model == REAL else plan.rewards
+            ours = {kind: sides.start("posttrain", "grpo", reward=kind, **common) for kind in kinds}
             theirs = sides.start("trl", "grpo", way=way, **common)
             found: dict[tuple[str, str], list[dict[str, Any]]] = {}
             for _ in range(plan.rounds["grpo"][rival.model]):

@@ -8,6 +8,7 @@ long      random, the 5 M shape with a context of 4,096; replies never end
 vocab-*   random, the 5 M trunk under vocabularies of several sizes; replies never end
 tiny      random, 0.1 M parameters, for the start of a run
 smollm, gemma   random, shaped as SmolLM2-135M and Gemma-3-270M, made by transformers; replies hardly ever end
+smollm2   SmolLM2-135M-Instruct itself, in float32, where it is at hand (`make real-model`)
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 
 import torch
 from flops import config_of
-from work import BUDGETS, DATA, MAX_TOKENS, VOCABULARIES, rows
+from posttrain.cli.real_model import found
+from work import BUDGETS, DATA, MAX_TOKENS, REAL, VOCABULARIES, rows
 
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
@@ -64,6 +66,9 @@ def make(place: Path) -> None:
     _tiny(place / "tiny")
     for name, (kind, shape) in BACKED.items():
         _backed(place / name, kind, shape)
+    if real := found():
+        model = load_model(real)
+        save_model(model, place / REAL, Tokenizer.load(real), dtype=torch.float32)
 
 
 def _random(folder: Path, config: DecoderConfig, ends: float) -> None:

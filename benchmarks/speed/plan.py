@@ -1,8 +1,13 @@
-"""How much is measured: the whole of it, or a little of each part to see that it runs."""
+"""How much is measured: the whole of it, or a little of each part to see that it runs.
+
+Decided here: with which models. SmolLM2-135M, a real one, stands where it is at hand (`make real-model`), a random model of
+27 M parameters where it is not. Rows in bfloat16 are left out on processors without such products: they would take
+some ten times as long, on every side.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from work import FIXED, MAX_TOKENS, VOCABULARIES
 
@@ -56,34 +61,36 @@ class Plan:
     backed: tuple[str, ...]  # models that transformers computes
     backed_rounds: int
     lesson_ways: tuple[int, ...]  # replies that go through TRL's models at once; the fastest counts
+    rewards: tuple[str, ...] = ("signal", "sparse")  # of GRPO's steps, see `rewards.py`
+    slow_rewards: tuple[str, ...] = ("signal",)  # the same of models whose steps take minutes: SmolLM2
 
 
 WHOLE = Plan(
     models=("5m", "27m"),
     rivals=(Rival("5m"), Rival("27m"), Rival("27m", "bfloat16")),
     rounds={
-        "sampling": {"5m": 3, "27m": 2},
-        "grpo": {"5m": 3, "27m": 2},
-        "sft": {"5m": 3, "27m": 2},
-        "peak": {"5m": 3, "27m": 2},
+        "sampling": {"5m": 3, "27m": 2, "smollm2": 1},
+        "grpo": {"5m": 3, "27m": 2, "smollm2": 3},
+        "sft": {"5m": 3, "27m": 2, "smollm2": 3},
+        "peak": {"5m": 3, "27m": 2, "smollm2": 1},
         "growth": {"long": 2},
-        "pairs": {"5m": 3, "27m": 2},
+        "pairs": {"5m": 3, "27m": 2, "smollm2": 3},
         "distill": {"5m": 3, "long": 3},
     },
-    ways={"5m": ("16", "8"), "27m": ("16", "8")},
+    ways={"5m": ("16", "8"), "27m": ("16", "8"), "smollm2": ("16",)},
     memory_way="8",
     vocabularies=VOCABULARIES,
     contexts=(512, 1024, 2048, 4096),
     starts=3,
     starts_of_trl=2,
     eager=False,
-    sft_steps={"5m": 4, "27m": 2},
+    sft_steps={"5m": 4, "27m": 2, "smollm2": 1},
     pairs={
         "dpo": {"gsm8k": (Rival("5m"), Rival("27m")), "short": (Rival("5m"),)},
         "reward": {"gsm8k": (Rival("5m"),), "short": (Rival("5m"),)},
     },
-    pair_ways={"5m": (8, 4, 2), "27m": (4, 2)},
-    passes={"5m": 1, "27m": 1},
+    pair_ways={"5m": (8, 4, 2), "27m": (4, 2), "smollm2": (8, 4)},
+    passes={"5m": 1, "27m": 1, "smollm2": 1},
     lessons=(
         Lesson("5m", MAX_TOKENS["5m"]),
         Lesson("long", FIXED, divergence="jsd"),
@@ -92,6 +99,27 @@ WHOLE = Plan(
     backed_rounds=2,
     lesson_ways=(16, 8, 4),
 )
+
+
+def planned(quick: bool, real: bool, bfloat16: bool) -> Plan:
+    """`real`: SmolLM2 is at hand; `bfloat16`: the processor has products in it."""
+    if quick:
+        return QUICK
+    rivals = [r for r in WHOLE.rivals if bfloat16 or r.precision == "float32"]
+    if not real:
+        return replace(WHOLE, rivals=tuple(rivals))
+    names = {"27m": "smollm2"}
+    rivals = [replace(r, model=names.get(r.model, r.model)) for r in rivals]
+    short = {"dpo": (Rival("5m"), Rival("smollm2")), "reward": (Rival("5m"), Rival("smollm2"))}
+    return replace(
+        WHOLE,
+        models=("5m", "smollm2"),
+        rivals=tuple(rivals),
+        pairs={part: {"gsm8k": (Rival("5m"),), "short": short[part]} for part in WHOLE.pairs},
+        backed=("smollm2", "gemma"),
+    )
+
+
 QUICK = Plan(
     models=("5m",),
     rivals=(Rival("5m"), Rival("5m", "bfloat16")),

@@ -25,12 +25,16 @@ DISTILLED = 16  # prompts of a step of distillation, a reply each
 LEARNING_RATE = 1e-6
 VOCABULARIES = (4096, 32768, 131072)
 
+REAL = "smollm2"
+"""The real model among those that are measured."""
+
 CASES = ("fixed", "ragged")
 """What is sampled: see `requests`."""
 
-MAX_TOKENS = {"5m": 256, "27m": 200}
-"""Most tokens of a reply in a GRPO step. The 27 M model is random and ends by chance (see `models.py`): with this bound and
-its chance its replies have the mean and the maximum of the 5 M model's own."""
+MAX_TOKENS = {"5m": 256, "27m": 200, "smollm2": 48}
+"""Most tokens of a reply in a GRPO step: of the real model few, enough for a sentence. The 27 M model is random and ends
+by chance (see `models.py`): with this bound and its chance its replies have the mean and the maximum of the 5 M model's own.
+"""
 
 BUDGETS = (
     *(86, 142, 54, 76, 75, 46, 67, 57, 93, 69, 57, 136, 113, 23, 25, 62, 148, 197, 103, 89, 33, 70, 96, 146, 145, 133),

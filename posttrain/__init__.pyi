@@ -130,8 +130,8 @@ class OptimizerOptions(TypedDict, total=False):
     max_grad_norm: float
     """Clip gradients to this norm (0: no clipping)."""
     tokens_per_microbatch: int | None
-    """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a
-    CPU, 8192 elsewhere. Results do not depend on it."""
+    """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a CPU
+    (512 for models of 50 million parameters and more), 8192 elsewhere. Results do not depend on it."""
     router_balance: float
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""

@@ -67,7 +67,7 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
     """Clip gradients to this norm (0: no clipping)."""
     tokens_per_microbatch: int | None = option(None, above=0)
     """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a
-    CPU, 8192 elsewhere. Results do not depend on it."""
+    CPU (512 for models of 50 million parameters and more), 8192 elsewhere. Results do not depend on it."""
     router_balance: float = option(0.0, least=0)
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""

@@ -101,6 +101,6 @@ def sizes(
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",
-        f"{steps} steps of {config.rows} {noun}, micro-batches of {microbatch_tokens(config, device)} tokens{between}",
+        f"{steps} steps of {config.rows} {noun}, micro-batches of {microbatch_tokens(config, model)} tokens{between}",
         *([] if isinstance(config, RewardModelling) else _recording(config).describe(frozenset(), reference=True)),
     ]

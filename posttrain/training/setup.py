@@ -37,6 +37,7 @@ from posttrain.training.sources.length_filter import Prompts, TooLong
 TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word which it does not contain
 READ_FOR_UNKNOWN = 20  # tasks
 MOST_UNKNOWN = 0.01  # share of their tokens that may be unknown to the tokenizer
+LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are smaller
 MOST_BEYOND = 1.05  # times the vocabulary: some checkpoints lack a few tokens that are never used in texts
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
 
@@ -76,9 +77,16 @@ def choose_device(name: str) -> torch.device:
         raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def microbatch_tokens(config: Training, device: torch.device) -> int:
-    """Return the tokens of a micro-batch. On a CPU larger ones would leave its caches: more memory, and slower."""
-    return config.tokens_per_microbatch or (1024 if device.type == "cpu" else 8192)
+def microbatch_tokens(config: Training, model: Model) -> int:
+    """Return the tokens of a micro-batch. On a CPU larger ones would leave its caches: more memory, and slower.
+
+    Of a large model fewer: products with its matrices are as fast with 512 rows, and activations take half the memory.
+    """
+    if config.tokens_per_microbatch is not None:
+        return config.tokens_per_microbatch
+    if model.head.device.type != "cpu":
+        return 8192
+    return 1024 if parameters(model) < LARGE_MODEL else 512
 
 
 def load_tasks(

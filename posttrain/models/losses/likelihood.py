@@ -22,7 +22,7 @@ from posttrain.models.head import Head
 from posttrain.models.native.linear import add_product, collected
 
 BLOCK_LOGITS = 1 << 20  # logits of one block: they stay in the processor's cache
-KEPT_LOGITS = 1 << 23  # up to so many (32 MiB in float32) are kept for the backward pass instead of recomputed
+KEPT_LOGITS = 1 << 25  # up to so many (128 MiB in float32) are kept for the backward pass instead of recomputed
 CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32) ...
 CHUNK_ROWS = 512  # ... but never fewer rows: each chunk of the backward pass adds to a [V, D] gradient
 

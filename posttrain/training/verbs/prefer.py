@@ -89,7 +89,7 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     check(items, unseen)
     steps = updates(config, items)
     learner = new_learner(config, model, optimization(config, steps), run.world)
-    tokens = microbatch_tokens(config, device)
+    tokens = microbatch_tokens(config, model)
     recording = example_recording(config, learner, tokens)
     source = Comparisons(items, algorithm, learner, config.rows, tokens, config.seed, recording=recording)
     seen = _Reference(run, algorithm, learner, device)
@@ -123,7 +123,7 @@ class _Reference:
         if Need.REFERENCE not in self.algorithm.needs:
             return None
         config = self.run.config
-        tokens = microbatch_tokens(config, self.device)
+        tokens = microbatch_tokens(config, self.learner.model)
         found = reference_logps(items, places, self._weights, self._evaluate, tokens, self.device, drift)
         self._own = None
         return found

@@ -70,7 +70,7 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     check(items, unseen)
     steps = updates(config, items)
     learner = new_learner(config, model, optimization(config, steps), run.world)
-    tokens = microbatch_tokens(config, device)
+    tokens = microbatch_tokens(config, model)
     shown = example_recording(config, learner, tokens, read)
     source = RewardExamples(items, algorithm, config.rows, tokens, config.seed, device, read, shown)
     objective = RewardModelObjective(algorithm, mean=shape.pooling == "mean")

@@ -103,7 +103,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         player=player,
         learner=learner,
         algorithm=algorithm,
-        size=Size(config.prompts, config.group, microbatch_tokens(config, device)),
+        size=Size(config.prompts, config.group, microbatch_tokens(config, model)),
         seed=config.seed,
         success=success,
         texts=_texts_to_imitate(run, tokenizer, model, too_long) if algorithm.pretraining else (),
@@ -202,7 +202,7 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         tasks,
         f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
-        f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model.head.device)} tokens; "
+        f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
         *reply_length_note(config.max_tokens, model.config.context),
     ]

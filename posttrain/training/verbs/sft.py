@@ -93,7 +93,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     made.check()
     steps = updates(config, made)
     learner = new_learner(config, model, optimization(config, steps), run.world)
-    tokens = microbatch_tokens(config, device)
+    tokens = microbatch_tokens(config, model)
     source = Demonstrations(made, config.rows, tokens, config.seed, device, example_recording(config, learner, tokens))
 
     def measure(stats: Stats) -> None:

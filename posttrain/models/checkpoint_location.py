@@ -22,16 +22,16 @@ def checkpoint_folder(name: str | Path) -> Path:
         folder = Path(name).expanduser()
         if folder.is_dir():
             return user_files.readable_folder(folder)
-        if folder.suffix == SUFFIX and folder.exists():
-            require_package(folder)
-            read_gguf(user_files.readable(folder))
-            return folder
         there = folder.exists()
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a user that does not exist, a pipe in it
         place = getattr(error, "filename", None) or str(name)
         raise UserError(f"{place!r:.80} is not a checkpoint, or part of one: {one_line(error)}") from None
-    if Path(name).suffix == SUFFIX:
-        raise UserError(f"{name}: no such GGUF file: correct the path")
+    if folder.suffix == SUFFIX:
+        if not there:
+            raise UserError(f"{name}: no such GGUF file: correct the path")
+        require_package(folder)
+        read_gguf(folder)  # its header is checked, and kept
+        return folder
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from posttrain.core import user_files
 from posttrain.core.extras import install, installed
-from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
 SUFFIX = ".gguf"
@@ -61,7 +60,7 @@ class GgufFile:
 
     def refuse(self, key: str, expected: str) -> UserError:
         value = self.metadata.get(key)
-        found = "is missing" if value is None else f"is {one_line(repr(value)):.60}"
+        found = "is missing" if value is None else f"is {value!r:.60}"
         return UserError(f"{self.path}: {key} {found}; it must be {expected}: convert the model to GGUF anew")
 
 
@@ -87,7 +86,9 @@ def _read(path: Path, size: int, changed: int) -> GgufFile:
     try:
         with user_files.opened(path) as file:
             if file.read(4) != b"GGUF":
-                raise UserError(f"{path} is no GGUF file (it does not begin with GGUF): give one, or a checkpoint folder")
+                raise UserError(
+                    f"{path} is no GGUF file (it does not begin with GGUF): give one, or a checkpoint folder"
+                )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 found = _Header(path, data).read()
     except OSError as error:

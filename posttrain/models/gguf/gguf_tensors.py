@@ -110,9 +110,9 @@ class GgufTensors:
         """Undo llama.cpp's order of the rows of q and k: there the two numbers that are rotated together are
         neighbours.
         """
-        if self.file.architecture not in PERMUTED or ".attn_q." not in name and ".attn_k." not in name:
+        if self.file.architecture not in PERMUTED or not re.search(r"\.attn_[qk]\.", name):
             return tensor
-        heads = self.file.metadata[f"{self.file.architecture}.attention.head_count"]
+        heads = self.file.metadata.get(f"{self.file.architecture}.attention.head_count")
         if ".attn_k." in name:
             heads = self.file.metadata.get(f"{self.file.architecture}.attention.head_count_kv", heads)
         if type(heads) is not int or heads < 1 or len(tensor) % (2 * heads):

@@ -10,7 +10,10 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import replace
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ from posttrain.models.weight_files import HEADS, SCORE, reward_model_error
 ACTIVATIONS = 0.5  # of the free memory after the weights, for a backward pass
 TOLERANCE = 1e-4  # nats, in float32
 COARSE = 0.1  # in narrower types
+LARGE = 32.0  # logits up to this size are meant; those of Gemma reach -135
 TRUST = "POSTTRAIN_TRUST_REMOTE_CODE"
 """Not an option: recipes may come from somebody else."""
 RECORDING = "posttrain_recording"  # our attention while a model is analysed
@@ -157,7 +161,7 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
         entries, _ = described.get_config_dict(folder)  # as it reads files: with infinities
         more["config"] = described.from_dict({**entries, "model_type": model_type})
     try:
-        with quiet():
+        with quiet(), redirect_stderr(StringIO()) if reading else nullcontext():  # a bar of its own for GGUF files
             config = more.get("config") or AutoConfig.from_pretrained(place, **reading, **how)
             if reading:
                 more = {"config": config, **reading, **_dequantized()}  # it would be read once more
@@ -196,10 +200,10 @@ def _check_gguf(folder: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     try:
-        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-    except ImportError:
-        GGUF_CONFIG_ARCHS = {}
-    known = {*NATIVE, *GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS} - set(MODEL_TYPES.values())
+        newer: Any = import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS
+    except (ImportError, AttributeError):
+        newer = ()
+    known = {*NATIVE, *GGUF_SUPPORTED_ARCHITECTURES, *newer} - set(MODEL_TYPES.values())
     known |= {name for name, kind in MODEL_TYPES.items() if kind in GGUF_SUPPORTED_ARCHITECTURES}
     if (kind := read_gguf(folder).architecture) not in known:
         raise UserError(
@@ -245,6 +249,7 @@ def choose_mode(model: Backed, folder: Path) -> None:
                 f"{folder}: the forward of {kind} fails, correct config.json: {one_line(error):.300}"
             ) from error
         model.scale, model.cap = _head_of(model, states, own)
+        limit *= max(1.0, float(own.abs().max()) / LARGE)  # rounding errors grow with the numbers
         apart = _difference(model.head.logits(states), own)
         if not apart <= limit:
             raise _refused(folder, model, apart, "its output head", "of weight, bias, scale and soft cap alone")

@@ -1,12 +1,13 @@
 """Builds the tokenizer that the metadata of a GGUF file describes: `tokenizers` description, special tokens, template.
 
-Byte-level BPE is built here. SentencePiece vocabularies are converted by transformers, which derives the merges that
-such a file does not name.
+Two kinds: byte-level BPE ("gpt2"), and the BPE of SentencePiece ("llama"), whose merges follow from its vocabulary. How
+a text is split, and whether digits stand alone, is said by name only: `SPLITS` has what llama.cpp does for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,20 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from posttrain.core.extras import install, installed
 from posttrain.core.types import UserError
 from posttrain.models.gguf.gguf_file import GgufFile, read_gguf
 from posttrain.models.tokenizer.tokenizer_files import check_ids, refusing
 from posttrain.models.tokenizer.tokenizer_training import WORDS
 
 KEY = "tokenizer.ggml."
-MODEL, TOKENS, TYPES, MERGES, PRE = (f"{KEY}{name}" for name in ("model", "tokens", "token_type", "merges", "pre"))
+MODEL, TOKENS, TYPES, MERGES, PRE, SCORES = (
+    f"{KEY}{name}" for name in ("model", "tokens", "token_type", "merges", "pre", "scores")
+)
 TEMPLATE = "tokenizer.chat_template"
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that are matched literally; the first are special
-CONVERTED = ("llama", "gemma4", "t5")  # by transformers
+KINDS = ("gpt2", "llama", "gemma4")
+SPACE = "\u2581"  # SentencePiece's
 
 _GPT2, _DIGITS = "GPT-2", "digits"  # the expression of ByteLevel itself, and digits one by one before it
 _LLAMA3 = WORDS.replace(r"\p{N}|", r"\p{N}{1,3}|")
@@ -58,15 +61,23 @@ def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], st
     if not {MODEL, TOKENS} <= file.metadata.keys():
         raise UserError(f"{path} holds no tokenizer ({MODEL}, {TOKENS}): convert the whole model folder to GGUF anew")
     kind, tokens = file.text(MODEL), _texts(file, TOKENS)
-    if kind not in ("gpt2", *CONVERTED):
-        raise UserError(f"{path}: {MODEL} is {kind!r:.60}; supported are gpt2, {', '.join(CONVERTED)}: give the folder")
+    if kind not in KINDS:
+        raise UserError(
+            f"{path}: {MODEL} is {kind!r:.60}; supported are {', '.join(KINDS)}: give the Hugging Face folder"
+        )
     if len(set(tokens)) < len(tokens):
         raise UserError(f"{path} is damaged, copy it again: {TOKENS} names a token twice")
     special = dict(_special(file, tokens))
     template = file.text(TEMPLATE) if TEMPLATE in file.metadata else None
-    backend = _byte_level(file, tokens) if kind == "gpt2" else _converted(file)
+    gemma = file.architecture.startswith("gemma")
+    with refusing(f"{path}: its tokenizer cannot be built"):
+        backend = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens, special, gemma)
+        typed, there = zip(tokens, _types(file, len(tokens)), strict=False), backend.get_vocab()
+        literal = [(token, kind) for token, kind in typed if kind in (CONTROL, USER_DEFINED) and token in there]
+        backend.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL) for token, kind in literal])
+        check_ids(backend)
     bos = special.get("bos_token")
-    if bos is not None and file.metadata.get(f"{KEY}add_bos_token", kind == "llama") is True:
+    if bos is not None and file.metadata.get(f"{KEY}add_bos_token", kind == "llama") is True and kind != "gemma4":
         backend.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, tokens.index(bos))])
     return backend, {"tokenizer_class": "PreTrainedTokenizerFast", **special}, template
 
@@ -88,28 +99,68 @@ def _texts(file: GgufFile, key: str) -> list[str]:
     return found
 
 
+def _types(file: GgufFile, count: int) -> list[Any]:
+    types = file.metadata.get(TYPES, [])
+    if not isinstance(types, list) or len(types) not in (0, count):
+        raise file.refuse(TYPES, f"a list of {count} numbers")
+    return types
+
+
 def _byte_level(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
-    pre, types = file.text(PRE), file.metadata.get(TYPES, [])
+    pre = file.text(PRE)
     if pre not in SPLITS:
-        raise UserError(f"{file.path}: {PRE} is {pre!r:.60}; supported are {', '.join(SPLITS)}: give the folder")
-    if not isinstance(types, list) or len(types) not in (0, len(tokens)):
-        raise file.refuse(TYPES, f"a list of {len(tokens)} numbers")
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _texts(file, MERGES))]
-    with refusing(f"{file.path}: its tokenizer cannot be built"):
-        vocabulary = {token: id for id, token in enumerate(tokens)}
-        backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=pre in WHOLE))
-        backend.pre_tokenizer = _split(SPLITS[pre])
-        backend.decoder = decoders.ByteLevel()
-        if pre == "qwen2":
-            backend.normalizer = normalizers.NFC()
-        literal = zip(tokens, types, strict=False)
-        backend.add_tokens([_literal(token, kind) for token, kind in literal if kind in (CONTROL, USER_DEFINED)])
-        check_ids(backend)
+        raise UserError(
+            f"{file.path}: {PRE} is {pre!r:.60}; supported are {', '.join(SPLITS)}: give the Hugging Face folder"
+        )
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(BPE(vocabulary, _merges(file), ignore_merges=pre in WHOLE))
+    backend.pre_tokenizer, backend.decoder = _split(SPLITS[pre]), decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
     return backend
 
 
-def _literal(token: str, kind: int) -> AddedToken:
-    return AddedToken(token, normalized=False, special=kind == CONTROL)
+def _merges(file: GgufFile) -> list[tuple[str, str]]:
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in _texts(file, MERGES))]
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str], special: Mapping[str, str], gemma: bool) -> tokenizers.Tokenizer:
+    if gemma:  # it has runs of spaces as spaces
+        tokens = [SPACE * len(token) if not token.strip(" ") else token for token in tokens]
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    merges = _merges(file) if MERGES in file.metadata else _derived(file, tokens, vocabulary, gemma)
+    unknown = {"unk_token": special["unk_token"]} if "unk_token" in special else {}
+    backend = tokenizers.Tokenizer(BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True, **unknown))
+    prefixed = not gemma and file.metadata.get(f"{KEY}add_space_prefix", True) is True
+    if gemma:
+        backend.normalizer = normalizers.Replace(" ", SPACE)
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    elif file.architecture == "phi3":  # its folder's tokenizer.json does it in this way, which a leading space shows
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    else:
+        scheme = "first" if prefixed else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
+    strip = [decoders.Strip(" ", 1)] if prefixed else []
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    backend.decoder = decoders.Sequence(parts)
+    return backend
+
+
+def _derived(file: GgufFile, tokens: list[str], vocabulary: Mapping[str, int], gemma: bool) -> list[tuple[str, str]]:
+    """Return the merges that a vocabulary implies, the best first: each way to build a token from two others. The rank
+    is the token's score, but with Gemma its place.
+    """
+    scores = [-place for place in range(len(tokens))] if gemma else file.metadata.get(SCORES)
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise file.refuse(SCORES, f"a list of {len(tokens)} numbers")
+    found = []
+    for token, score in zip(tokens, scores, strict=True):
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(score, len(left), len(right), left, right) for left, right in known]
+    found.sort(key=itemgetter(0, 1, 2), reverse=True)
+    return [(left, right) for *_, left, right in found]
 
 
 def _split(how: str) -> Any:
@@ -120,15 +171,3 @@ def _split(how: str) -> Any:
         return pre_tokenizers.Sequence([digits, words])
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(how), "isolated"), byte_level])
-
-
-def _converted(file: GgufFile) -> tokenizers.Tokenizer:
-    if not installed("transformers"):
-        raise UserError(f"{file.path}: a tokenizer of SentencePiece needs transformers: {install('transformers')}")
-    with refusing(f"{file.path}: transformers cannot build its tokenizer"):
-        from transformers import AutoTokenizer
-
-        found = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name, local_files_only=True)
-        backend: tokenizers.Tokenizer = found.backend_tokenizer
-        check_ids(backend)
-    return backend

@@ -36,7 +36,7 @@ def found() -> Path | None:
 
 
 def required() -> Path:
-    """The model. Without it the recipe ends with one line that says how to get it."""
+    """The model. Without it the recipe ends with one line about how to get it."""
     path = found()
     if path is None:
         print(f"skipped: {Path(sys.argv[0]).name} {ABSENT}")

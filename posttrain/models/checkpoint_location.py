@@ -1,4 +1,4 @@
-"""Finds a checkpoint: a folder, a GGUF file that stands for one, or a Hugging Face model by name."""
+"""Finds a checkpoint: a folder, a GGUF file, or a Hugging Face model by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.system.hub import as_far_as_reached
 
 def checkpoint_folder(name: str | Path) -> Path:
     """Return the local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is
-    possible. A GGUF file is returned itself: `read_json`, `open_tensors` and `Tokenizer.load` know what it stands for.
+    possible. A GGUF file is returned itself: `read_json`, `open_tensors` and `Tokenizer.load` know its content.
 
     Raises UserError if it is neither.
     """

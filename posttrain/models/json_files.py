@@ -114,7 +114,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     """Read the object in a JSON file; {} for an absent one if it is optional. Raises UserError if absent or damaged.
 
-    Of a file within a GGUF file, what that says in its place.
+    A path within a GGUF file gives what its metadata has in place of that file.
     """
     if is_gguf(path.parent) and (found := described(path.parent, path.name)) is not None:
         return found

@@ -1,4 +1,4 @@
-"""`make real-model` keeps the file of one digest only, and says in one line what is missing."""
+"""`make real-model` keeps the file of one digest only, and names in one line what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config.json and generation_config.json that a GGUF file stands for, from its metadata.
+"""The config.json and generation_config.json of a GGUF file, from its metadata.
 
 For the architectures of the native decoder it is complete. For others transformers reads the metadata itself when the
 model is loaded; here is what has to be known before.
@@ -34,7 +34,7 @@ F32 = 0
 
 
 def described(path: Path, name: str) -> dict[str, Any] | None:
-    """Return the content of a file of this name in the checkpoint folder that a GGUF file stands for; None: no such."""
+    """Return the content of a file of this name in the checkpoint folder that a GGUF file is read as; None: no such."""
     require_package(path)
     if name == "config.json":
         return _config(read_gguf(path))

@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := passive
 # Tests start hundreds of interpreters: what they import is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench golden docs check format clean
+.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench golden real-model docs check format clean
 
 demo: .venv/ready
 	$(BIN)/posttrain demo
@@ -80,6 +80,10 @@ bench: .venv/ready .venv-vllm/ready
 BASE ?= HEAD
 golden: .venv/ready
 	$(BIN)/python tools/golden.py --base $(BASE)
+
+# SmolLM2-135M-Instruct as a GGUF file (99 MB, Apache-2.0) into runs/real-model/, for the recipes and tests that need it.
+real-model: .venv/ready
+	$(BIN)/python recipes/real_model.py
 
 # The documentation site, with strict links, into site/: open site/index.html.
 docs: .venv/ready

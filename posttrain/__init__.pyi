@@ -281,8 +281,8 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its row_to_task
     writes the demonstrations, if it has one."""
     model: str | None
-    """Model to start from: a Hugging Face folder, the folder of a run, or a model's name. In sft, leave it out to train
-    from scratch."""
+    """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or a model's name. In sft, leave it
+    out to train from scratch."""
 
 class SamplingOptions(TypedDict, total=False):
     """Options of several verbs."""

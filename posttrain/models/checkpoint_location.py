@@ -1,4 +1,4 @@
-"""Finds a checkpoint: a folder, or a Hugging Face model by name."""
+"""Finds a checkpoint: a folder, a GGUF file, or a Hugging Face model by name."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
+from posttrain.models.gguf.gguf_file import SUFFIX, read_gguf, require_package
 from posttrain.system.hub import as_far_as_reached
 
 
 def checkpoint_folder(name: str | Path) -> Path:
     """Return the local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is
-    possible.
+    possible. A GGUF file is returned itself: `read_json`, `open_tensors` and `Tokenizer.load` know its content.
 
     Raises UserError if it is neither.
     """
@@ -25,6 +26,12 @@ def checkpoint_folder(name: str | Path) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a user that does not exist, a pipe in it
         place = getattr(error, "filename", None) or str(name)
         raise UserError(f"{place!r:.80} is not a checkpoint, or part of one: {one_line(error)}") from None
+    if folder.suffix == SUFFIX:
+        if not there:
+            raise UserError(f"{name}: no such GGUF file: correct the path")
+        require_package(folder)
+        read_gguf(folder)  # its header is checked, and kept
+        return folder
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):

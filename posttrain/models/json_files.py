@@ -14,6 +14,8 @@ from typing import Any
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
+from posttrain.models.gguf.gguf_config import described
+from posttrain.models.gguf.gguf_file import is_gguf
 
 MISSING: Any = object()  # no default: the key is required
 
@@ -110,7 +112,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    """Read the object in a JSON file; {} for an absent one if it is optional. Raises UserError if absent or damaged."""
+    """Read the object in a JSON file; {} for an absent one if it is optional. Raises UserError if absent or damaged.
+
+    A path within a GGUF file gives what its metadata has in place of that file.
+    """
+    if is_gguf(path.parent) and (found := described(path.parent, path.name)) is not None:
+        return found
     if optional and not path.exists() and not path.is_symlink():
         return {}
     text = read_text(path)

@@ -19,6 +19,8 @@ from torch import Tensor
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
+from posttrain.models.gguf.gguf_file import SUFFIX
+from posttrain.models.gguf.gguf_tensors import GgufTensors
 from posttrain.models.row_shards import here, whole
 
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -65,7 +67,11 @@ def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
 
 
 def open_tensors(file: Path) -> Any:
-    """Open a .safetensors file for reading. Raises UserError if it is absent or damaged."""
+    """Open a .safetensors file for reading, or a GGUF file in the same way. Raises UserError if it is absent or
+    damaged.
+    """
+    if file.suffix == SUFFIX:
+        return GgufTensors(file)
     try:
         return safe_open(user_files.readable(file), framework="pt")
     except (SafetensorError, OSError) as error:

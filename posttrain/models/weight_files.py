@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.types import UserError
+from posttrain.models.gguf.gguf_file import is_gguf
 from posttrain.models.json_files import read_json, shown, write_json
 from posttrain.models.tensor_files import size_of, write_tensors
 
@@ -37,6 +38,8 @@ scales.
 
 
 def weight_files(folder: Path) -> list[Path]:
+    if is_gguf(folder):
+        return [folder]
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if not (folder / INDEX).exists():

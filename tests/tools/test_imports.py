@@ -34,6 +34,7 @@ FLOORS = (
 
 HOMES = {
     "transformers": ("models/",),
+    "gguf": ("models/gguf/",),
     "bitsandbytes": ("models/native/quantized.py",),
     "huggingface_hub": ("models/", "system/hub.py"),
     "tokenizers": ("models/",),

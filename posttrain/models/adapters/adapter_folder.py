@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from posttrain.models.adapters.adapter_config import (
 from posttrain.models.adapters.adapter_writer import stored_adapters
 from posttrain.models.adapters.lora import TARGETS, LoRA, attach
 from posttrain.models.backbone import Backbone
+from posttrain.models.gguf.gguf_tensors import GgufTensors
 from posttrain.models.json_files import Fields, read_json
 from posttrain.models.native.quantized import KINDS
 from posttrain.models.tensor_files import open_tensors
@@ -87,19 +88,25 @@ def read_adapter(decoder: Backbone, folder: Path, heads: Iterable[str] = ()) -> 
 
 
 def base_named(folder: str | Path) -> str:
-    """Return the name of a base for adapter_config.json: a folder by its full path, since adapters may be opened from
-    anywhere.
+    """Return the name of a base for adapter_config.json: a folder or file by its full path, since adapters may be
+    opened from anywhere.
     """
-    return str(Path(folder).absolute()) if Path(folder).is_dir() else str(folder)
+    return str(Path(folder).absolute()) if Path(folder).exists() else str(folder)
 
 
 def fingerprint(folder: Path) -> str:
     """Return a fingerprint of a checkpoint's weights: name, type, shape and some numbers of each tensor, however they
     are divided over files.
     """
-    found = []
+    found: list[tuple[str, Any, Sequence[int], str]] = []
     for file in weight_files(folder):
-        open_tensors(file)  # raises a UserError with the reason
+        tensors = open_tensors(file)  # raises a UserError with the reason
+        if isinstance(tensors, GgufTensors):
+            for name in tensors.keys():  # noqa: SIM118
+                kept = tensors.stored(name)
+                digest = hashlib.sha256(b"".join(tensors.sample(name, SAMPLE)))
+                found.append((name, kept.kind, kept.shape, digest.hexdigest()))
+            continue
         with user_files.opened(file) as content:
             size = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(size))

@@ -10,7 +10,10 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import replace
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,14 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import Layout
-from posttrain.core.extras import install
+from posttrain.core.extras import install, installed
 from posttrain.core.messages import one_line
 from posttrain.core.pictures import PICTURES, PictureError, png
 from posttrain.core.types import Media, Transcript, UserError, positions_of
 from posttrain.models.checkpoint_summary import context_of
 from posttrain.models.free_memory import available_memory
+from posttrain.models.gguf.gguf_config import MODEL_TYPES, NATIVE
+from posttrain.models.gguf.gguf_file import is_gguf, read_gguf
 from posttrain.models.head import Head
 from posttrain.models.hf.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
 from posttrain.models.hf.backed_writer import quiet
@@ -40,6 +45,7 @@ from posttrain.models.weight_files import HEADS, SCORE, reward_model_error
 ACTIVATIONS = 0.5  # of the free memory after the weights, for a backward pass
 TOLERANCE = 1e-4  # nats, in float32
 COARSE = 0.1  # in narrower types
+LARGE = 32.0  # logits up to this size are meant; those of Gemma reach -135
 TRUST = "POSTTRAIN_TRUST_REMOTE_CODE"
 """Not an option: recipes may come from somebody else."""
 RECORDING = "posttrain_recording"  # our attention while a model is analysed
@@ -94,7 +100,8 @@ def empty_backed(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with quiet():
-        inner: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        place, how_to_read = _place(folder)
+        inner: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place, **how_to_read), dtype=dtype)
     if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
         inner.set_experts_implementation("eager")
     model = Backed(inner.to(device), context)
@@ -126,6 +133,8 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise UserError(f"{file}: model_type {shown(kind)} needs transformers: {install('transformers')}") from error
+    if is_gguf(folder):
+        _check_gguf(folder)
     if source.get("auto_map") and not trust and kind not in CONFIG_MAPPING:
         raise UserError(f"{file}: this model is Python code of its own: read it, then set {TRUST}=1")
     if kind not in CONFIG_MAPPING and not trust:
@@ -145,18 +154,21 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
         kind = AutoModelForImageTextToText
     check_layers(folder, source)
     how: dict[str, Any] = dict(trust_remote_code=trust, local_files_only=True)
+    place, reading = _place(folder)
     model_type, more, shapes = source.get("model_type"), {}, {}
     if read_json(folder / "config.json").get("model_type") != model_type:  # a reward model in a format of our own
         described: Any = CONFIG_MAPPING[model_type]  # type: ignore[index]
         entries, _ = described.get_config_dict(folder)  # as it reads files: with infinities
         more["config"] = described.from_dict({**entries, "model_type": model_type})
     try:
-        with quiet():
-            config = more.get("config") or AutoConfig.from_pretrained(folder, **how)
+        with quiet(), redirect_stderr(StringIO()) if reading else nullcontext():  # a bar of its own for GGUF files
+            config = more.get("config") or AutoConfig.from_pretrained(place, **reading, **how)
+            if reading:
+                more = {"config": config, **reading, **_dequantized()}  # it would be read once more
             with torch.device("meta"):
                 shapes = check_room(folder, kind.from_config(copy.deepcopy(config), trust_remote_code=trust), dtype)
             opened: Any = kind.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **how, **more
+                place, dtype=dtype, use_safetensors=True, output_loading_info=True, **how, **more
             )
     except UserError:
         raise
@@ -167,6 +179,39 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
     inner, told = opened
     _check_tensors(folder, inner, told, headless)
     return inner
+
+
+def _place(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the folder that transformers opens, and the arguments with which it does."""
+    return (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})
+
+
+def _dequantized() -> dict[str, Any]:
+    """Return the argument with which transformers dequantizes all of a GGUF file; older versions do so anyway."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _check_gguf(folder: Path) -> None:
+    """Raise UserError for a GGUF file whose architecture transformers cannot read from one."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    try:
+        newer: Any = import_module("transformers.integrations.gguf").GGUF_CONFIG_ARCHS
+    except (ImportError, AttributeError):
+        newer = ()
+    known = {*NATIVE, *GGUF_SUPPORTED_ARCHITECTURES, *newer} - set(MODEL_TYPES.values())
+    known |= {name for name, kind in MODEL_TYPES.items() if kind in GGUF_SUPPORTED_ARCHITECTURES}
+    if (kind := read_gguf(folder).architecture) not in known:
+        raise UserError(
+            f"{folder}: architecture {kind!r:.60} cannot be read from a GGUF file; known are {', '.join(sorted(known))}: "
+            "give the Hugging Face folder"
+        )
+    if not installed("accelerate"):
+        raise UserError(f"{folder}: transformers reads a GGUF file of {kind} with accelerate: {install('gguf')}")
 
 
 def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: bool) -> None:
@@ -204,6 +249,7 @@ def choose_mode(model: Backed, folder: Path) -> None:
                 f"{folder}: the forward of {kind} fails, correct config.json: {one_line(error):.300}"
             ) from error
         model.scale, model.cap = _head_of(model, states, own)
+        limit *= max(1.0, float(own.abs().max()) / LARGE)  # rounding errors grow with the numbers
         apart = _difference(model.head.logits(states), own)
         if not apart <= limit:
             raise _refused(folder, model, apart, "its output head", "of weight, bias, scale and soft cap alone")

@@ -21,9 +21,11 @@ from posttrain.core import run_date
 from posttrain.core.pictures import PictureError, has_parts
 from posttrain.core.types import Media, ToolCall, UserError
 from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.models.gguf.gguf_file import is_gguf
 from posttrain.models.image_processor import PLACE, ImageProcessor
 from posttrain.models.json_files import read_json, read_text, write_json
 from posttrain.models.tokenizer.custom_template import read_template
+from posttrain.models.tokenizer.gguf_tokenizer import gguf_tokenizer
 from posttrain.models.tokenizer.tokenizer_files import (
     NAMED_TOKENS,
     VOCAB_MOST,
@@ -122,7 +124,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
-        """Load the tokenizer of a checkpoint folder, or of a Hugging Face model name.
+        """Load the tokenizer of a checkpoint folder, of a GGUF file, or of a Hugging Face model name.
 
         `chat_template`: replaces the folder's own, see `custom_template.read_template`. Raises UserError if the folder
         holds no tokenizer or a damaged one.
@@ -133,6 +135,8 @@ class Tokenizer:
         from posttrain.models.adapters.adapter_config import described_in
 
         folder = checkpoint_folder(folder)
+        if is_gguf(folder):
+            return _tried(cls(*gguf_tokenizer(folder), f"{folder}: tokenizer.chat_template"))
         described, file = described_in(folder), folder / "tokenizer.json"
         if not file.exists():
             return cls.load(described) if described != folder else _load_with_transformers(folder)  # as PEFT writes it

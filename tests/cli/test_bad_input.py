@@ -267,7 +267,7 @@ def test_mistake_is_one_line_with_the_fix_and_leaves_no_run_behind(
 
 def test_reward_that_never_returns_ends_within_its_limits(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
-    assert main(words("rl", env="endless.py:reward", env_timeout=0.2, out="endless")) == 2
+    assert main(words("rl", env="endless.py:reward", env_timeout=0.2, out="endless", prompts=1, group=2)) == 2
     assert time.monotonic() - begin < 30
     warning, error = capfd.readouterr().err.splitlines()
     assert "did not return within 0.2 s" in warning and "did not return within 0.2 s" in error

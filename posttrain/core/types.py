@@ -20,6 +20,8 @@ Task = dict[str, Any]
 
 Real example: {"id": "multiarith-1", "prompt": "Debby had 32 pieces ...", "answer": "39"}
 """
+VERIFIER_PREFIX = "verify:"
+"""Of the name of a verifier as a reward: `--env verify:math`."""
 
 
 _Class = TypeVar("_Class")

@@ -6,8 +6,8 @@ import math
 import re
 from typing import NamedTuple
 
+from posttrain.core.types import VERIFIER_PREFIX as PREFIX
 from posttrain.core.types import UserError
-from posttrain.verify.named_verifiers import PREFIX
 
 _SUM = re.compile(r"\s+\+(?:\s+|$)|\+(?=verify:)")
 _WEIGHT = re.compile(r"(.+?)\s*\*\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)")

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 PACKAGES = ("posttrain", "torch", "transformers", "tokenizers", "numpy")
@@ -33,6 +33,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from posttrain.core.coerce import convert
 from posttrain.core.messages import near_or_all, near_or_where, short
-from posttrain.core.types import Invalid, Task, UserError
+from posttrain.core.types import VERIFIER_PREFIX, Invalid, Task, UserError
 from posttrain.verify.answer import final_answer, last_boxed
 from posttrain.verify.citation import cites_every_sentence, cites_what_was_shown, quotes_verbatim
 from posttrain.verify.fenced import without_thoughts
@@ -34,7 +34,7 @@ from posttrain.verify.syntax import defines, parses, tree_similarity
 from posttrain.verify.toxicity import clean, toxicity
 from posttrain.verify.unit_tests import passes_tests, share_of_tests
 
-PREFIX = "verify:"
+PREFIX = VERIFIER_PREFIX
 ANSWERS: Mapping[str, Callable[[str], str | None]] = MappingProxyType(
     {
         "final": lambda reply: final_answer(reply) or without_thoughts(reply).strip(),

@@ -53,6 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     folder = tmp_path_factory.mktemp("bad-input")
     rows = arithmetic.tasks(20, seed=0, digits=1)
     write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "few.jsonl", rows[:3])
     write_rows(folder / "long.jsonl", [*rows, {"prompt": "1+" * 40, "response": "1", "answer": "1"}])
     write_rows(folder / "all-long.jsonl", [{"prompt": "1+" * 40, "answer": "1"}])
     (folder / "empty.jsonl").touch()
@@ -104,8 +105,9 @@ def words(verb: str, **options: Any) -> list[str]:
     usual: dict[str, dict[str, Any]] = {
         "sft": {"tasks": "rows.jsonl", "tokenizer": "characters", "hidden": 16, "layers": 1, "rows": 8, "quiet": ""},
         "rl": {"tasks": "rows.jsonl", "model": "start", "env": "env.py:reward", "steps": 4, "prompts": 3, "group": 3,
-               "max-tokens": 8, "lr": 1e-2, "quiet": ""},
-        "eval": {"tasks": "rows.jsonl", "model": "start", "env": "env.py:reward", "samples": 1, "max-tokens": 8},
+               "max-tokens": 8, "lr": 1e-2, "env-workers": 1, "quiet": ""},
+        "eval": {"tasks": "rows.jsonl", "model": "start", "env": "env.py:reward", "samples": 1, "max-tokens": 8,
+                 "env-workers": 1},
         "check": {"tasks": "rows.jsonl", "env": "env.py:reward"},
     }  # fmt: skip
     threads = {"threads": 1, "out": "never"} if verb in ("sft", "rl") else {}
@@ -245,7 +247,10 @@ def test_reward_that_can_score_nothing_is_warned_of_and_then_ends_the_run_in_one
 ) -> None:
     file, said = BROKEN[case]
     capfd.readouterr()
-    assert main(words(verb, env=f"{file}:reward", **({"out": f"broken {case}"} if verb == "rl" else {}))) == 2
+    few: dict[str, Any] = (
+        {"out": f"broken {case}", "prompts": 1, "group": 2} if verb == "rl" else {"tasks": "few.jsonl"}
+    )
+    assert main(words(verb, env=f"{file}:reward", **few)) == 2
     warning, error = capfd.readouterr().err.splitlines()
     assert warning.startswith("posttrain: warning: the environment could score no sample reply") and said in warning
     assert said in error and "Traceback" not in error
@@ -262,7 +267,7 @@ def test_mistake_is_one_line_with_the_fix_and_leaves_no_run_behind(
 
 def test_reward_that_never_returns_ends_within_its_limits(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
-    assert main(words("rl", env="endless.py:reward", env_timeout=0.2, out="endless")) == 2
+    assert main(words("rl", env="endless.py:reward", env_timeout=0.2, out="endless", prompts=1, group=2)) == 2
     assert time.monotonic() - begin < 30
     warning, error = capfd.readouterr().err.splitlines()
     assert "did not return within 0.2 s" in warning and "did not return within 0.2 s" in error
@@ -287,7 +292,7 @@ def test_run_in_the_way_is_kept_until_overwriting_is_asked_for(place: Path, capf
 
 @pytest.fixture(scope="module")
 def undisturbed(place: Path) -> dict[str, bytes]:
-    assert main(words("rl", out="undisturbed", save_every=50)) == 0
+    assert main(words("rl", out="undisturbed", save_every=50, env_workers=0)) == 0
     return results(place / "undisturbed")
 
 
@@ -356,11 +361,11 @@ def test_full_disk_is_one_line_and_the_run_resumes_identically(
             patch.setattr(LocalLearner, "save", on_call(call, LocalLearner.save))
         else:
             patch.setattr(RunRecord, writer, on_call(call, getattr(RunRecord, writer)))
-        said = refused(capfd, words("rl", out=run, save_every=2), "No space left on device")
+        said = refused(capfd, words("rl", out=run, save_every=2, env_workers=0), "No space left on device")
     saved = sorted(p.name for p in (place / run / "checkpoints").iterdir())
     if kept is None:
         assert not saved and "no step was saved" in said and "--overwrite" in said
-        assert main(words("rl", out=run, save_every=2, overwrite="")) == 0
+        assert main(words("rl", out=run, save_every=2, env_workers=0, overwrite="")) == 0
     else:
         assert saved[-1] == f"step-{kept:06d}" and not [name for name in saved if "draft" in name]
         assert f"continue after step {kept} with posttrain rl --out {run} --resume" in said or kept == 4

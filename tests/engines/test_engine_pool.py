@@ -683,8 +683,6 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
 
         until(pool, lambda: all(m.state is MemberState.READY for m in pool.members))
         assert pool.counts()["restarts"] == 2
-        assert sampled(pool, asked, lambda: os.kill(worker_of(second), signal.SIGKILL)) == calm
-        until(pool, lambda: all(m.state is MemberState.READY for m in pool.members))
 
         second.place.transport = Once(second.place.transport)  # type: ignore[misc]
         put, killed = SharedMemory.put, list[int]()

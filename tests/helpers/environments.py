@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.core.types import Ask, Graded, Invalid, Reply, Task, Turn
 from posttrain.envs.play.call_recording import recorded
+from posttrain.envs.tools import Tools
 
 
 def asking(task: Task) -> Generator[Turn | str, Reply, float]:
@@ -223,3 +224,22 @@ def looking_up(task: Task) -> Generator[Turn | str, Reply, float]:
             break
         reply = yield Turn(str(reply), stop=("7",), tool=True)
     return float(reply == task["answer"])
+
+
+def add(a: int, b: int) -> int:
+    """The sum of two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+def calculating(task: Task) -> Generator[Turn, Reply, float]:
+    """A question whose answer a tool computes."""
+    tools = Tools(add)
+    reply = yield Turn(messages=[{"role": "user", "content": task["question"]}], tools=tools)
+    while turn := tools.answer(reply):
+        reply = yield turn
+    return float(task["answer"] in reply)

@@ -926,3 +926,5 @@ BUSY = {
     "half an answer", "a thread that answers",
 }  # fmt: skip
 """Cheats that go on until they are ended."""
+SLOW = {"the expected value in memory"}
+"""Those that take long and come to an end."""

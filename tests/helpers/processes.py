@@ -28,11 +28,19 @@ def in_processes(each: Callable[..., None], arguments: tuple[Any, ...], count: i
     start_processes(each, arguments, count, start_method="forkserver")
 
 
-def commanded(words: list[str], folder: Path) -> None:
-    """What a process is told to do by these words of the command line. Of this module: a process that begins imports it."""
+def commanded(words: list[str], folder: Path, environment: dict[str, str] | None = None, terminal: str = "") -> None:
+    """What a process is told to do by these words of the command line. Of this module: a process that begins imports it.
+
+    `terminal`: the path of what it reads from and writes to; "": our own streams.
+    """
     from posttrain.cli.main import entry
 
     os.chdir(folder)
+    os.environ.update(environment or {})
+    if terminal:
+        for number, mode in enumerate("rww"):
+            os.dup2(os.open(terminal, os.O_RDWR), number)
+            setattr(sys, ("stdin", "stdout", "stderr")[number], open(number, mode))  # noqa: SIM115
     sys.argv = ["posttrain", *words]
     entry()
 

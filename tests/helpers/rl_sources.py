@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from conftest import tiny
 
@@ -76,6 +77,28 @@ def source(
         texts=texts,
         teachers=Teachers(tokenizer, {TEACHER: 64}) if row.teacher else None,
     )
+
+
+ROW_KINDS = {
+    "reinforce",
+    "rloo",
+    "grpo",
+    "dapo",
+    "gspo",
+    "pass-at-k",
+    "trpo",
+    "arpo",
+    "ppo",
+    "ppo-ptx",
+    "sac",
+    "distill-k1",
+}
+"""Rows of which each has something in its way through a step that the others have not."""
+
+
+def one_of_a_kind(names: Iterable[str], but: str = "") -> list[Any]:
+    """As cases of a test; what only repeats another kind of row is long, and so is `but`, which takes long there."""
+    return [name if name in ROW_KINDS - {but} else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def row(name: str, **how: Any) -> Algorithm:

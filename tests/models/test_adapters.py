@@ -29,7 +29,7 @@ from posttrain.models.hf.backed_writer import stored_tensors
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 KINDS = ("phi", "phi3", "gemma3_text", "qwen3_moe", "mamba2", "deepseek_v3", "lfm2")
 Q_V, ALL = ("q_proj", "v_proj"), ()
 CASES: list[tuple[str, tuple[str, ...], dict[str, bool]]] = [
@@ -49,7 +49,9 @@ def test_peft_opens_what_is_saved_learns_as_it_does_here_and_what_it_saves_opens
     assert not (tmp_path / "ours" / "model.safetensors").exists()
     assert torch.equal(logits(opened(tmp_path / "ours")), logits(model))
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
-    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "ours"), is_trainable=True).eval()
+    theirs = (
+        pytest.importorskip("peft").PeftModel.from_pretrained(plain, str(tmp_path / "ours"), is_trainable=True).eval()
+    )
     tokens = torch.arange(3, 15)
     wanted = theirs(input_ids=tokens[None], use_cache=False).logits[0]
     assert (logits(model) - wanted).abs().max() < 1e-4 < (logits(sharing(model)) - wanted).abs().max()
@@ -222,7 +224,7 @@ def test_last_product_of_a_state_space_mixer_is_left_to_its_kernels(kind: str, t
     before = logits(model)
     model.save(tmp_path / "ours")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path / "ours")).eval()
+    theirs = pytest.importorskip("peft").PeftModel.from_pretrained(plain, str(tmp_path / "ours")).eval()
     with torch.no_grad():
         wanted = theirs(input_ids=torch.arange(3, 15)[None], use_cache=False).logits[0]
     assert (before - wanted).abs().max() < 1e-3

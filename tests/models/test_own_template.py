@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from conftest import tiny
+from environments import calculating
 
-from posttrain import Tools
 from posttrain.cli.main import main
-from posttrain.core.types import Sampling, Turn, UserError
+from posttrain.core.types import Sampling, UserError
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.check import check
 from posttrain.envs.demonstration import demonstrate
@@ -33,24 +33,6 @@ TALK = [
     {"role": "user", "content": "and that"},
     {"role": "assistant", "content": "it is 12"},
 ]
-
-
-def add(a: int, b: int) -> int:
-    """The sum of two numbers.
-
-    Args:
-        a: One.
-        b: The other.
-    """
-    return a + b
-
-
-def calculating(task):
-    tools = Tools(add)
-    reply = yield Turn(messages=[{"role": "user", "content": task["question"]}], tools=tools)
-    while turn := tools.answer(reply):
-        reply = yield turn
-    return float(task["answer"] in reply)
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

@@ -28,7 +28,6 @@ from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.native.quantized import KINDS, QuantizedLinear
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
 TREE = Layout(
     torch.arange(3, 14), torch.tensor([0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]), (0, 3, 6), (3, 3, 5), (-1, 0, 0)
 )  # fmt: skip
@@ -75,7 +74,7 @@ def test_packed_weights_are_those_of_the_published_formats(kind: str) -> None:
         linear.bias.normal_()  # type: ignore[union-attr]
     packed, x = QuantizedLinear(linear, kind), torch.randn(5, 128)
     if kind == "nf4":
-        theirs = bitsandbytes.nn.Linear4bit(128, 24, compress_statistics=False, quant_type="nf4")
+        theirs = pytest.importorskip("bitsandbytes").nn.Linear4bit(128, 24, compress_statistics=False, quant_type="nf4")
         theirs.load_state_dict({"weight": linear.weight.detach(), "bias": linear.bias.detach()})  # type: ignore[union-attr]
         theirs = theirs.to("cpu")
         assert torch.allclose(packed(x), theirs(x), atol=1e-5)

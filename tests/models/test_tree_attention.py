@@ -101,8 +101,7 @@ def test_a_tree_in_torch_equals_its_transcripts_apart(path: str, heads: tuple[in
 
 
 @needs_compiler
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 2)])
+@pytest.mark.parametrize(("threads", "heads"), [(1, (4, 2)), (2, (3, 3)), (1, (8, 2))])
 @given(layout=trees(longest=150))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_a_tree_in_compiled_code_equals_its_transcripts_apart(

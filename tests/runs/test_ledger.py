@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rl_sources import digits, learned_from, row, run, source
+from rl_sources import digits, learned_from, one_of_a_kind, row, run, source
 
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.policy_table import TABLE
@@ -249,9 +249,7 @@ def test_values_returns_and_advantages_of_tokens_are_those_of_a_loop(tokenizer: 
         assert outcome.numbers["token_advantage"] == pytest.approx(own, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if TABLE[name].trust_region else name for name in TABLE]
-)
+@pytest.mark.parametrize("name", one_of_a_kind(TABLE, but="trpo"))
 def test_recording_changes_no_bit_of_a_run(tokenizer: Tokenizer, name: str) -> None:
     def ran(recording: TokenRecording) -> tuple[torch.Tensor, list[dict[str, float]]]:
         experience = source(tokenizer, row(name, prompts=3))

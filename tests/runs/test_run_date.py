@@ -133,10 +133,8 @@ def test_a_day_that_is_none_is_refused(start: Path) -> None:
 
 
 SURROUNDINGS = (
-    {"TZ": "UTC", "LC_ALL": "C", "PYTHONHASHSEED": "0"},
-    {"TZ": "Pacific/Kiritimati", "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "1"},
+    {"TZ": "Pacific/Kiritimati", "LC_ALL": "C", "PYTHONHASHSEED": "0"},
     {"TZ": "America/Los_Angeles", "LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "PYTHONHASHSEED": "2"},
-    {"TZ": "Asia/Kolkata", "LC_ALL": "de_DE.UTF-8", "LANG": "de_DE.UTF-8", "PYTHONHASHSEED": "3"},
 )
 
 

@@ -10,7 +10,6 @@ import pty
 import random
 import select
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 from endpoints import Said, by_length, serving, write_recipe
 from items_place import furnish, read, write
+from processes import FORKS, commanded
 from rich.text import Text
 from row_files import refused
 from safetensors.torch import load_file, save_file
@@ -426,12 +426,17 @@ def test_rankings_are_read_with_ties(said: str, found: Any) -> None:
     assert read == found if isinstance(found, list) else str(read).startswith(found)
 
 
-def test_a_person_ranks_through_a_pipe_undoes_skips_quits_and_resumes(place: Path) -> None:
+def test_a_person_ranks_through_a_pipe_undoes_skips_quits_and_resumes(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def run(said: str, *more: str) -> str:
-        command = [sys.executable, "-m", "posttrain", *HUMAN, *more]
-        ran = subprocess.run(command, input=said, capture_output=True, text=True, timeout=120)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
+        theirs, ours = os.pipe()
+        os.write(ours, said.encode())
+        os.close(ours)
+        with open(theirs) as pipe:
+            monkeypatch.setattr("sys.stdin", pipe)
+            assert main([*HUMAN, *more]) == 0
+        return capfd.readouterr().out
 
     out = run("nonsense\nu\n3 1=2\nu\n2 1=3\nq\n")
     assert "give the numbers" in out and "there is nothing to undo" in out and "1 of 3 items by ann" in out
@@ -497,26 +502,22 @@ def on_terminal(answers: list[str], columns: int, rows: int) -> str:
     settings = termios.tcgetattr(theirs)
     settings[3] &= ~termios.ECHO
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
-    env = {**os.environ, "TERM": "xterm-256color", "PAGER": "cat"}  # what leafs through a long item waits for keys
-    env.pop("COLUMNS", None)
-    command = [sys.executable, "-m", "posttrain", *HUMAN]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
-    os.close(theirs)
+    environment = {"TERM": "xterm-256color", "PAGER": "cat", "COLUMNS": ""}  # a pager would wait for keys
+    process = FORKS.Process(target=commanded, args=(HUMAN, Path.cwd(), environment, os.ttyname(theirs)))
+    process.start()
     screen, left, end = b"", list(answers), time.monotonic() + 120
     while time.monotonic() < end:
         if not select.select([ours], [], [], 0.1)[0]:
-            continue
-        try:
-            more = os.read(ours, 65536)
-        except OSError:  # its end
+            if process.is_alive():
+                continue
             break
-        if not more:
-            break
-        screen += more
+        screen += os.read(ours, 65536)
         if left and screen.endswith(b"> "):
             os.write(ours, left.pop(0).encode() + b"\n")
             screen += b"\n"
-    assert process.wait(30) == 0
+    process.join(30)
+    assert process.exitcode == 0
+    os.close(theirs)
     os.close(ours)
     return screen.decode().replace("\r\n", "\n")
 

@@ -6,8 +6,6 @@ import gc
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,7 @@ import pytest
 import torch
 from conftest import tiny
 from feeding import WORDS
+from processes import FORKS, commanded
 from run_traces import there, traces
 
 from posttrain.algorithms.all_algorithms import find_preference
@@ -182,14 +181,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_run_killed_and_resumed_with_the_cache_emptied_is_identical(place: Path, cache: Path, name: str) -> None:
     words = [*WORDS_OF_RUN, "--algorithm", name]
     assert main([*words, "--out", "whole"]) == 0
-    command = [sys.executable, "-m", "posttrain", *words, "--out", "killed"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = FORKS.Process(target=commanded, args=([*words, "--out", "killed"], place))
+    process.start()
     saved = there(place / "killed" / "checkpoints" / "step-000002")
-    while not saved() and process.poll() is None:
+    while not saved() and process.is_alive():
         time.sleep(0.001)
     process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "killed before its end"
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "killed before its end"
     shutil.rmtree(cache, ignore_errors=True)
     assert main([*words, "--out", "killed", "--resume"]) == 0
     assert traces(place / "killed") == traces(place / "whole")

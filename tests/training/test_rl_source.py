@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_rollouts, tiny
-from rl_sources import TASKS, accounted, digits, learned_from, row, run, source, weights
+from rl_sources import TASKS, accounted, digits, learned_from, one_of_a_kind, row, run, source, weights
 
 from posttrain.algorithms.aggregate import ConstantLength
 from posttrain.algorithms.all_algorithms import find
@@ -65,7 +65,7 @@ def ledger_of(credited: Credited, algorithm: Algorithm = TABLE["grpo"]) -> Ledge
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", one_of_a_kind(TABLE))
 def test_step_does_not_depend_on_the_microbatch_budget(tokenizer: Tokenizer, name: str) -> None:
     one, _ = run(source(tokenizer, row(name), budget=10_000))
     many, _ = run(source(tokenizer, row(name), budget=20))
@@ -575,7 +575,7 @@ def test_mismatch_to_the_sampler_is_measured_over_the_whole_step(tokenizer: Toke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.teacher is None])
+@pytest.mark.parametrize("name", one_of_a_kind(name for name, row in TABLE.items() if row.teacher is None))
 def test_every_row_learns_what_the_reward_asks_for(tokenizer: Tokenizer, name: str) -> None:
     """The shares of digits in the reply, from some 0.3 of all characters to nearly all; the reference holds little."""
     how: dict[str, Any] = {} if find(name).kl is None else {"kl": 0.01}

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from itertools import combinations, product
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from items_place import ROWS, furnish, read, write
+from processes import FORKS, commanded
 from rapidfuzz.distance import Indel
 from row_files import refused
 
@@ -183,14 +180,15 @@ COMMAND = ["sample", "--tasks", "many.jsonl", "--model", "start", "--samples", "
 
 def test_a_killed_command_is_continued_to_the_same_bytes(place: Path) -> None:
     write(place / "many.jsonl", [{"id": str(i), "prompt": f"say {i}="} for i in range(60)])
-    process = subprocess.Popen([sys.executable, "-m", "posttrain", *COMMAND, "--quiet"], env=dict(os.environ))
+    process = FORKS.Process(target=commanded, args=([*COMMAND, "--quiet"], place))
+    process.start()
     out = place / "killed.jsonl"
     end = time.monotonic() + 120
     while not (out.exists() and out.stat().st_size > 3000):
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+        assert process.is_alive() and time.monotonic() < end
+        time.sleep(0.001)
+    process.kill()
+    process.join()
     before = out.read_bytes()
     assert 0 < before.count(b"\n") < 60
     with out.open("ab") as file:

@@ -8,7 +8,7 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ import pytest
 from conftest import CHATML
 from PIL import Image
 from safetensors.torch import load_file
+from seen import drawn, hostile, looking, message
 from tiny_models import make, make_seeing
 
 import posttrain
 from posttrain.cli.main import main
 from posttrain.cli.merge_command import merge_adapter
-from posttrain.core.pictures import MOST_PIXELS, PICTURES, PictureError, Pictures, png
-from posttrain.core.types import Invalid, Reply, Task, Turn, UserError
+from posttrain.core.pictures import MOST_PIXELS, PICTURES, PictureError, Pictures
+from posttrain.core.types import Invalid, Turn, UserError
 from posttrain.envs.builtin.shapes import draw, tasks
 from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_outputs import read_turn
@@ -61,15 +62,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory, reader: Tokenizer) -> Call
         return made[kind]
 
     return folder
-
-
-def drawn(seed: int, height: int = 16, width: int = 16) -> bytes:
-    return png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def message(*content: Any, role: str = "user") -> dict[str, Any]:
-    parts = [{"type": "text", "text": c} if isinstance(c, str) else {"type": "image", "image": c[0]} for c in content]
-    return {"role": role, "content": parts}
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -111,15 +103,6 @@ def test_places_of_pictures_are_shown_and_never_learned(mask_prompt: bool, folde
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
-
-
-def looking(task: Task) -> Generator[Turn, Reply, float]:
-    """Two turns, the second of a tool, with a picture each."""
-    red = np.full((16, 16, 3), task["shade"], dtype=np.uint8)
-    first = yield Turn(messages=[message("a", (Image.fromarray(red),), "b")])
-    shown = [{"role": "tool", "content": [{"type": "image", "image": drawn(task["shade"])}]}]
-    second = yield Turn(messages=shown)
-    return sum(c.isdigit() for c in first + second) / max(1, len(first + second))
 
 
 TASKS = [{"id": str(shade), "shade": shade} for shade in range(0, 250, 25)]
@@ -365,17 +348,6 @@ def test_a_conversation_says_why_it_ends(
     monkeypatch.setattr("sys.stdin", io.StringIO("<image> hi\n"))
     assert main(["chat", str(folders("smolvlm"))]) == 2
     assert "the conversation ends here" in capsys.readouterr().err
-
-
-def hostile(task: Task) -> Generator[Turn, Reply, float]:
-    yield Turn(messages=[message("a", (drawn(1),))])
-    if task["how"] == "text":
-        yield Turn(messages=[{"role": "tool", "content": "found <image><image>"}])
-    elif task["how"] == "cut":
-        yield Turn(messages=[message((drawn(5, 64, 64)[:2000],), role="tool")])
-    elif task["how"] == "tokens":
-        yield Turn(tokens=[5, 5, 5])
-    return 1.0
 
 
 def test_hostile_pictures_end_the_episode_and_not_the_run(folders: Callable[[str], Path]) -> None:

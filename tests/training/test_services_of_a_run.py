@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import tiny
 from endpoints import Said, by_length, replied, serving, write_recipe
+from processes import FORKS, commanded
 from reward_models import write_reward_model
 
 import posttrain
@@ -162,14 +159,15 @@ def test_a_run_that_is_killed_while_its_judge_works_ends_as_the_undisturbed_one(
         write_recipe(place / "judge.toml", server.address, retries=0)
         posttrain.rl("rows.jsonl", **options("whole", steps=5, judge=("judge.toml",)))
         server.behave = slow
-        child = subprocess.Popen([sys.executable, "-m", "posttrain", *command], start_new_session=True)
+        child = FORKS.Process(target=commanded, args=(command, place))
+        child.start()
         until = time.monotonic() + 60
         metrics = place / "killed/metrics.jsonl"
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-            assert time.monotonic() < until and child.poll() is None
+            assert time.monotonic() < until and child.is_alive()
             time.sleep(0.005)
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        child.kill()
+        child.join()
         assert (place / "killed" / ANSWERS).exists()
         server.behave = troubled
         assert main([*command, "--resume"]) == 0

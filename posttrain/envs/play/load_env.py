@@ -15,10 +15,11 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from posttrain.core.coerce import convert
 from posttrain.core.messages import near, near_or_all, short
+from posttrain.core.types import VERIFIER_PREFIX as PREFIX
 from posttrain.core.types import AsyncEnv, Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
 from posttrain.envs.play.env_outputs import read_number, read_verdict
 from posttrain.envs.reward_sums import RewardTerm, names_verifiers, terms_of
@@ -31,8 +32,9 @@ from posttrain.system.user_code import (
     split_name,
     unwrapped,
 )
-from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, find_verifier, sentence
-from posttrain.verify.weighted import Weighted
+
+if TYPE_CHECKING:
+    from posttrain.verify.named_verifiers import NamedVerifier
 
 BUILTIN = {
     "arithmetic": "posttrain.envs.builtin.arithmetic:reward",
@@ -91,6 +93,8 @@ def _sum_of(terms: Sequence[RewardTerm], spec: str) -> Callable[..., Any]:
     for term in terms:
         label = _part_name(term.spec, parts)
         parts[label] = (1.0 if term.weight is None else term.weight, _summand(term.spec, spec))
+    from posttrain.verify.weighted import Weighted  # see _found
+
     return Weighted(parts)
 
 
@@ -106,9 +110,16 @@ def _summand(term: str, spec: str) -> Callable[..., Any]:
     return lambda task, reply: read_verdict(function(task, reply)).reward
 
 
+def _found(spec: str) -> NamedVerifier:
+    """Return the verifier of a name. Imported here: workers of other rewards start sooner."""
+    from posttrain.verify.named_verifiers import find_verifier
+
+    return find_verifier(spec.removeprefix(PREFIX))
+
+
 def _verifier(spec: str) -> Callable[..., Any]:
     bare, options = split_options(spec)
-    return find_verifier(bare.removeprefix(PREFIX)).reward(options)
+    return _found(bare).reward(options)
 
 
 def _part_name(spec: str, taken: Collection[str]) -> str:
@@ -130,8 +141,10 @@ def _refuse_verifier(function: Callable[..., Any]) -> None:
 
 def _renamed(name: str) -> str:
     """Return the name of a verifier's function on the command line."""
+    from posttrain.verify.named_verifiers import VERIFIERS
+
     called = next((v.name for v in VERIFIERS.values() if v.function.__name__ == name), name)
-    return PREFIX + find_verifier(called).name
+    return PREFIX + _found(called).name
 
 
 def split_options(spec: str) -> tuple[str, dict[str, str | None]]:
@@ -216,12 +229,14 @@ def _full_marks(terms: Sequence[RewardTerm]) -> float | None:
 
 
 def _best(spec: str) -> float | None:
-    return find_verifier(split_options(spec)[0].removeprefix(PREFIX)).success
+    return _found(split_options(spec)[0]).success
 
 
 def _about_verifier(spec: str) -> str:
+    from posttrain.verify.named_verifiers import sentence
+
     bare, options = split_options(spec)
-    return f"{spec}: {sentence(find_verifier(bare.removeprefix(PREFIX)), options)}"
+    return f"{spec}: {sentence(_found(bare), options)}"
 
 
 def _home(spec: str | Callable[..., Any]) -> ModuleType | None:

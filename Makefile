@@ -81,9 +81,9 @@ BASE ?= HEAD
 golden: .venv/ready
 	$(BIN)/python tools/golden.py --base $(BASE)
 
-# SmolLM2-135M-Instruct as a GGUF file (99 MB, Apache-2.0) into runs/real-model/, for the recipes and tests that need it.
+# SmolLM2-135M-Instruct as a GGUF file (98 MB, Apache-2.0) into ~/.cache/posttrain, for the recipes and tests that need it.
 real-model: .venv/ready
-	$(BIN)/python recipes/real_model.py
+	$(BIN)/python -m posttrain.cli.real_model
 
 # The documentation site, with strict links, into site/: open site/index.html.
 docs: .venv/ready

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from pages import write_page
-from real_model import required
 from torch import Tensor
 
+from posttrain.cli.real_model import fetched
 from posttrain.core.batch import Layout
 from posttrain.core.types import Sampling
 from posttrain.engines.local.embedded import embedded
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "real-model.md")
     options = parser.parse_args()
-    path, begun = options.model or required(), time.time()
+    path, begun = options.model or fetched(), time.time()
     found = compare(path, options.prompts)
     print("page       ", write_page(options.out, report(path, options.prompts, found, time.time() - begun)))
 

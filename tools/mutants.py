@@ -50,18 +50,22 @@ IN_CHILDREN = {  # modules whose lines run in child processes of these files of 
     "learners/fsdp.py": ("sharding",),
     "learners/process_group.py": ("two_processes", "sharding"),
 }
-WIDER = (
-    "front_door",
-    "reproduce",
-    "bad_input",
-    "check",
-    "cli",
-    "recipe_algorithms",
-    "record",
-    "resume",
-    "imports",
-    "readme",
-)
+WIDER = {  # what survived is tried once more with all tests of these files, of the first beginning that fits
+    "algorithms/preference": ("preference", "pages", "preferences_page"),
+    "algorithms/": ("pages", "objective", "reward_training", "teaching"),
+    "core/": ("values", "record", "ledger", "rl_source"),
+    "engines/": ("engine", "kept", "serving", "compiled"),
+    "envs/": ("branching", "play", "sides"),
+    "learners/router": ("routing",),
+    "learners/": ("two_processes", "sharding", "processes", "rl_source", "trust_region"),
+    "models/": ("adapters", "lora", "kernels", "objective", "quantized"),
+    "training/loop": ("training_loop", "trainer_health", "ahead"),
+    "training/sources/example": ("showing", "record", "sft_source", "reward_rows", "reward_training"),
+    "training/sources/demonstrations": ("showing", "sft_source", "resume"),
+    "training/sources/pref": ("preference", "reward_training", "references", "showing"),
+    "training/sources/re": ("references", "reward_training", "reward_rows", "teaching", "services_of_a_run"),
+    "training/": ("rl_source", "ahead", "unseen", "trainer_health", "older_weights", "showing", "bad_input"),
+}
 LIBRARIES = (
     "torch numpy hypothesis hypothesis.strategies pyarrow safetensors.torch tokenizers jinja2 rapidfuzz cyclopts"
 )
@@ -81,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", help="the mistakes of these names, as --log has them")
     parser.add_argument("--seconds", type=float, default=120, help="of tests, as they take without a mistake, for each")
-    parser.add_argument("--wider", nargs="*", help="survivors of --log: all of these files of tests; none named: WIDER")
+    parser.add_argument(
+        "--wider", nargs="*", help="survivors of --log: all tests of these files; none named: of those in WIDER"
+    )
     parser.add_argument(
         "--again", nargs="+", help="survivors of --log: the tests of --files whose names hold one of these"
     )
@@ -156,7 +162,7 @@ def _try(chosen: argparse.Namespace, drawn: dict[str, tuple[int, list[Mutant]]])
     if chosen.wider is not None:
         for mutant in every:
             with copy.changed(mutant.module, mutant.applied((PACKAGE / mutant.module).read_bytes())):
-                files = list(map(file_of, chosen.wider or WIDER))
+                files = list(map(file_of, chosen.wider or _beside(mutant.module)))
                 _note(log, mutant, attempt_afresh(copy, files, 1800, chosen.scratch / "afresh.txt"))
         return
     server = Server(copy, list(map(file_of, chosen.files)), chosen.scratch / "collected.txt")
@@ -174,6 +180,10 @@ def _try(chosen: argparse.Namespace, drawn: dict[str, tuple[int, list[Mutant]]])
         spent = time.monotonic() - began
         print(f"{count}/{len(every)} {spent:.0f}s {found.status} {found.seconds:.1f}s {place} {found.by}", flush=True)
     server.close()
+
+
+def _beside(module: str) -> Sequence[str]:
+    return next(files for beginning, files in WIDER.items() if module.startswith(beginning))
 
 
 def _attempt(

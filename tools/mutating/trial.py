@@ -39,6 +39,7 @@ OPTIONS = [
 ]
 # hundreds, each a whole step of which little is told
 LONG = "tests/algorithms/test_axes.py::test_row_with_the_option_takes_a_step"
+WHOLE = ["-o", "timeout=180", "-m", "not long"]
 QUICK = ["-o", f"timeout={TEST_SECONDS}", "-m", "not slow", f"--deselect={LONG}"]
 
 
@@ -358,7 +359,7 @@ def attempt_afresh(copy: Copy, tests: Sequence[str], seconds: float, log: Path) 
         copy.enter()
         _quiet(log)
         watch = Failures()
-        arguments = [*OPTIONS, *(QUICK if named else ()), "-x", f"--basetemp={copy.tree.parent}/temporary", *files]
+        arguments = [*OPTIONS, *(QUICK if named else WHOLE), "-x", f"--basetemp={copy.tree.parent}/temporary", *files]
         code = pytest.main(arguments, plugins=[_Profile(), watch, Chosen(named)])
         if code in (0, 5):
             return "survived", ""

@@ -19,6 +19,7 @@ from typing import Any
 
 import posttrain
 from posttrain.cli.real_model import fetched
+from posttrain.core.extras import runnable
 from posttrain.core.intervals import told
 from posttrain.core.messages import clip, one_line
 from posttrain.core.types import Rollout, Task, UserError
@@ -142,7 +143,7 @@ def demo(out: Path, seed: int, is_real: bool, model: str | None) -> None:
     print(f"every token {learned.path / 'rollouts'}")
     print(f"checkpoint  {learned.checkpoint}")
     print(f"took        {time.perf_counter() - began:.0f} s")
-    print(f"look        posttrain view {learned.path}")
+    print(f"look        {runnable(f'posttrain view {learned.path}')}")
     print(f"talk        posttrain chat {learned.path}")
 
 

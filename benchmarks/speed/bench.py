@@ -72,6 +72,8 @@ def main() -> int:
     folders = [machine.ours, HERE / "models.py", machine.place / "models"]
     subprocess.run(folders, check=True, env=machine.environment(), cwd=ROOT)
     plan = planned(options.quick, (machine.place / "models" / REAL).is_dir(), _has_bfloat16())
+    if options.models:
+        plan = plan.of_models(options.models)
     into = Path(options.into) if options.into and not options.quick else None
     write(into, head(about, plan))
     failed = False
@@ -110,6 +112,7 @@ def read_options() -> argparse.Namespace:
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every side (default: all)"
     )
     parser.add_argument("--into", default=str(ROOT / "docs" / "results" / "speed.md"), help='document; "": none')
+    parser.add_argument("--models", nargs="+", help="only rows of these, as smollm2")
     parser.add_argument("--minutes", type=float, default=40, help="after so many no further part begins")
     parser.add_argument("--place", type=Path, default=ROOT / "runs" / "bench", help="models, logs and runs")
     parser.add_argument("--trl", type=Path, default=ROOT / "runs" / "peers" / "env-trl", help="environment with TRL")

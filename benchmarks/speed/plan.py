@@ -7,6 +7,7 @@ some ten times as long, on every side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from work import FIXED, MAX_TOKENS, VOCABULARIES
@@ -63,6 +64,20 @@ class Plan:
     lesson_ways: tuple[int, ...]  # replies that go through TRL's models at once; the fastest counts
     rewards: tuple[str, ...] = ("signal", "sparse")  # of GRPO's steps, see `rewards.py`
     slow_rewards: tuple[str, ...] = ("signal",)  # the same of models whose steps take minutes: SmolLM2
+
+    def of_models(self, names: Sequence[str]) -> Plan:
+        """The rows of these models alone."""
+        return replace(
+            self,
+            models=tuple(name for name in self.models if name in names),
+            rivals=tuple(rival for rival in self.rivals if rival.model in names),
+            pairs={
+                part: {kind: tuple(rival for rival in rivals if rival.model in names) for kind, rivals in kinds.items()}
+                for part, kinds in self.pairs.items()
+            },
+            backed=tuple(name for name in self.backed if name in names),
+            lessons=tuple(lesson for lesson in self.lessons if lesson.student in names),
+        )
 
 
 WHOLE = Plan(

@@ -44,6 +44,7 @@ FILES = (  # those whose tests run in this very process; the quickest of them ar
     "kernels", "diversity", "axes", "pages", "trainer_health", "health", "decoder", "compiled", "tree_attention",
     "checkpoint", "training_loop", "third_source", "ahead", "branching", "decoupled", "ledger", "older_weights",
     "reward_rows", "reward_training", "references", "teaching", "unseen", "divergence", "routing", "data_options",
+    "enacting", "showing", "kept", "adapters", "record", "values",
 )  # fmt: skip
 IN_CHILDREN = {  # modules whose lines run in child processes of these files of tests as well
     "learners/data_parallel.py": ("two_processes", "processes"),

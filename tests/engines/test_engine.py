@@ -404,3 +404,10 @@ def test_every_setting_of_a_request_moves_with_it() -> None:
     moved = {name: getattr(rows, name)[1].tolist() for name in names}
     rows.keep(1, [1], [0])
     assert {name: getattr(rows, name)[0].tolist() for name in names} == moved and rows.top_k[0] == 7
+
+
+def test_tokens_of_a_reply_that_goes_on_take_their_share_of_the_context() -> None:
+    request = Request(0, (1, 2, 3), Sampling(max_tokens=50), own=(4, 5))
+    assert request.given == 5 and request.budget(12) == 7
+    with pytest.raises(UserError, match="a prompt of 5 tokens"):
+        request.check(5, 10)

@@ -137,6 +137,21 @@ def test_compiled_sampling_waits_for_no_environment(tokenizer: Tokenizer) -> Non
     assert [r.reward for r in rollouts] == [0.0, 0.0] and ended == ["1", "0"]
 
 
+def test_every_request_samples_as_the_run_asks_with_a_seed_of_its_own(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, asked = LocalEngine.submit, []
+
+    def noted(self: LocalEngine, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        asked.append(sampling)
+        submit(self, id, prompt, sampling, keep)
+
+    monkeypatch.setattr(LocalEngine, "submit", noted)
+    played(asking, tokenizer, temperature=0.5, top_p=0.8, top_k=7)
+    assert {(s.temperature, s.top_p, s.top_k) for s in asked} == {(0.5, 0.8, 7)}
+    assert len(asked) > 12 and len({s.seed for s in asked}) == len(asked)
+
+
 def test_stop_string_of_a_turn_ends_the_reply(tokenizer: Tokenizer) -> None:
     replies = []
 

@@ -269,7 +269,5 @@ def test_nobody_outside_of_models_asks_which_kind_a_model_is() -> None:
 
 
 def test_only_the_demo_goes_through_the_front_door() -> None:
-    users = [
-        str(file.relative_to(PACKAGE)) for file in FILES if re.search(r"(?m)^import posttrain$", file.read_text())
-    ]
+    users = [str(file.relative_to(PACKAGE)) for file in FILES if re.search(r"(?m)^import posttrain$", file.read_text())]
     assert users == ["cli/demo_command.py"]

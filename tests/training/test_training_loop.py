@@ -129,3 +129,16 @@ def test_thread_that_gets_no_signals_trains_without_them() -> None:
     thread.start()
     thread.join()
     assert found == [False, "left"]
+
+
+def test_a_run_outside_the_main_thread_leaves_signals_alone() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with interruptible(seen.append) as asked:
+            seen.append(str(asked()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == ["False"] and signal.getsignal(signal.SIGINT) is before

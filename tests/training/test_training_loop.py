@@ -137,8 +137,9 @@ def test_a_run_outside_the_main_thread_leaves_signals_alone() -> None:
     def work() -> None:
         with interruptible(seen.append) as asked:
             seen.append(str(asked()))
+        seen.append("left")
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == ["False"] and signal.getsignal(signal.SIGINT) is before
+    assert seen == ["False", "left"] and signal.getsignal(signal.SIGINT) is before

@@ -148,5 +148,8 @@ def demo(out: Path, seed: int, is_real: bool, model: str | None) -> None:
 
 
 def _write(out: Path, **sets: list[Task]) -> None:
-    for name, tasks in sets.items():
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    try:
+        for name, tasks in sets.items():
+            (out / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    except OSError as error:
+        raise UserError(f"--out {clip(str(out))} cannot be written: {one_line(error)}") from error

@@ -14,6 +14,7 @@ from posttrain.models.adapters.adapter_config import ADAPTER_CONFIG, CLASSIFIER,
 from posttrain.models.adapters.lora import decoder_of, merge
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.models.gguf.gguf_file import is_gguf
 from posttrain.models.reward_model import load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import is_disk_error, resolve
@@ -27,7 +28,7 @@ def merge_adapter(adapter: str, out: Path) -> None:
     """
     folder = checkpoint_folder(resolve(adapter))
     if not is_adapter(folder):
-        if not (folder / "config.json").exists():
+        if not is_gguf(folder) and not (folder / "config.json").exists():
             raise UserError(
                 f"{adapter} holds no {ADAPTER_CONFIG}: give the folder of an adapter, or copy the file into it"
             )

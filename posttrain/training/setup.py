@@ -336,7 +336,7 @@ def size_of(model: Model) -> str:
 def rate_note(lr: float, adapted: bool, size: int) -> list[str]:
     """Return a line for the user where models of this size (parameters) learned next to nothing at such a rate; else [].
 
-    What was tried: docs/results/learning-rates.md, and 1e-3 for the decoders of 0.1 million parameters.
+    The rates come from docs/results/learning-rates.md, and 1e-3 from the decoders of 0.1 million parameters.
     """
     if size >= 500_000_000:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,20 @@ def test_scaling_of_llama_3_is_recognized_by_its_divisors(tmp_path: Path) -> Non
         write_gguf(tmp_path / "m.gguf", model)
         divisors = divisors * 1.01
         write_gguf(tmp_path / "other.gguf", model)
+        divisors = divisors * 0
+        write_gguf(tmp_path / "zeros.gguf", model)
     found = load_model(tmp_path / "m.gguf")
     torch.testing.assert_close(own_logits(found, ids), logits(model, ids), atol=1e-4, rtol=0)
-    with pytest.raises(UserError, match="not the scaling of Llama 3"):
-        load_model(tmp_path / "other.gguf")
+    for name, message in (("other", "not the scaling of Llama 3"), ("zeros", "numbers that divide nothing")):
+        with pytest.raises(UserError, match=message):
+            load_model(tmp_path / f"{name}.gguf")
+
+
+@pytest.mark.parametrize("how", [{"scaling.factor": 4.0}, {"scale_linear": 4.0}, {"scaling.factor": 0.0}, {}])
+def test_linear_scaling_needs_no_type(tmp_path: Path, how: dict[str, float]) -> None:
+    write_gguf(tmp_path / "m.gguf", tiny("llama"), also={f"llama.rope.{key}": value for key, value in how.items()})
+    scaling = load_model(tmp_path / "m.gguf").config.rope_scaling
+    assert scaling == ({"rope_type": "linear", "factor": 4.0} if any(how.values()) else None)
 
 
 def test_saved_checkpoint_is_a_folder_of_the_same_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -132,6 +143,31 @@ def test_tokenizer_is_the_one_it_was_written_from(tmp_path: Path, tokenizer: Tok
     for text in [*TEXTS, "<|user|>Hi<|eos|>", " 12 345"]:
         assert found.backend.encode(text).ids == tokenizer.backend.encode(text).ids
     assert (found.eos_id, found.pad_id, found.added) == (tokenizer.eos_id, tokenizer.pad_id, tokenizer.added)
+
+
+@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("qwen2", False)])
+def test_texts_of_llama_3_begin_with_bos_where_no_flag_says_so(
+    tmp_path: Path, tokenizer: Tokenizer, pre: str, begins: bool
+) -> None:
+    also = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": 3}
+    write_gguf(
+        tmp_path / "m.gguf", tiny("llama"), tokenizer=tokenizer, also=also, without=("tokenizer.ggml.add_bos_token",)
+    )
+    assert (Tokenizer.load(tmp_path / "m.gguf").backend.encode("12").ids[0] == 3) == begins
+
+
+def test_list_that_announces_a_text_as_long_as_the_disk_takes_no_memory(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    key = b"tokenizer.ggml.tokens"
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", 9, 8, 1) + struct.pack("<Q", 2**62)
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
+    with file.open("r+b") as content:
+        content.truncate(2**32)
+    tracemalloc.start()
+    with pytest.raises(UserError, match="the file ends before"):
+        Tokenizer.load(file)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("pre", sorted(SPLITS))
@@ -203,12 +239,22 @@ def test_file_that_is_no_supported_model_is_refused_in_one_line(tmp_path: Path, 
     assert "\n" not in str(raised.value) and "m.gguf" in str(raised.value)
 
 
+BEGINNING: dict[str, Any] = {
+    "tokenizer.ggml.tokens": [":", "a", "a:"],
+    "tokenizer.ggml.merges": ["a :"],
+    "tokenizer.ggml.token_type": [1, 1, 1],
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.padding_token_id": 1,
+}
 NO_TOKENIZER: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "none": ({}, ("tokenizer.ggml.tokens",), "holds no tokenizer"),
     "kind": ({"tokenizer.ggml.model": "rwkv"}, (), "tokenizer.ggml.model is 'rwkv'; supported are gpt2, llama"),
     "split": ({"tokenizer.ggml.pre": "odd"}, (), "tokenizer.ggml.pre is 'odd'; supported are .*qwen2"),
     "merges": ({"tokenizer.ggml.merges": ["absent together"]}, (), "its tokenizer cannot be built"),
     "id": ({"tokenizer.ggml.eos_token_id": 10**6}, (), "eos_token_id is 1000000; it must be a token id below"),
+    "BOS": (BEGINNING, (), "its tokenizer cannot be built.*begins with ':'"),
     "twice": ({"tokenizer.ggml.tokens": ["a", "a"]}, (), "names a token twice"),
 }
 

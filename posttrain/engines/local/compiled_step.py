@@ -269,7 +269,7 @@ class CompiledStep:
         qkv = _round_up((config.heads + 2 * config.kv_heads) * config.head_size)
         attended = _round_up(config.heads * config.head_size)
         inner = _round_up(config.intermediate)
-        logits = _round_up(config.vocab, library.vocab_block)
+        logits = _round_up(config.vocab, library.vocab_block) if of_rows.get("draws") else 0
         scratch = library.scratch(model, own_tokens + prompt_tokens)
         nothing = dict.fromkeys(("group", "slot", *SAMPLED)) | {"draws": 0, "sampled_stride": 0}
         return binder.CStep(

@@ -111,7 +111,9 @@ def base_of(folder: Path) -> Path:
         raise UserError(f"{where} is empty: write the folder or name of the adapter's base model there")
     try:
         found = checkpoint_folder(base)
-    except UserError:
+    except UserError as error:
+        if Path(base).expanduser().is_file():
+            raise UserError(f"{where}: {error}") from None
         raise UserError(
             f"{where} is {shown(base)}, which is not there: restore the model, or write its new folder"
         ) from None

@@ -124,7 +124,7 @@ def _vocabulary(file: GgufFile) -> int:
 def _check_rope(file: GgufFile, kind: str) -> None:
     """Raise UserError for a scaling of rotary embeddings that would be lost."""
     key = f"{kind}.rope.scaling.type"
-    scaling = file.metadata.get(key, "none")
+    scaling = file.metadata.get(key, "none" if _linear_factor(file) == 1.0 else "linear")
     lost = scaling not in ("none", "linear") if kind in NATIVE else scaling != "none" and kind not in SCALED_THERE
     if lost or (ROPE_FACTORS in file.tensors and kind not in NATIVE):
         said = f"{key} {scaling!r:.40}" if lost else ROPE_FACTORS
@@ -135,9 +135,17 @@ def _rope_scaling(file: GgufFile, size: int) -> dict[str, Any]:
     kind = file.architecture
     if ROPE_FACTORS in file.tensors:
         return _llama3(file, file.tensors[ROPE_FACTORS], size)
-    if file.metadata.get(f"{kind}.rope.scaling.type") != "linear":
+    factor = _linear_factor(file)
+    if factor == 1.0 or file.metadata.get(f"{kind}.rope.scaling.type", "linear") != "linear":
         return {}
-    return {"rope_type": "linear", "factor": _number(file, f"{kind}.rope.scaling.factor", 1.0)}
+    return {"rope_type": "linear", "factor": factor}
+
+
+def _linear_factor(file: GgufFile) -> float:
+    """Return the factor of linear scaling, which llama.cpp applies also where no type is given; 1: there is none."""
+    new, old = f"{file.architecture}.rope.scaling.factor", f"{file.architecture}.rope.scale_linear"
+    key = new if new in file.metadata else old
+    return 1.0 if file.metadata.get(key) == 0.0 else _number(file, key, 1.0)
 
 
 def _llama3(file: GgufFile, tensor: StoredTensor, size: int) -> dict[str, Any]:
@@ -145,11 +153,13 @@ def _llama3(file: GgufFile, tensor: StoredTensor, size: int) -> dict[str, Any]:
     others.
     """
     count = math.prod(tensor.shape)
-    if tensor.kind != F32 or count != size // 2 or tensor.begin + 4 * count > file.size:
+    if tensor.kind != F32 or 2 * count != size or tensor.begin + 4 * count > file.size:
         raise UserError(f"{file.path}: {ROPE_FACTORS} does not have the {size // 2} numbers (F32) of half a head")
     with user_files.opened(file.path) as content:
         content.seek(tensor.begin)
         found = struct.unpack(f"<{count}f", content.read(4 * count))
+    if not all(0.0 < x < math.inf for x in found):
+        raise UserError(f"{file.path} is damaged, copy it again: {ROPE_FACTORS} has numbers that divide nothing")
     settings = {"rope_type": "llama3", "factor": max(found), **LLAMA3}
     expected = _divisors(settings, _theta(file), size)
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=True)):

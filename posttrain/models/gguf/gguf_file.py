@@ -174,6 +174,8 @@ class _Header:
                     break
                 begin = at + 8
                 at = begin + length_at(data, at)[0]
+                if at > self.end:  # before it is copied
+                    break
                 found.append(data[begin:at].decode("utf-8"))
         except UnicodeDecodeError:
             raise self.damaged(f"the text at byte {begin:,} is not UTF-8") from None

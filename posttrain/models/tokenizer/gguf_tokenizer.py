@@ -48,6 +48,8 @@ _NAMES = {
 }
 SPLITS = {name: split for split, names in _NAMES.items() for name in names.split()}
 """How a text is split before byte pairs are merged, by the name that llama.cpp gives it."""
+BEGINS = ("llama3", "llama-v3", "llama-bpe")  # their texts begin with BOS, also where no flag says so
+LONGEST = 4096  # characters of a token
 WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
 """Those where a piece that is a token is not built from its merges."""
 
@@ -76,9 +78,12 @@ def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], st
         literal = [(token, kind) for token, kind in typed if kind in (CONTROL, USER_DEFINED) and token in there]
         backend.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL) for token, kind in literal])
         check_ids(backend)
-    bos = special.get("bos_token")
-    if bos is not None and file.metadata.get(f"{KEY}add_bos_token", kind == "llama") is True and kind != "gemma4":
-        backend.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, tokens.index(bos))])
+        bos = special.get("bos_token")
+        usual = kind == "llama" or file.metadata.get(PRE) in BEGINS
+        if bos is not None and file.metadata.get(f"{KEY}add_bos_token", usual) is True and kind != "gemma4":
+            if bos.startswith("$") or ":" in bos:
+                raise ValueError(f"a text that begins with {bos!r:.40}")
+            backend.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, tokens.index(bos))])
     return backend, {"tokenizer_class": "PreTrainedTokenizerFast", **special}, template
 
 
@@ -153,6 +158,10 @@ def _derived(file: GgufFile, tokens: list[str], vocabulary: Mapping[str, int], g
     scores = [-place for place in range(len(tokens))] if gemma else file.metadata.get(SCORES)
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise file.refuse(SCORES, f"a list of {len(tokens)} numbers")
+    if (longest := max(map(len, tokens))) > LONGEST:  # the ways to cut one take the square of its length
+        raise UserError(
+            f"{file.path}: a token has {longest:,} characters, more than {LONGEST:,}: give the folder of the model"
+        )
     found = []
     for token, score in zip(tokens, scores, strict=True):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]

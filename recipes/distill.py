@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.cli.demo_command import demonstrations
 from posttrain.core.intervals import student_interval
 from posttrain.envs.builtin import arithmetic
 
 STEPS, ROLLOUTS = 60, 128  # of each kind of training: as many rollouts for all
 MEASURED = (0, 10, 30, 60)  # steps after which accuracy is told
-PER_ANSWER = 45  # demonstrations of the student: as in the demo
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
 RL: dict[str, Any] = {
     "steps": STEPS, "max_tokens": 4, "lr": 7e-4, "betas": (0.9, 0.95), "warmup": 10, "schedule": "linear",
@@ -56,16 +55,12 @@ def one(out: Path, seed: int) -> dict[str, Any]:
     practice = arithmetic.tasks(8800, seed, digits=1, operands=4)
     unseen = arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
     (out / "unseen.jsonl").write_text("".join(json.dumps(t) + "\n" for t in unseen))
-    shown: Counter[str] = Counter()
-    few = []
-    for task in practice:
-        shown[task["answer"]] += 1
-        if shown[task["answer"]] <= PER_ANSWER:
-            few.append(task)
     made = {"layers": 2, "heads": 4, "context": 32, "rows": 64, "lr": 5e-3, "warmup": 20, "seed": seed, **SMALL}
     teacher = posttrain.sft(practice, out=str(out / "teacher"), hidden=96, tokenizer="characters", epochs=12, **made)
     tokens = str(teacher.checkpoint)
-    student = posttrain.sft(few, out=str(out / "student"), hidden=64, tokenizer=tokens, epochs=10, **made)
+    student = posttrain.sft(
+        demonstrations(practice), out=str(out / "student"), hidden=64, tokenizer=tokens, epochs=10, **made
+    )
     start, taught = str(student.path), {"teacher": str(teacher.path), "prompts": ROLLOUTS}
     common = {**RL, **SMALL, "seed": seed, "eval_tasks": str(out / "unseen.jsonl")}
     runs = {

@@ -1,4 +1,4 @@
-"""Which learning rate does GRPO need with a real model? The real demo's task, full fine-tuning beside LoRA.
+"""Compares learning rates of GRPO with a real model, on the task of the real demo: full fine-tuning and LoRA.
 
     python recipes/learning_rates.py [--seeds 0 1] [--out runs/learning-rates]
 

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import posttrain
+from posttrain.cli.demo_command import demonstrations
 from posttrain.core.intervals import student_interval
 from posttrain.core.types import Task
 from posttrain.envs.builtin import arithmetic
 
-ROWS, AHEAD, PER_ANSWER = ("grpo", "gspo", "cispo"), (0, 1, 2, 4), 45
+ROWS, AHEAD = ("grpo", "gspo", "cispo"), (0, 1, 2, 4)
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
 
 
@@ -77,15 +77,9 @@ def kinds(rows: Sequence[str]) -> list[tuple[str, int, str]]:
 
 def imitated(practice: Sequence[Task], out: Path, seed: int) -> str:
     """A model that has imitated some of them."""
-    shown: Counter[str] = Counter()
-    demonstrations = []
-    for task in practice:
-        shown[task["answer"]] += 1
-        if shown[task["answer"]] <= PER_ANSWER:
-            demonstrations.append(task)
     if not (out / "run.json").exists() or "final" not in json.loads((out / "run.json").read_text()):
         posttrain.sft(
-            demonstrations, out=str(out), seed=seed, hidden=64, layers=2, heads=4, context=32,
+            demonstrations(practice), out=str(out), seed=seed, hidden=64, layers=2, heads=4, context=32,
             tokenizer="characters", epochs=10, rows=64, lr=5e-3, warmup=20, **SMALL,
         )  # fmt: skip
     return str(out)

@@ -197,7 +197,7 @@ def _attempt(
         if tests and mutant.within is not None:
             found = server.attempt(file, tests, seconds)
         if tests and found.status in ("unchanged", "survived"):
-            # What was worked out when the tests were collected is as it was there: survivors are tried afresh as well.
+            # Values computed at collection have not changed: survivors are tried in a fresh process as well.
             found = attempt_afresh(copy, tests, seconds, chosen.scratch / "afresh.txt")
         if found.status == "survived" and mutant.module in IN_CHILDREN:
             files = list(map(file_of, IN_CHILDREN[mutant.module]))

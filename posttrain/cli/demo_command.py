@@ -33,20 +33,24 @@ PER_ANSWER = 45  # demonstrations: what imitation has never seen, exploration ha
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "*": operator.mul, "-": operator.sub}
 
 
+def demonstrations(practice: Iterable[Task]) -> list[Task]:
+    """Return the tasks to imitate: the first few of each answer."""
+    shown: Counter[str] = Counter()
+    found = []
+    for task in practice:
+        shown[task["answer"]] += 1
+        if shown[task["answer"]] <= PER_ANSWER:
+            found.append(task)
+    return found
+
+
 def small(out: Path, seed: int) -> Any:
     """Imitate, then learn from a verifier, and measure both on sums that neither has seen. Return the run."""
     practice = arithmetic.tasks(8800, seed, digits=1, operands=4)
     unseen = arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
     _write(out, practice=practice, unseen=unseen)
-    shown: Counter[str] = Counter()
-    demonstrations = []
-    for task in practice:
-        shown[task["answer"]] += 1
-        if shown[task["answer"]] <= PER_ANSWER:
-            demonstrations.append(task)
-
     imitated = posttrain.sft(
-        demonstrations,
+        demonstrations(practice),
         out=str(out / "sft"), overwrite=True, seed=seed, threads=1,
         hidden=64, layers=2, heads=4, context=32, tokenizer="characters",
         epochs=10, rows=64, lr=5e-3, warmup=20,

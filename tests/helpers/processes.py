@@ -29,7 +29,7 @@ def in_processes(each: Callable[..., None], arguments: tuple[Any, ...], count: i
 
 
 def commanded(words: list[str], folder: Path, environment: dict[str, str] | None = None, terminal: str = "") -> None:
-    """What a process is told to do by these words of the command line. Of this module: a process that begins imports it.
+    """Run a posttrain command in this process. A new process imports this module and nothing else.
 
     `terminal`: the path of what it reads from and writes to; "": our own streams.
     """

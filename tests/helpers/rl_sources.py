@@ -109,7 +109,7 @@ def row(name: str, **how: Any) -> Algorithm:
 
 
 def accounted(experience: RLSource) -> list[Outcome]:
-    """What is known of the rollouts of a step that was made and not learned from yet."""
+    """Return the outcomes of the rollouts of the step that is about to be learned from."""
     assert experience._ledger is not None
     return experience._ledger.outcomes()
 

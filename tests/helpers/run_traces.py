@@ -1,4 +1,4 @@
-"""What a run leaves on the disk, to compare two runs and to wait for one."""
+"""Files of a run, to compare two runs and to wait for one."""
 
 from __future__ import annotations
 

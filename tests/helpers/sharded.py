@@ -64,7 +64,7 @@ def long(batch: Batch) -> bool:
 
 
 def gradients(of: LocalLearner) -> dict[str, Tensor]:
-    """What the next step will take, noted when it is taken."""
+    """Return a dict that the next optimizer step fills with its gradients."""
     found: dict[str, Tensor] = {}
     step = of.optimizer.step
 

@@ -219,7 +219,7 @@ def test_module_and_public_class_names_are_used_once() -> None:
 
 
 def test_no_test_imports_another() -> None:
-    """What tests share is in tests/helpers or in conftest.py, so that any of them runs alone."""
+    """Shared code of tests is in tests/helpers or in conftest.py, so that each file of tests runs alone."""
     for file in (*TESTS.rglob("*.py"), *(ROOT / "tools").rglob("*.py")):
         for name, _ in imports(file):
             assert not name.startswith(("test_", "tests.")), f"{file}: {name}: move it to tests/helpers"

@@ -1,13 +1,17 @@
-"""A learning rate at which models of this size learned nothing is named before the first step."""
+"""Sizes decide micro-batches, and a learning rate that is too low for a size is named before the first step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from conftest import tiny
 from digit_tasks import TASKS, digits
 
 import posttrain
+from posttrain.config.training import RL
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training import setup
 from posttrain.training.setup import rate_note
 
 
@@ -40,3 +44,12 @@ def test_a_run_says_it_unless_a_trust_region_decides(tmp_path: Path, capsys: pyt
         posttrain.rl(TASKS, digits, str(start), algorithm=algorithm, out=str(tmp_path / algorithm), steps=1, prompts=1,
                      group=2, max_tokens=2, env_workers=0)  # fmt: skip
         assert capsys.readouterr().out.count("parameters little") == said
+
+
+@pytest.mark.parametrize(("given", "large", "tokens"), [(None, False, 1024), (None, True, 512), (77, True, 77)])
+def test_microbatches_of_a_large_model_have_half_the_tokens_on_a_cpu(
+    given: int | None, large: bool, tokens: int, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(tokenizer)
+    monkeypatch.setattr(setup, "LARGE_MODEL", setup.parameters(model) + (not large))
+    assert setup.microbatch_tokens(RL(tokens_per_microbatch=given), model) == tokens

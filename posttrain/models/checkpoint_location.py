@@ -35,7 +35,9 @@ def checkpoint_folder(name: str | Path) -> Path:
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
-        raise UserError(f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json")
+        raise UserError(
+            f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json, or a .gguf file"
+        )
     import huggingface_hub
 
     with as_far_as_reached() as unreached:

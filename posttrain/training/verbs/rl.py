@@ -30,7 +30,6 @@ from posttrain.envs.builtin import unscored
 from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
-from posttrain.models.adapters.lora import decoder_of
 from posttrain.models.critic import ActionValueModel, Critic, ValueModel, new_critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
@@ -138,7 +137,8 @@ def rl(context: RunContext[RL]) -> RunParts:
 
     sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
     if algorithm.trust_region is None:  # else the KL decides how far a step goes
-        sizes += rate_note(config.lr, decoder_of(model).lora is not None, parameters(model))
+        adapted = model.decoder is not None and model.decoder.lora is not None
+        sizes += rate_note(config.lr, adapted, parameters(model))
     sizes += [*known.lines, *ground.lines]
     sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
     sizes += opened_teachers.lines if opened_teachers else []

@@ -550,7 +550,10 @@ def test_a_reply_of_many_tokens_makes_few_elements_and_scrolls(browser: Any, tmp
         page.goto(address + "#/0/rollout/1/0")
         page.wait_for_selector(".t.at")
         assert page.locator(".t").count() < 8000
+        first = page.evaluate("document.querySelector('.t.at').dataset.i")
         page.keyboard.press("ArrowRight")
+        # The cursor is scrolled into view when it has moved: before that, the page would scroll back.
+        until(page, f"![null, '{first}'].includes(document.querySelector('.t.at')?.dataset.i ?? null)")
         page.evaluate("document.querySelector('.tokens').scrollTo(0, 1e9)")
         until(page, "[...document.querySelectorAll('.chunk')].at(-1).querySelector('.t')")
         last = page.evaluate("[...document.querySelectorAll('.t')].at(-1).dataset.i")

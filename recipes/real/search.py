@@ -33,9 +33,10 @@ from recipes.real.study import Figures, Study, conversation, options
 
 Row = dict[str, Any]
 
-SHOWN = 600  # characters of a passage
+SHOWN = 800  # characters of a passage
 SIZE = search_qa.Size(topk=1, shown=SHOWN)
 LONGEST = 48  # tokens of a reply
+GROUP, LR = 4, 5e-5
 WITHOUT, SCRIPTED, GOLD = "without search, ", "GRPO, scripted search", "GRPO, gold passage"
 ARMS = ("start", "SFT", "GRPO", SCRIPTED, GOLD, f"{WITHOUT}SFT", f"{WITHOUT}GRPO")
 FIGURES = ("exact", "answered", "form", "searches", "found")
@@ -65,13 +66,13 @@ class Searching:
     def sft(self, arm: str) -> str:
         first = self.learned[: 4 * self.demonstrations]  # the search does not answer all of them
         rows = search_qa.imitation_rows(self.index, first, not arm.startswith(WITHOUT), SIZE)[: self.demonstrations]
-        options = {"rows": 8, "epochs": 1, "lr": 5e-5, **self.env(arm)}
+        options = {"rows": 8, "epochs": 1, "lr": LR, **self.env(arm)}
         return str(posttrain.sft(rows, model=self.study.model, **options, **self.study.common(arm, self.seed)).path)
 
     def grpo(self, arm: str) -> str:
         start = str(self.study.folder(arm.replace("GRPO", "SFT"), self.seed))
         tasks = self.learned[4 * self.demonstrations :]
-        options = {"algorithm": "grpo", "kl": 0.0, "group": 8, "max_tokens": LONGEST, "lr": 2e-5, **self.env(arm)}
+        options = {"algorithm": "grpo", "kl": 0.0, "group": GROUP, "max_tokens": LONGEST, "lr": LR, **self.env(arm)}
         size = {"steps": self.steps, "prompts": self.prompts}
         return str(posttrain.rl(tasks, model=start, **options, **size, **self.study.common(arm, self.seed)).path)
 
@@ -104,7 +105,7 @@ class Searching:
 
 def main() -> None:
     given = options(__doc__ or "", "search").parse_args()
-    demonstrations, steps, prompts, asked = (8, 2, 2, 8) if given.small else (160, 20, 8, 200)
+    demonstrations, steps, prompts, asked = (8, 2, 2, 8) if given.small else (128, 16, 8, 150)
     settings = {
         "demonstrations": demonstrations,
         "steps": steps,

@@ -61,7 +61,7 @@ class Study:
         """Raises UserError if results under other settings are in the folder."""
         self.out, self.seeds, self.page_file = given.out, given.seeds, given.page
         self.model = given.model or str(fetched())
-        self.precision = given.precision
+        self.precision, self.is_small = given.precision, given.small
         self._file = self.out / "results.json"
         whole = {**settings, "model": Path(self.model).name, "precision": self.precision}
         if self._file.exists():
@@ -132,6 +132,7 @@ class Study:
         minutes = sum(f["minutes"] for seeds in self._known["arms"].values() for f in seeds.values())
         seeds = " ".join(str(seed) for seed in self.seeds)
         words = f"python -m recipes.real.{recipe} --seeds {seeds}"
+        words += " --small" * self.is_small
         words += "" if self.precision == "float32" else f" --precision {self.precision}"
         return [
             f"`{words}` on {Path(self.model).name}, {date.today()}, commit {commit()}, {torch.get_num_threads()} threads of "

@@ -21,13 +21,17 @@ def said(rng: random.Random, count: int, experts: bool = False) -> Completion:
     return Completion(0, tokens, logp, "", StopReason.EOS, rng.randrange(5), routes if experts else None)
 
 
-def grown(seed: int, trunks: int, leaves: int) -> list[Transcript]:
-    """Transcripts of which some branch off from others, at any depth; each ends with a scored token or a shown one."""
+def grown(seed: int, trunks: int, leaves: int, shared: int = 0) -> list[Transcript]:
+    """Transcripts of which some branch off from others, at any depth; each ends with a scored token or a shown one.
+
+    `shared`: tokens with which all their prompts begin; some prompts have no others.
+    """
     rng = random.Random(seed)
+    beginning = drawn(rng, shared)
     found: list[Transcript] = []
     for trunk in range(trunks):
         root = Transcript()
-        root.observe(drawn(rng, rng.randint(1, 5)))
+        root.observe(beginning + drawn(rng, rng.randint(0 if shared else 1, 5)))
         root.sample(said(rng, rng.randint(1, 4)))
         family = [root]
         while len(family) < leaves + trunk % 2:

@@ -19,7 +19,7 @@ from trees import drawn, grown, said
 from posttrain.core.types import Completion, Media, Rollout, Span, SpanKind, StopReason, Transcript
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native.decoder import Decoder, causal
-from posttrain.training.sources.packing import collate, needed_length, pack, split_microbatches
+from posttrain.training.sources.packing import SHARED_TOKENS, collate, needed_length, pack, split_microbatches
 
 CPU = torch.device("cpu")
 
@@ -32,13 +32,16 @@ def alone(model: Decoder, transcript: Transcript) -> Tensor:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**31), trunks=st.integers(1, 3), leaves=st.integers(1, 6), budget=st.integers(1, 60))
+@given(
+    seed=st.integers(0, 2**31), trunks=st.integers(1, 3), leaves=st.integers(1, 6), budget=st.integers(1, 60),
+    shared=st.sampled_from([0, SHARED_TOKENS, 50]),
+)  # fmt: skip
 def test_gradients_of_a_tree_equal_those_of_its_transcripts_laid_apart(
-    seed: int, trunks: int, leaves: int, budget: int
+    seed: int, trunks: int, leaves: int, budget: int, shared: int
 ) -> None:
     """Each rollout has its own weight at tokens that it shares with others."""
     model = tiny(WORDS, dtype=torch.float64)
-    transcripts = grown(seed, trunks, leaves)
+    transcripts = grown(seed, trunks, leaves, shared)
     weights = [torch.linspace(-1, 1 + i, t.n_scored, dtype=torch.float64) for i, t in enumerate(transcripts)]
     parameters = list(model.parameters())
     apart = torch.stack([(alone(model, t) * w).sum() for t, w in zip(transcripts, weights, strict=True)]).sum()
@@ -60,15 +63,22 @@ def test_gradients_of_a_tree_equal_those_of_its_transcripts_laid_apart(
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**31), trunks=st.integers(1, 3), leaves=st.integers(1, 6))
-def test_what_transcripts_share_by_branching_is_laid_once(seed: int, trunks: int, leaves: int) -> None:
+@given(
+    seed=st.integers(0, 2**31), trunks=st.integers(1, 3), leaves=st.integers(1, 6),
+    shared=st.sampled_from([0, SHARED_TOKENS - 1, SHARED_TOKENS, 50]),
+)  # fmt: skip
+def test_what_transcripts_share_by_branching_or_from_their_beginning_is_laid_once(
+    seed: int, trunks: int, leaves: int, shared: int
+) -> None:
     count = iter(range(3, 10_000))  # every token another: nothing is alike by chance
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trees.drawn", lambda rng, n: [next(count) for _ in range(n)])
-        transcripts = grown(seed, trunks, leaves)
+        transcripts = grown(seed, trunks, leaves, shared)
     packed = pack([[t] for t in transcripts], range(len(transcripts)))
     needed = {tuple(t.tokens[: i + 1]) for t in transcripts for i in range(needed_length(t))}
-    assert len(packed.layout.tokens) == len(needed)
+    prompts = {tuple(t.tokens[: t.spans[0].length]) for t in transcripts if t.n_scored}
+    again = shared * (len(prompts) - 1) if 0 < shared < SHARED_TOKENS else 0  # too short to be worth a segment
+    assert len(packed.layout.tokens) == len(needed) + again
     assert packed.rollout.tolist() == [i for i, t in enumerate(transcripts) for _ in range(t.n_scored)]
     assert packed.target.tolist() == [t.tokens[i] for t in transcripts for i in t.scored.tolist()]
     for k, before in enumerate(packed.layout.prefix):
@@ -112,9 +122,10 @@ def test_a_prompt_that_reads_like_a_reply_to_the_first_one_is_laid_by_itself() -
     assert packed.at.tolist() == [1, 2, 3, 5, 6]
 
 
+@pytest.mark.parametrize("shared", [0, 50])
 @pytest.mark.parametrize("budget", [1, 7, 20, 10_000])
-def test_microbatches_hold_their_budget_beside_the_prompts_of_their_first_rollout(budget: int) -> None:
-    transcripts = grown(3, 3, 5)
+def test_microbatches_hold_their_budget_beside_the_prompts_of_their_first_rollout(budget: int, shared: int) -> None:
+    transcripts = grown(3, 3, 5, shared)
     batches = split_microbatches([[t] for t in transcripts], budget)
     assert [i for index in batches for i in index] == list(range(len(transcripts)))
     for index in batches:
@@ -200,6 +211,21 @@ def test_media_positions_and_experts_lie_where_their_tokens_lie() -> None:
             expected[span.start : span.start + span.length] = span.experts
     assert np.array_equal(layout.experts[3:].numpy(), expected[:13]) and (expected >= 0).any()
     assert (layout.experts[:3] == -1).all()
+
+
+def test_a_picture_ends_what_prompts_share_and_routed_experts_are_never_shared() -> None:
+    def laid(picture: int | None, routed: bool = False) -> list[int]:
+        transcripts = []
+        for last in (7, 8):
+            transcripts.append(Transcript())
+            media = [] if picture is None else [Media(picture, 1, str(last))]
+            transcripts[-1].observe([*range(10, 60), last], media=media)
+            transcripts[-1].sample(said(random.Random(0), 2, routed))
+        return list(pack([[t] for t in transcripts], range(2)).layout.length)
+
+    assert laid(None) == [50, 2, 2]
+    assert laid(40) == [40, 12, 12]
+    assert laid(20) == laid(None, routed=True) == [52, 52]
 
 
 def test_equal_prompts_with_different_pictures_are_not_shared() -> None:

@@ -1,7 +1,7 @@
 """Packing of transcripts into micro-batches, and the layout of their tokens.
 
-Tokens are laid end to end without padding. A prompt or a branch that several transcripts share is laid once, and the
-segments after it name it as their prefix. Tokens that no scored token depends on (the last token, trailing tool text) are
+Tokens are laid end to end without padding. A prompt or a branch that several transcripts share is laid once, as is the
+beginning that different prompts share, such as a system message with examples; the segments after it name it as their prefix. Tokens that no scored token depends on (the last token, trailing tool text) are
 not laid at all.
 
     T    tokens of a micro-batch    N    scored tokens    S    rollouts of the optimizer batch
@@ -9,6 +9,7 @@ not laid at all.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from posttrain.core.token_probe import TokenSink
 
     Integers = NDArray[np.int64]
+
+
+SHARED_TOKENS = 32
+"""Tokens from which on the common beginning of different prompts is laid once: each segment has a cost of its own."""
 
 
 def prompt_length(transcript: Transcript) -> int:
@@ -80,7 +85,8 @@ def split_microbatches(
         cost = sum([length for key, length in pieces.items() if key not in laid])
         if not batches or used + cost > tokens_per_microbatch:
             batches.append([])
-            prompts = {path[0].key for path in own}
+            ends = [prompt_length(t) for t in rollout]
+            prompts = {p.key for path, end in zip(own, ends, strict=True) for p in path if p.first < end}
             used, laid = 0, set()
             cost = sum(length for key, length in pieces.items() if key not in prompts)
         batches[-1].append(index)
@@ -269,7 +275,8 @@ class _Keys:
 def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
     """Return the pieces of each transcript, up to its last token that is needed.
 
-    Transcripts are cut behind their prompt, and where any that begins with the same prompt has branched off.
+    Transcripts are cut behind what their prompt shares with others, behind their prompt, and where any that begins with
+    the same prompt has branched off.
     """
     keys = _Keys()
     prompts = [prompt_length(t) for t in transcripts]
@@ -278,10 +285,15 @@ def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
     for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
         if transcript.forks and (behind := [fork for fork in transcript.forks if fork > prompt]):
             cuts.setdefault(root, set()).update(behind)
+    shared = _shared_lengths(transcripts, prompts, roots)
     paths = []
     for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
         end = needed_length(transcript, read)
         path = [_Piece(root, 0, prompt)]
+        if first := shared.get(root):
+            path = [_Piece(keys.of(transcript, 0, first), 0, first)]
+            if first < prompt:
+                path.append(_Piece(keys.of(transcript, first, prompt, path[0].key), first, prompt - first))
         between = sorted(cut for cut in cuts[root] if cut < end) if root in cuts else ()
         for first, last in pairwise((prompt, *between, end)):
             if last > first:
@@ -290,6 +302,30 @@ def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
     for family in _families(roots, cuts):
         _lengthen([(transcripts[i], paths[i]) for i in family], keys)
     return paths
+
+
+def _shared_lengths(
+    transcripts: Sequence[Transcript], prompts: Sequence[int], roots: Sequence[int]
+) -> Mapping[int, int]:
+    """Return how many tokens a prompt shares with all others that begin like it, by root; without those that share few.
+
+    A picture is not shared, nor anything behind it, nor what has routed experts of its own.
+    """
+    families: dict[tuple[int, ...], dict[int, tuple[Transcript, int]]] = defaultdict(dict)
+    for root, (transcript, prompt) in dict(zip(roots, zip(transcripts, prompts, strict=True), strict=True)).items():
+        if prompt >= SHARED_TOKENS:
+            families[tuple(transcript.tokens[:SHARED_TOKENS])][root] = transcript, prompt
+    found: dict[int, int] = {}
+    for family in families.values():
+        if len(family) < 2 or any(s.experts is not None for t, _ in family.values() for s in t.spans):
+            continue
+        texts = [t.tokens[:prompt] for t, prompt in family.values()]
+        low, high = min(texts), max(texts)
+        length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+        length = min([length, *(m.start for t, _ in family.values() for m in t.media)])
+        if length >= SHARED_TOKENS:
+            found.update(dict.fromkeys(family, length))
+    return found
 
 
 def _families(roots: Sequence[int], cuts: Container[int]) -> Iterable[list[int]]:

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
+from feeding import WORDS
 from sampled import complete, ragged
+from trees import drawn
 
 from posttrain.core.types import Sampling, StopReason, Transcript, UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.local.local_engine import POLL_STEPS, LocalEngine
+from posttrain.engines.local.prompt_layout import BLOCK, PromptBlocks
 from posttrain.engines.local.running_batch import RunningBatch
 from posttrain.engines.local.sampler import sample, uniform
 from posttrain.engines.local.uncached_engine import UncachedEngine
@@ -79,9 +82,12 @@ def test_rollout_does_not_depend_on_what_else_is_in_the_batch(model: Decoder, to
 def test_no_bit_of_a_compiled_reply_depends_on_its_company_or_when_it_arrives(
     tokenizer: Tokenizer, precision: str
 ) -> None:
-    model = tiny(tokenizer, context=160)
+    model = tiny(tokenizer, context=400)
     prompts, how = ragged(24)
     prompts = [prompt * (1 + 14 * (i % 5 == 0)) for i, prompt in enumerate(prompts)]  # some longer than a block
+    beginning = [5 + i % 11 for i in range(2 * BLOCK + 7)]
+    prompts = [beginning[: len(beginning) - i % 3] + p if i % 4 == 1 else p for i, p in enumerate(prompts)]
+    prompts[2], prompts[6] = beginning[:BLOCK], beginning[: 2 * BLOCK]  # whole blocks
     how = [replace(s, top_p=0.9) if i % 4 == 0 else s for i, s in enumerate(how)]
 
     def new(slots: int = 256) -> LocalEngine:
@@ -132,6 +138,40 @@ def test_prompt_of_a_group_is_computed_once(model: Decoder, tokenizer: Tokenizer
     prompt = list(range(5, 25))
     complete(engine, [prompt] * 12, [Sampling(seed=i, max_tokens=2 + i % 3) for i in range(12)])
     assert sum(tokens[: len(prompt)] == prompt for tokens in fed) == 1
+
+
+def test_whole_blocks_that_prompts_begin_with_are_computed_once_whatever_their_number(tokenizer: Tokenizer) -> None:
+    model = tiny(tokenizer, context=160)
+    beginning = [5 + i % 11 for i in range(BLOCK + 3)]
+    prompts = [[*beginning, 20 + i] for i in range(9)]
+    engine = LocalEngine(model, tokenizer)
+    complete(engine, prompts, [Sampling(seed=i, max_tokens=1) for i in range(9)])
+    assert engine.computed == BLOCK + 9 * 4
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_prompts_laid_as_a_tree_of_blocks_have_the_hidden_states_of_each_alone(joined: bool) -> None:
+    model = tiny(WORDS, dtype=torch.float64, context=400)
+    rng = random.Random(3)
+    trunk = drawn(rng, 3 * BLOCK + 5)
+    prompts = {tuple(trunk[: rng.randrange(1, len(trunk))] + drawn(rng, rng.randrange(1, 90))) for _ in range(7)}
+    prompts |= {tuple(trunk), tuple(trunk[:BLOCK]), tuple(trunk[: 2 * BLOCK]), tuple(drawn(rng, 150))}
+    blocks = PromptBlocks()
+    for prompt in sorted(prompts):
+        before, missing = blocks.tokens, blocks.missing(prompt)
+        blocks.add(prompt)
+        assert blocks.tokens == before + missing and blocks.missing(prompt) == 0
+    laid = blocks.lay(torch.device("cpu"), joined)
+    assert len(laid.layout.tokens) == blocks.tokens < sum(map(len, prompts))
+    every = torch.arange(blocks.tokens)
+    hidden = model.hidden(laid.layout, every)
+    for i, prompt in enumerate(blocks.prompts):
+        assert laid.layout.tokens[laid.places(i)].tolist() == list(prompt)
+        alone = model(torch.tensor(prompt), torch.arange(len(prompt)), causal)
+        assert (hidden[laid.places(i)] - alone).abs().max() < 1e-10
+        assert torch.equal(hidden[laid.last(i)], hidden[laid.places(i)][-1])
+    if joined:  # a prompt that shares nothing is one segment, of whatever length
+        assert len(laid.paths[next(i for i, p in enumerate(blocks.prompts) if p[0] != trunk[0])]) == 1
 
 
 def test_sampling_follows_the_distribution(model: Decoder, tokenizer: Tokenizer) -> None:

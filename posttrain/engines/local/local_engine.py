@@ -1,6 +1,7 @@
 """The embedded rollout engine: continuous batching over a key-value cache, with the learner's own weights.
 
-Requests wait in line until a slot of the cache is free. The prompt of a group is computed and kept once. Running requests
+Requests wait in line until a slot of the cache is free. The prompt of a group is computed and kept once, and what
+different prompts begin with is computed once. Running requests
 occupy the first slots, so one decoding step is one dense forward over them.
 
 Decided here: where decoding is compiled code, which adds up each row's numbers in an order of its own, prompts and output
@@ -23,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from posttrain.core.batch import Layout
 from posttrain.core.protocols import Engine, Paced
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.compiled_step import CompiledStep, Given, PackedCache, logits_in_blocks, supported
 from posttrain.engines.local.engine_weights import copy_weights
 from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
+from posttrain.engines.local.prompt_layout import PromptBlocks
 from posttrain.engines.local.running_batch import RunningBatch
 from posttrain.engines.local.sampler import sample, uniform
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
@@ -252,21 +253,23 @@ class LocalEngine:
         self.model(tokens, position, attend, tokens[:1] * 0)
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
-        while prompts:
-            size, take = 0, 0
-            while take < len(prompts) and (take == 0 or size + len(prompts[take]) <= PREFILL_TOKENS):
-                size += len(prompts[take])
-                take += 1
-            self._prefill_batch(prompts[:take])
-            prompts = prompts[take:]
+        blocks = PromptBlocks()
+        for prompt in prompts:
+            if blocks.tokens and blocks.tokens + blocks.missing(prompt) > PREFILL_TOKENS:
+                self._prefill_batch(blocks)
+                blocks = PromptBlocks()
+            blocks.add(prompt)
+        if blocks.tokens:
+            self._prefill_batch(blocks)
 
-    def _prefill_batch(self, prompts: list[tuple[int, ...]]) -> None:
+    def _prefill_batch(self, blocks: PromptBlocks) -> None:
         """Prefill and store these prompts, in one pass through the model."""
-        self.computed += sum(map(len, prompts))
-        layout = self._laid(prompts)
-        ends = [start + length - 1 for start, length in zip(layout.start, layout.length, strict=True)]
-        last = torch.tensor(ends[: len(prompts)], device=self.device)
-        attention = SegmentAttention(layout) if not self.batch_invariant else each_alone(layout, len(prompts))
+        self.computed += blocks.tokens
+        laid, prompts = blocks.lay(self.device, joined=not self.batch_invariant), blocks.prompts
+        segments = len(laid.layout.length)
+        layout = filled(laid.layout, ROUND) if self.batch_invariant or rounds(self.device) else laid.layout
+        last = torch.tensor([laid.last(i) for i in range(len(prompts))], device=self.device)
+        attention = SegmentAttention(layout) if not self.batch_invariant else each_alone(layout, segments)
         keys, values = [], []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -283,20 +286,8 @@ class LocalEngine:
         logits = logits_in_blocks(self.model, hidden) if self.batch_invariant else self.model.logits(hidden)
         k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
         for i, prompt in enumerate(prompts):
-            span = slice(layout.start[i], layout.start[i] + layout.length[i])
-            self.prefixes[prompt] = PromptPrefix(k[:, :, span], v[:, :, span], logits[i])
-
-    def _laid(self, prompts: list[tuple[int, ...]]) -> Layout:
-        """Lay out the prompts end to end, with padding where the number of rows has to be a multiple."""
-        length = [len(p) for p in prompts]
-        layout = Layout(
-            torch.tensor([t for p in prompts for t in p], device=self.device),
-            torch.cat([torch.arange(n) for n in length]).to(self.device),
-            tuple(sum(length[:i]) for i in range(len(length))),
-            tuple(length),
-            (-1,) * len(prompts),
-        )
-        return filled(layout, ROUND) if self.batch_invariant or rounds(self.device) else layout
+            own = laid.places(i)
+            self.prefixes[prompt] = PromptPrefix(k[:, :, own], v[:, :, own], logits[i])
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 

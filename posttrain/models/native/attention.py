@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from posttrain.core.batch import Layout
-from posttrain.models.native.attention_compiled import CompiledAttention, at_least_float32
+from posttrain.models.native.attention_compiled import CompiledAttention, at_least_float32, compiled_covers
 from posttrain.models.native.segments import Forest
 
 PREFIX_TOKENS = 128
@@ -312,24 +312,28 @@ def _with_ancestors(forest: Forest, queries: _Bucket) -> tuple[np.ndarray, np.nd
 
 
 def each_alone(layout: Layout, count: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Compute attention of the first segments as if each were in a call of its own.
+    """Compute attention of the first segments as if each were in a call of its own, with its ancestors alone.
 
     Compiled code goes through segments one by one anyway. Torch's operations are called for each; padding at the end of
-    the layout then attends to nothing.
+    the layout then attends to nothing. Without gradients.
     """
-    alone: dict[int, SegmentAttention] = {}
-    for length in set(layout.length[:count]):
-        tokens = torch.zeros(length, dtype=torch.int64, device=layout.tokens.device)
-        alone[length] = SegmentAttention(Layout(tokens, tokens, (0,), (length,), (-1,)))
-    together = SegmentAttention(layout)
+    together, forest = SegmentAttention(layout), Forest(layout)
+    device = layout.tokens.device
+    segments = [
+        (slice(layout.start[k], layout.start[k] + layout.length[k]), torch.from_numpy(forest.path(k)).to(device))
+        for k in range(count)
+    ]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if all(one.compiled.covers(k.shape[1], q.dtype) for one in alone.values()):
+        if compiled_covers(1, k.shape[1], q.dtype):
             return together(layer, q, k, v)
-        out = torch.zeros_like(q)
-        for start, length in zip(layout.start[:count], layout.length[:count], strict=True):
-            own = slice(start, start + length)
-            out[own] = alone[length](layer, q[own], k[own], v[own])
+        given, out = q.dtype, torch.zeros_like(q)
+        q, k, v = map(at_least_float32, (q, k, v))
+        for own, before in segments:
+            found, logsumexp = fused(_one(q[own]), _one(k[own]), _one(v[own]), causal=True)
+            if len(before):
+                found = merged(found, logsumexp, *fused(_one(q[own]), _one(k[before]), _one(v[before])))
+            out[own] = _many(found).to(given)
         return out
 
     return attend

@@ -19,6 +19,15 @@ from posttrain.models.native.kernels import binder
 from posttrain.models.native.segments import Forest
 
 
+def compiled_covers(trees: int, kv_heads: int, dtype: torch.dtype) -> bool:
+    """Return whether compiled code supports this type, and every thread gets some work of that many trees."""
+    return (
+        binder.attention() is not None
+        and torch.promote_types(dtype, torch.float32) == torch.float32
+        and trees * kv_heads >= torch.get_num_threads()
+    )
+
+
 class CompiledAttention:
     """Attention over a layout by `attention.c`, differentiable once."""
 
@@ -27,12 +36,7 @@ class CompiledAttention:
 
     def covers(self, kv_heads: int, dtype: torch.dtype = torch.float32) -> bool:
         """Return whether compiled code supports this type, and every thread gets some work."""
-        library = binder.attention()
-        return (
-            library is not None
-            and torch.promote_types(dtype, torch.float32) == torch.float32
-            and len(self._forest.trees) * kv_heads >= torch.get_num_threads()
-        )
+        return compiled_covers(len(self._forest.trees), kv_heads, dtype)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""

@@ -1,8 +1,8 @@
 """Packing of transcripts into micro-batches, and the layout of their tokens.
 
 Tokens are laid end to end without padding. A prompt or a branch that several transcripts share is laid once, as is the
-beginning that different prompts share, such as a system message with examples; the segments after it name it as their prefix. Tokens that no scored token depends on (the last token, trailing tool text) are
-not laid at all.
+beginning that different prompts share, such as a system message with examples; the segments after it name it as their
+prefix. Tokens that no scored token depends on (the last token, trailing tool text) are not laid at all.
 
     T    tokens of a micro-batch    N    scored tokens    S    rollouts of the optimizer batch
 """

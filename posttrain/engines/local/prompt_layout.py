@@ -1,0 +1,96 @@
+"""Layout of prompts for prefill: what several of them begin with is computed once.
+
+Prompts are cut into blocks of one size, wherever they come from. Two prompts share a block where they are equal up to its
+end. So how a prompt is cut, and with it every bit of its keys and values, depends on the prompt alone, not on whether
+another one that begins like it is computed beside it. Where bits may depend on that, blocks that no prompt separates are
+joined.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import Layout
+
+BLOCK = 64
+"""Tokens of a block: what prompts share is found in whole ones, and each has a cost of its own."""
+
+
+class PromptBlocks:
+    """Prompts as paths through a tree of blocks; each prompt has at least one token."""
+
+    def __init__(self) -> None:
+        self.prompts: list[tuple[int, ...]] = []
+        self.tokens = 0  # of all blocks
+        self.paths: list[list[int]] = []  # of each prompt, the blocks that it goes through
+        self._known: dict[tuple[int, tuple[int, ...]], int] = {}  # (block before, its tokens) -> block
+        self._users: list[int] = []  # of each block, the prompts that go through it
+
+    def missing(self, prompt: tuple[int, ...]) -> int:
+        """Return how many tokens of a prompt are in no block yet."""
+        before = -1
+        for first in range(0, len(prompt), BLOCK):
+            if (number := self._known.get((before, prompt[first : first + BLOCK]))) is None:
+                return len(prompt) - first
+            before = number
+        return 0
+
+    def add(self, prompt: tuple[int, ...]) -> None:
+        self.tokens += self.missing(prompt)
+        before, path = -1, []
+        for first in range(0, len(prompt), BLOCK):
+            before = self._known.setdefault((before, prompt[first : first + BLOCK]), len(self._users))
+            if before == len(self._users):
+                self._users.append(0)
+            self._users[before] += 1
+            path.append(before)
+        self.prompts.append(prompt)
+        self.paths.append(path)
+
+    def lay(self, device: torch.device, joined: bool) -> PromptLayout:
+        """Lay out the blocks, each as a segment, or with those joined that no prompt separates."""
+        place: dict[int, int] = {}  # block -> its segment
+        start, length, prefix = list[int](), list[int](), list[int]()
+        tokens, position, paths = list[int](), list[int](), []
+        for prompt, path in zip(self.prompts, self.paths, strict=True):
+            for number, block in enumerate(path):
+                if block in place:
+                    continue
+                own = prompt[number * BLOCK : (number + 1) * BLOCK]
+                before = path[number - 1] if number else -1
+                if joined and number and self._users[block] == self._users[before]:
+                    place[block] = place[before]
+                    length[-1] += len(own)  # the block before it was laid last
+                else:
+                    place[block] = len(start)
+                    start.append(len(tokens))
+                    length.append(len(own))
+                    prefix.append(place[before] if number else -1)
+                position += range(number * BLOCK, number * BLOCK + len(own))
+                tokens += own
+            paths.append(list(dict.fromkeys(place[block] for block in path)))
+        index, where = (torch.tensor(values, device=device) for values in (tokens, position))
+        return PromptLayout(Layout(index, where, tuple(start), tuple(length), tuple(prefix)), paths)
+
+
+class PromptLayout:
+    """Layout of prompts, and the segments that each goes through."""
+
+    def __init__(self, layout: Layout, paths: list[list[int]]) -> None:
+        self.layout, self.paths = layout, paths
+
+    def last(self, prompt: int) -> int:
+        """Return where the last token of a prompt lies."""
+        segment = self.paths[prompt][-1]
+        return self.layout.start[segment] + self.layout.length[segment] - 1
+
+    def places(self, prompt: int) -> slice | Tensor:
+        """Return where the tokens of a prompt lie: a slice, or int64 [P] if others lie between them."""
+        path, start, length = self.paths[prompt], self.layout.start, self.layout.length
+        if all(b == a + 1 for a, b in pairwise(path)):
+            return slice(start[path[0]], self.last(prompt) + 1)
+        device = self.layout.tokens.device
+        return torch.cat([torch.arange(start[k], start[k] + length[k], device=device) for k in path])

@@ -164,12 +164,12 @@ def emulated() -> ctypes.CDLL | None:
 
 @pytest.fixture(params=["this processor's", "emulated"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix tiles in bfloat16 (AMX): those of this processor, or the same in plain C."""
+    """Products in bfloat16: those of this processor (AMX or AVX-512), or matrix tiles in plain C."""
     if request.param == "emulated":
         emulated, loaded = request.getfixturevalue("emulated"), build._loaded
         monkeypatch.setattr(build, "_loaded", lambda source: emulated if source == "decode.c" else loaded(source))
     elif not (library := binder.decode()) or not library.bf16:
-        pytest.skip("needs a processor with matrix tiles in bfloat16")
+        pytest.skip("needs a processor with products in bfloat16")
 
 
 @needs_compiler

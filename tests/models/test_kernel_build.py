@@ -23,6 +23,7 @@ TARGETS = {
     "SSE2": "-march=x86-64",
     "AVX2": "-march=x86-64-v3",
     "AVX-512": "-march=x86-64-v4",
+    "AVX-512 with bfloat16": "-march=cooperlake",
     "AMX": "-march=sapphirerapids",
     "this processor": "-march=native",
 }

@@ -185,9 +185,9 @@ static void product(struct worker *w, const struct linear *l, const void *in, in
     const int64_t rows = w->s->rows;
     for (int64_t panel = claim(w), next; panel < l->panels; panel = next) {
         next = claim(w);
-#ifdef __AMX_BF16__
+#ifdef HAS_BF16
         if (dtype == BF16) {
-            linear_panel_amx(l, in, in_stride, rows, panel, epilogue, out, out_stride, next);
+            linear_panel_bf16(l, in, in_stride, rows, panel, epilogue, out, out_stride, next);
             continue;
         }
 #endif
@@ -359,11 +359,13 @@ void decode(const struct model *m, const struct step *s) {
 int decode_lanes(void) { return LANES; }
 int decode_vocab_block(void) { return VOCAB_BLOCK; }
 
-// Whether there are products in bf16. The operating system lends the tiles when it is asked.
+// Whether there are products in bf16. The operating system lends AMX's tiles when it is asked.
 int decode_bf16(void) {
 #ifdef __AMX_BF16__
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };  // of arch_prctl
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#elif defined(HAS_BF16)
+    return 1;
 #else
     return 0;
 #endif

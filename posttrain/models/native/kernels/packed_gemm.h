@@ -4,14 +4,16 @@
 //
 // Weights lie in panels of PANEL outputs, which threads claim one by one:
 //   float32:  [panels][K][PANEL]
-//   bf16:     [panels][K / 2][PANEL][2], pairs of inputs as AMX tiles read them (only where the processor has AMX)
+//   bf16:     [panels][K / 2][PANEL][2], pairs of inputs as AMX tiles and AVX-512's BF16 instructions read them (only where
+//             the processor has either)
 // A weight of gate and up has a vector of gate's outputs in each panel, then the same of up's.
 #pragma once
 
 #include "abi.h"
 #include "gemm.h"
 #include "row_ops.h"
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
+#define HAS_BF16 1
 #include <immintrin.h>
 #endif
 
@@ -104,8 +106,8 @@ static void amx_configure(void) {
 
 // Tiles 0 to 3 hold the sums of 2 times 16 rows and 2 times 16 outputs. Rows are read in pairs of tiles: the last ones may
 // lie beyond `rows`, where buffers have room, and are not written.
-static void linear_panel_amx(const struct linear *l, const uint16_t *in, int64_t in_stride, int64_t rows, int64_t panel,
-                             enum epilogue epilogue, void *out, int64_t out_stride, int64_t next) {
+static void linear_panel_bf16(const struct linear *l, const uint16_t *in, int64_t in_stride, int64_t rows, int64_t panel,
+                              enum epilogue epilogue, void *out, int64_t out_stride, int64_t next) {
     struct prefetch prefetch = prefetch_panel(l, next, BF16, 32, (rows + AMX_ROWS - 1) / AMX_ROWS);
     const uint16_t *packed = (const uint16_t *)l->weight + panel * PANEL * l->inputs;
     const vec none = broadcast(0.0f);
@@ -141,5 +143,50 @@ static void linear_panel_amx(const struct linear *l, const uint16_t *in, int64_t
                           load(sums[r] + LANES) + (bias ? load(bias + LANES) : none),
                           element(out, (first + r) * out_stride, epilogue == SWIGLU ? BF16 : FLOAT32), panel, BF16);
     }
+}
+#elif defined(__AVX512BF16__)
+INLINE void linear_tile_bf16(const int rows, const struct linear *l, const uint16_t *in, int64_t in_stride, int64_t panel,
+                             enum epilogue epilogue, void *out, int64_t out_stride, struct prefetch *prefetch) {
+    __m512 sum[TILE_SUMS];
+    for (int i = 0; i < 2 * rows; i++) sum[i] = _mm512_setzero_ps();
+    const uint16_t *weight = (const uint16_t *)l->weight + panel * PANEL * l->inputs;
+    for (int64_t k = 0; k < l->inputs; k += 32) {
+        prefetch_piece(prefetch);
+        for (int64_t i = k; i < k + 32; i += 2, weight += 2 * PANEL) {
+            const __m512bh first = (__m512bh)_mm512_loadu_si512(weight);
+            const __m512bh second = (__m512bh)_mm512_loadu_si512(weight + PANEL);
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                int32_t pair;
+                memcpy(&pair, in + r * in_stride + i, sizeof pair);
+                const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+                sum[2 * r] = _mm512_dpbf16_ps(sum[2 * r], x, first);
+                sum[2 * r + 1] = _mm512_dpbf16_ps(sum[2 * r + 1], x, second);
+            }
+        }
+    }
+    const vec none = broadcast(0.0f);
+    const float *bias = l->bias ? l->bias + panel * PANEL : NULL;
+    for (int r = 0; r < rows; r++)
+        write_outputs(epilogue, (vec)sum[2 * r] + (bias ? load(bias) : none),
+                      (vec)sum[2 * r + 1] + (bias ? load(bias + LANES) : none),
+                      element(out, r * out_stride, epilogue == SWIGLU ? BF16 : FLOAT32), panel, BF16);
+}
+
+static void linear_panel_bf16(const struct linear *l, const uint16_t *in, int64_t in_stride, int64_t rows, int64_t panel,
+                              enum epilogue epilogue, void *out, int64_t out_stride, int64_t next) {
+#define TILE(height) \
+    case height: linear_tile_bf16(height, l, in, in_stride, panel, epilogue, out, out_stride, &prefetch); break;
+    int64_t tiles = tiles_of(rows);
+    struct prefetch prefetch = prefetch_panel(l, next, BF16, 32, tiles);
+    for (; rows > 0; tiles--) {
+        const int64_t height = tile_height(rows, tiles);
+        switch (height) {
+            EVERY_HEIGHT(TILE)
+        }
+        in += height * in_stride, rows -= height;
+        out = element(out, height * out_stride, epilogue == SWIGLU ? BF16 : FLOAT32);
+    }
+#undef TILE
 }
 #endif

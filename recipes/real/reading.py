@@ -35,7 +35,7 @@ SHOWN = (
     ("Whales are mammals. The largest of them, the blue whale, eats krill.", "What do blue whales eat?", "krill"),
 )
 LONGEST = 16  # tokens of a reply
-LR = 5e-5
+RATE: dict[str, Any] = {"lr": 5e-5, "warmup": 3, "schedule": "linear"}
 ARMS = ("start", "SFT", "GRPO", "SFT, then GRPO")
 
 
@@ -50,11 +50,11 @@ class Reading:
     prompts: int
 
     def sft(self, arm: str, model: str, rows: list[Row]) -> str:
-        options = {"rows": self.prompts, "epochs": 1, "chat": True, "lr": LR}
+        options = {"rows": self.prompts, "epochs": 1, "chat": True, **RATE}
         return str(posttrain.sft(rows, model=model, **options, **self.study.common(arm, self.seed)).path)
 
     def grpo(self, arm: str, model: str, tasks: list[Row]) -> str:
-        options = {"algorithm": "grpo", "kl": 0.0, "prompts": self.prompts, "group": 8, "max_tokens": LONGEST, "lr": LR}
+        options = {"algorithm": "grpo", "kl": 0.0, "prompts": self.prompts, "group": 8, "max_tokens": LONGEST, **RATE}
         steps = len(tasks) // self.prompts
         common = self.study.common(arm, self.seed)
         return str(posttrain.rl(tasks, REWARD, model, steps=steps, **options, **common).path)
@@ -85,7 +85,7 @@ class Reading:
 def main() -> None:
     given = options(__doc__ or "", "reading").parse_args()
     steps, prompts, asked = (2, 2, 8) if given.small else (40, 8, 200)
-    study = Study(given, {"steps": steps, "prompts": prompts, "questions": asked, "lr": LR})
+    study = Study(given, {"steps": steps, "prompts": prompts, "questions": asked, **RATE})
     learned, held_out = questions(given)
     unseen = sorted(held_out, key=lambda row: number(row["id"]))[:asked]
     for seed in study.seeds:

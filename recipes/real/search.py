@@ -36,7 +36,6 @@ Row = dict[str, Any]
 SHOWN = 800  # characters of a passage
 SIZE = search_qa.Size(topk=1, shown=SHOWN)
 LONGEST = 48  # tokens of a reply
-GROUP, LR = 4, 5e-5
 WITHOUT, SCRIPTED, GOLD = "without search, ", "GRPO, scripted search", "GRPO, gold passage"
 ARMS = ("start", "SFT", "GRPO", SCRIPTED, GOLD, f"{WITHOUT}SFT", f"{WITHOUT}GRPO")
 FIGURES = ("exact", "answered", "form", "searches", "found")
@@ -66,13 +65,21 @@ class Searching:
     def sft(self, arm: str) -> str:
         first = self.learned[: 4 * self.demonstrations]  # the search does not answer all of them
         rows = search_qa.imitation_rows(self.index, first, not arm.startswith(WITHOUT), SIZE)[: self.demonstrations]
-        options = {"rows": 8, "epochs": 1, "lr": LR, **self.env(arm)}
+        options = {"rows": 8, "epochs": 1, "lr": 5e-5, "warmup": 3, "schedule": "linear", **self.env(arm)}
         return str(posttrain.sft(rows, model=self.study.model, **options, **self.study.common(arm, self.seed)).path)
 
     def grpo(self, arm: str) -> str:
         start = str(self.study.folder(arm.replace("GRPO", "SFT"), self.seed))
         tasks = self.learned[4 * self.demonstrations :]
-        options = {"algorithm": "grpo", "kl": 0.0, "group": GROUP, "max_tokens": LONGEST, "lr": LR, **self.env(arm)}
+        options = {
+            "algorithm": "grpo",
+            "kl": 0.0,
+            "group": 8,
+            "max_tokens": LONGEST,
+            "lr": 1e-5,
+            "warmup": 3,
+            **self.env(arm),
+        }
         size = {"steps": self.steps, "prompts": self.prompts}
         return str(posttrain.rl(tasks, model=start, **options, **size, **self.study.common(arm, self.seed)).path)
 

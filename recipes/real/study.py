@@ -69,7 +69,7 @@ class Study:
             if self._known["settings"] != json.loads(json.dumps(whole)):
                 raise UserError(f"{self.out} has results under other settings: choose another --out, or delete it")
         else:
-            self._known = {"settings": whole, "arms": {}}
+            self._known = {"settings": whole, "commit": commit(), "arms": {}}
         self.out.mkdir(parents=True, exist_ok=True)
 
     def folder(self, arm: str, seed: int) -> Path:
@@ -135,7 +135,7 @@ class Study:
         words += " --small" * self.is_small
         words += "" if self.precision == "float32" else f" --precision {self.precision}"
         return [
-            f"`{words}` on {Path(self.model).name}, {date.today()}, commit {commit()}, {torch.get_num_threads()} threads of "
+            f"`{words}` on {Path(self.model).name}, {date.today()}, commit {self._known['commit']}, {torch.get_num_threads()} threads of "
             f"{processor()}, torch {torch.__version__}; {minutes:.0f} minutes for all of it.",
             "",
         ]

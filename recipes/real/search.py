@@ -112,7 +112,7 @@ class Searching:
 
 def main() -> None:
     given = options(__doc__ or "", "search").parse_args()
-    demonstrations, steps, prompts, asked = (8, 2, 2, 8) if given.small else (128, 16, 8, 150)
+    demonstrations, steps, prompts, asked = (8, 2, 2, 8) if given.small else (320, 16, 8, 150)
     settings = {
         "demonstrations": demonstrations,
         "steps": steps,

@@ -134,9 +134,10 @@ class Study:
         words = f"python -m recipes.real.{recipe} --seeds {seeds}"
         words += " --small" * self.is_small
         words += "" if self.precision == "float32" else f" --precision {self.precision}"
+        where = f"{torch.get_num_threads()} threads of {processor()}, torch {torch.__version__}"
         return [
-            f"`{words}` on {Path(self.model).name}, {date.today()}, commit {self._known['commit']}, {torch.get_num_threads()} threads of "
-            f"{processor()}, torch {torch.__version__}; {minutes:.0f} minutes for all of it.",
+            f"`{words}` on {Path(self.model).name}, {date.today()}, commit {self._known['commit']}, {where}; "
+            f"{minutes:.0f} minutes for all of it.",
             "",
         ]
 

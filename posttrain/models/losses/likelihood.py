@@ -177,7 +177,7 @@ class Gradients:
 def blocks(rows: int, vocabulary: int) -> list[slice]:
     """Split the vocabulary so that each block has at most BLOCK_LOGITS logits."""
     width = max(64, BLOCK_LOGITS // max(1, rows))
-    return [slice(start, start + width) for start in range(0, vocabulary, width)]
+    return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 
 def scaled_logits(hidden: Tensor, head: Head, block: slice, temperature: float) -> Tensor:

@@ -199,10 +199,15 @@ def _attempt(
         if tests and found.status in ("unchanged", "survived"):
             # Values computed at collection have not changed: survivors are tried in a fresh process as well.
             found = attempt_afresh(copy, tests, seconds, chosen.scratch / "afresh.txt")
-        if found.status == "survived" and mutant.module in IN_CHILDREN:
-            files = list(map(file_of, IN_CHILDREN[mutant.module]))
-            found = attempt_afresh(copy, files, 600, chosen.scratch / "afresh.txt")
+        if found.status == "survived" and (files := unrecorded(mutant)):
+            found = attempt_afresh(copy, list(map(file_of, files)), 600, chosen.scratch / "afresh.txt")
         return found
+
+
+def unrecorded(mutant: Mutant) -> list[str]:
+    """Files of tests that may notice it without a record that says so: it runs at import, or in their child processes."""
+    at_import = ("pages", *_beside(mutant.module)) if mutant.within is None else ()
+    return list(dict.fromkeys((*at_import, *IN_CHILDREN.get(mutant.module, ()))))
 
 
 def proving(mutant: Mutant, records: dict[str, Record], seconds: float) -> list[str]:

@@ -90,5 +90,8 @@ class Distillation(Component):
         return found
 
     def worth(self, teacher_logp: Tensor, logp: Tensor) -> Tensor:
-        """Return the addition of `sampled` to each token's advantage, [N]; logp is that of the sampling policy."""
-        return self.coefficient * (teacher_logp - logp).detach()
+        """Return the addition of `sampled` to each token's advantage, [N].
+
+        `logp`: that of the sampling policy, without a gradient.
+        """
+        return self.coefficient * (teacher_logp - logp)

@@ -75,7 +75,7 @@ def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Split the indices of these sizes into `count` shares of about the same sum; each share in ascending order."""
     shares: list[list[int]] = [[] for _ in range(count)]
     total = [0] * count
-    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         least = min(range(count), key=lambda share: (total[share], share))
         shares[least].append(place)
         total[least] += sizes[place]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.credit import GAE, Baselined, PassAtK, StepRewards, ToGo, earnings
+from posttrain.algorithms.credit import GAE, Baselined, PassAtK, StepRewards, ToGo, earnings, whitened
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
@@ -747,6 +747,11 @@ def test_advantages_of_a_batch_are_whitened_over_all_of_its_tokens() -> None:
     every = torch.cat(GAE(whiten=True)(scoreboard(rollouts, value=value))).tolist()
     assert mean(every) == pytest.approx(0.0, abs=1e-9)
     assert torch.tensor(every).std().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_whitened_advantage_of_the_only_token_of_a_batch_is_0() -> None:
+    """A single number has no spread, and n - 1 is 0."""
+    assert [own.tolist() for own in whitened([doubles(), doubles(3.0)], 1e-8)] == [[], [0.0]]
 
 
 def test_penalty_is_taken_once_off_what_is_left_to_go() -> None:

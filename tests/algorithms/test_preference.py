@@ -27,7 +27,7 @@ from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjec
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.responses import LogRatio, Odds
 from posttrain.algorithms.settings import change
-from posttrain.core.batch import Batch, Stats, TrainingStep
+from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import World
 from posttrain.core.types import Comparison, PreferenceExample, Transcript
@@ -266,6 +266,16 @@ def test_scores_are_zero_where_policy_and_reference_agree(divergence: Any) -> No
     score = LogRatio(divergence=divergence)
     found = score(comparisons_outputs(logp), batch, responses_of(batch), torch.tensor([0]), None)
     assert found.abs().item() < 1e-15
+
+
+def test_pair_that_the_policy_has_moved_alike_counts_half_in_the_accuracy() -> None:
+    logp = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    number, share = torch.tensor, torch.full((3,), 1 / 3)
+    said = Preferences(number([0, 1, 2]), number([1, 0, 0]), 0 * share, share, number([]), number([]), number([]))
+    batch = bare(torch.arange(3), ref_logp=torch.tensor([-2.0, -3.0, -3.0], dtype=torch.float64), preferences=said)
+    stats = Stats()
+    PreferenceObjective(PREFERENCES["dpo"]).measure(comparisons_outputs(logp), batch, stats)
+    assert stats["accuracy"] == (0.5 + 0.5 + 0.0, 3.0)
 
 
 def comparisons_outputs(logp: Tensor) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from posttrain.core.seeds import seed_of, seeds_of
-from posttrain.core.types import Completion, Sampling, Span, SpanKind, StopReason, Transcript, Turn
+from posttrain.core.types import Completion, Media, Sampling, Span, SpanKind, StopReason, Transcript, Turn
 from posttrain.envs.demonstration import last_alone
 
 
@@ -41,6 +41,17 @@ def test_a_transcript_counts_the_scored_tokens_of_its_spans_however_it_was_made(
     for transcript in (*made, last_alone(whole.branch()), last_alone(whole.branch(), without=[9])):
         assert transcript.n_scored == sum(span.length for span in transcript.spans if span.learned) > 0
         assert transcript.n_scored == len(transcript.scored)
+
+
+def test_pictures_behind_another_prompt_stand_at_the_same_tokens_and_those_of_the_first_prompt_are_gone() -> None:
+    seen = Transcript()
+    seen.observe([1, 9, 2], media=[Media(1, 1, "aa")])
+    seen.observe([9, 9, 3], SpanKind.OBSERVATION, [Media(3, 2, "bb")])  # the first token behind the prompt
+    seen.imitate([4])
+    seen.observe([5, 9], SpanKind.TOOL, [Media(8, 1, "cc")])
+    other = seen.behind([7])
+    assert other.media == [Media(1, 2, "bb"), Media(6, 1, "cc")]
+    assert [other.tokens[m.start : m.start + m.length] for m in other.media] == [[9, 9], [9]]
 
 
 def test_the_engines_log_probabilities_are_those_of_scored_tokens_and_of_no_imitated_ones() -> None:

@@ -197,6 +197,15 @@ def test_truncated_sampling_reports_the_truncated_distribution() -> None:
     assert torch.isclose(logp[2], (logits[2] / 0.5).log_softmax(-1)[0])
 
 
+def test_top_k_alone_leaves_the_k_likeliest_tokens() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(100, -1)
+    draw = (torch.arange(100, dtype=torch.float32) + 0.5) / 100
+    token, logp = sample(logits, draw, None, None, torch.tensor([2]).expand(100))
+    assert token.bincount(minlength=4).tolist() == pytest.approx([0, 400 / 7, 0, 300 / 7], abs=1)
+    expected = torch.tensor([0.0, 4 / 7, 0.0, 3 / 7])[token]
+    assert torch.allclose(logp.exp(), expected, atol=1e-6)
+
+
 def test_mass_of_top_p_is_counted_among_the_top_k() -> None:
     """Of 0.4, 0.3, 0.2, 0.1 the first three have shares 4/9, 3/9, 2/9: two of them make up 0.75, of all it takes three."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()

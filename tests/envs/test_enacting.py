@@ -189,6 +189,19 @@ def test_a_rollout_of_another_tokenizer_or_a_damaged_one_is_refused(place: Path)
             stored({**row, **damage}, Tokenizer.load(resolve(place / "sft")))
 
 
+def test_words_of_a_recorded_turn_are_those_of_its_own_tokens_and_only_the_policys_are_looked_at(place: Path) -> None:
+    """A chat template puts more around what an environment says."""
+    tokenizer = Tokenizer.load(resolve(place / "sft"))
+    rows = rows_of(read_file(place / "rl" / "rollouts" / "step-000001.parquet"))
+    row = max(rows, key=lambda row: len(row["text"]))
+    framed = [turn if turn["role"] == "sampled" else {**turn, "text": "in a frame"} for turn in row["turns"]]
+    assert framed != row["turns"] and stored({**row, "turns": framed}, tokenizer)[0][0].tokens == row["tokens"]
+    first = next(turn for turn in row["turns"] if turn["role"] == "sampled" and turn["length"] > 2)
+    short = [{**turn, "length": 1} if turn is first else turn for turn in row["turns"]]
+    with pytest.raises(UserError, match="another tokenizer"):
+        stored({**row, "turns": short}, tokenizer)
+
+
 # -- read by people ----------------------------------------------------------------------------------------------------
 
 

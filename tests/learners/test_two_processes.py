@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from feeding import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case
@@ -18,7 +20,7 @@ from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.core.batch import Batch, Scores
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import Rollout
-from posttrain.learners.process_group import Processes
+from posttrain.learners.process_group import FIRST_PAUSE, LONGEST_PAUSE, Processes
 
 GROUPS, SIZE = 3, 2
 SPLITS = {"two groups and one": 4, "all and none": 6, "none and all": 0}
@@ -118,3 +120,49 @@ def test_joined_scoreboards_keep_groups_apart_and_order() -> None:
         for name in ("value", "penalty"):
             pairs = zip(getattr(joined, name), getattr(whole, name), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs)
+
+
+class Board(dict[str, str]):
+    """A store on which the other process says that it is there after it was looked for some times."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks, self.noted = looks, list[str]()
+
+    def set(self, key: str, value: str) -> None:
+        self.noted.append(key)
+        self[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        if keys[0].endswith("/1"):
+            self.looks -= 1
+            return self.looks < 0
+        return keys[0] in self
+
+    def delete_key(self, key: str) -> None:
+        del self[key]
+
+
+def with_another(monkeypatch: pytest.MonkeyPatch, store: Any) -> Processes:
+    """The first of two processes, as far as it waits for the other."""
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "new_group": None}.items():
+        monkeypatch.setattr(dist, name, lambda value=value, **how: value)
+    return Processes(store)
+
+
+def test_views_of_a_world_never_count_their_calls_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Board(0)
+    world = with_another(monkeypatch, store)
+    views = [world.apart(), world.apart()]
+    for view in (*views, views[0].apart(), views[1].apart(), world):
+        with view.meeting():
+            pass
+    assert len(store.noted) == len(set(store.noted)) == 9
+
+
+def test_pauses_between_looks_for_the_others_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    with with_another(monkeypatch, Board(10)).meeting():
+        pass
+    assert slept == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(10)] and slept[-1] == LONGEST_PAUSE

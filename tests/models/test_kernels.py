@@ -59,6 +59,15 @@ def test_likelihood_in_blocks_equals_the_plain_softmax(
         assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(gradients, others, strict=True))
 
 
+@pytest.mark.parametrize("size", [50.0, 300.0])
+def test_logits_hundreds_of_nats_apart_have_the_log_probabilities_of_float64(size: float) -> None:
+    weight, target = torch.tensor([[0.0], [size], [-size], [size - 1]]), torch.tensor([1, 2])
+    logp, entropy = token_logp_entropy(torch.ones(2, 1), Head(weight), target)
+    expected = weight[:, 0].double().log_softmax(-1)
+    assert logp.tolist() == pytest.approx(expected[target].tolist(), abs=1e-3)
+    assert entropy.tolist() == pytest.approx([-(expected.exp() * expected).sum().item()] * 2, abs=1e-3)
+
+
 def test_likelihood_of_no_token_is_empty_and_has_a_gradient_of_zero() -> None:
     hidden, head = normal(0, 5).requires_grad_(), normal(20, 5).requires_grad_()
     logp, entropy = token_logp_entropy(hidden, Head(head), torch.zeros(0, dtype=torch.int64))

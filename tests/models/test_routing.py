@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import Optimization
-from posttrain.learners.router_losses import RouterLosses, measured
+from posttrain.learners.router_losses import RouterLosses, Routing, measured
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf.backed import Backed
 from posttrain.models.hf.experts import find_routers, watching
@@ -436,6 +437,16 @@ def test_measures_of_a_load_are_those_of_closed_form() -> None:
     four = torch.tensor([[0.25, 0.25, 0.25, 0.25, 0, 0, 0, 0]], dtype=torch.float64)
     assert measured(torch.cat([two, four]), 2) == pytest.approx({"entropy": 0.25, "busiest": 1.0, "dead": 0.625})
     assert measured(torch.full((1, 2), 0.5), 2)["entropy"] == 1.0
+
+
+def test_moved_choices_are_a_share_of_all_choices() -> None:
+    told: Any = SimpleNamespace(
+        moved=3.0, chosen=12, counts=torch.tensor([[4.0, 8.0]]), sums={"balance": 0.0, "z": 0.0}, world=Alone(),
+        model=SimpleNamespace(replays=True), losses=None, _share=Routing._share, _taken=1,
+    )  # fmt: skip
+    stats = Stats()
+    Routing.measure(told, stats)
+    assert stats["routing/moved"] == (0.25, 1.0) and stats["routing/busiest"] == (pytest.approx(2 / 3), 1.0)
 
 
 def test_collapse_of_the_routers_is_found_and_an_unequal_load_is_not() -> None:

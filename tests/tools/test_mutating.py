@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import mutants as tool
 import pytest
 from mutating.operators import Mutant, mutants
 from mutating.trial import change
@@ -83,3 +84,14 @@ def test_running_module_takes_over_what_its_file_now_has(tmp_path: Path, monkeyp
     assert isinstance(mutant, Mutant)
     file.write_bytes(mutant.applied(source))
     assert change(str(file)) and one.of(5, 3) == 2
+
+
+def test_mistake_that_runs_at_import_is_tried_with_tests_of_the_tables_and_one_in_a_function_is_not() -> None:
+    table, share = (
+        next(m for m in mutants("algorithms/policy_table.py", SOURCE) if m.within == within)
+        for within in (None, "share")
+    )
+    assert {"pages", "objective"} <= set(tool.unrecorded(table))
+    assert tool.unrecorded(share) == []
+    (sharded, *_) = mutants("learners/fsdp.py", SOURCE)
+    assert "sharding" in tool.unrecorded(sharded)

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +177,30 @@ def test_micro_batches_are_dealt_whole_and_evenly(sizes: list[int], count: int) 
     assert sorted(place for share in shares for place in share) == list(range(len(sizes)))
     sums = [sum(sizes[place] for place in share) for share in shares]
     assert max(sums) - min(sums) <= max(sizes, default=0)
+
+
+def test_every_process_computes_its_share_alone_and_has_the_results_of_all() -> None:
+    """Three micro-batches of 5, 9 and 2 tokens: the first process has the second, the other one the others."""
+    shares, asked = ((1,), (0, 2)), list[Sequence[Any]]()
+
+    def compute(own: Sequence[Any]) -> list[str]:
+        asked.append(own)
+        return [f"of {size}" for size in own]
+
+    for rank in (0, 1):
+
+        def gather(own: list[str], rank: int = rank) -> list[list[str]]:
+            return [own if one == rank else [f"of {(5, 9, 2)[i]}" for i in shares[one]] for one in (0, 1)]
+
+        learner: Any = SimpleNamespace(
+            world=SimpleNamespace(size=2, rank=rank, gather=gather),
+            _shares=lambda sizes: deal(sizes, 2),
+            _own=lambda sizes, rank=rank: [sizes[place] for place in shares[rank]],
+        )
+        batches: Any = [5, 9, 2]
+        found = DataParallelLearner._together(learner, batches, compute, lambda x: x)
+        assert found == ["of 5", "of 9", "of 2"]
+    assert asked == [[9], [5, 2]]
 
 
 def test_programs_of_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,34 @@ def test_a_response_behind_another_prompt_is_cut_to_the_context() -> None:
     assert len(prompt) < 18 < len(prompt) + len(long)
 
 
+def test_response_behind_another_prompt_is_of_the_next_row_that_fits_and_has_another_one() -> None:
+    rows = [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1=", "chosen": "4", "rejected": "5"},
+        {"prompt": "1+1+1+1+1+1+1+1+1=", "chosen": "9", "rejected": "8"},
+        {"prompt": "3=", "chosen": "6", "rejected": "7"},
+    ]
+    items = items_of(rows, 12)
+    assert items[2] is None, "it does not fit"
+    prompt, eos = WORDS.encode("1+1=", start=True), WORDS.eos_id
+    for place in (0, 1):
+        assert [t.tokens for t in mismatched(items, place)] == [[*prompt, *WORDS.encode(x), eos] for x in "67"]
+    assert mismatched(items_of(rows[:3], 12), 0) == [], "no other prompt fits"
+
+
+def test_each_row_is_evaluated_once_however_many_are_made_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    items, asked, seen = items_of(PAIRS), Asked(), list[int]()
+
+    def evaluate(batches: Sequence[Packed]) -> list[Outputs]:
+        seen.extend(len(batch.target) for batch in batches)
+        return asked(batches)
+
+    monkeypatch.setattr("posttrain.training.sources.reference_cache.AT_ONCE", 5)
+    found = reference_logps(items, range(len(items)), "few", evaluate, 50, torch.device("cpu"), False)
+    scored = [item.n_scored for item in map(items.__getitem__, range(len(items))) if item is not None]
+    assert sum(seen) == sum(scored) and [len(found.of(place)) for place in range(len(items))] == scored
+
+
 def test_a_row_that_only_lends_its_response_to_another_prompt_is_in_the_name_too() -> None:
     """A run that is shorter than an epoch visits some rows; the next one's response is read behind the last one's prompt."""
     for last in ("10", "a much longer one"):

@@ -386,6 +386,19 @@ def test_prompts_that_do_not_fit_are_told_before_they_are_played(
         assert len(said) == 1 and ("left out" if policy == "skip" else "cut") in said[0]
 
 
+def test_the_engines_work_is_counted_for_the_step_that_it_was_done_in(tokenizer: Tokenizer) -> None:
+    experience = source(tokenizer, row("grpo"))
+    engine: Any = experience.queue.collector.player.engine
+    assert isinstance(engine, LocalEngine)
+    before = dict(engine.pace())
+    for number in (1, 2, 3):
+        step, after = experience.produce(number), dict(engine.pace())
+        assert step.work == {name: now - before.get(name, 0.0) for name, now in after.items()} and any(
+            step.work.values()
+        )
+        before = after
+
+
 def test_first_rows_that_do_not_fit_are_named_and_the_others_counted() -> None:
     said: list[str] = []
     too_long = TooLong("skip", 8, said.append)

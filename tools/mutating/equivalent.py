@@ -54,6 +54,14 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
      "(not self.running and free >= max(1, self.slots // 8))"): COST,
     ("engines/local/local_engine.py", "min(self.slots, waiting)", "min(self.slots, waiting)", "self.slots"): COST,
     ("training/sources/model_outputs.py", "torch.zeros(0)", "0", "1"): "every place is written to",
+    ("algorithms/reward_model_table.py", "self.measure(", "scores.detach()", "scores"): NO_GRAPH,
+    ("core/types.py", "as most are", "return np.array(self.logp, dtype=np.float32)", "pass"):
+        "a shorter way to the same numbers",
+    ("learners/fsdp.py", "of replicated parameters", "2", "3"): "the first two are read",
+    ("learners/process_group.py", "for other in sorted(missing)", "sorted(missing)", "list(missing)"):
+        "each is asked by itself, in whatever order",
+    ("models/native/linear.py", "return to_bias, *(None", "learned(linear)[1:]", "learned(linear)[1 - 1:]"):
+        "torch ignores a None behind the last argument",
 }  # fmt: skip
 """(module, a piece of the statement, what is replaced, by what) -> why it is none."""
 

@@ -124,7 +124,7 @@ class RLSource:
 
     def _measure_staleness(self, rollouts: Sequence[Rollout], stats: Stats) -> None:
         """Measure the number of updates between the weights that sampled each token and those that learn from it."""
-        spans = [s for r in rollouts for t in r.transcripts for s in t.spans if s.version is not None]
+        spans = [s for r in rollouts for t in r.transcripts for s in t.spans]
         ages = [(self.learner.version - s.version, s.length) for s in spans if s.version is not None]
         if ages:
             stats.add("staleness", sum(age * length for age, length in ages), sum(length for _, length in ages))

@@ -99,7 +99,7 @@ class Study:
         return dict(of_arm[str(seed)])
 
     def evaluate(self, tasks: Sequence[Any], env: str, model: str, **options: Any) -> Any:
-        """Greedy replies to held-out tasks, one each, unless the options say otherwise."""
+        """Greedy replies to held-out tasks, one each, unless the options differ."""
         greedy = {"samples": 1, "k": (1,), "temperature": 0.0}
         return posttrain.evaluate(list(tasks), env, model, precision=self.precision, **{**greedy, **options})
 
@@ -142,17 +142,17 @@ class Study:
         ]
 
     def finish(self, lines: Sequence[str]) -> None:
-        """Print the page's part, and write it where --page says."""
+        """Print the page's part, and write it to the file of --page."""
         print("\n".join(lines))
         if self.page_file:
             print(f"page    {write_page(self.page_file, lines)}")
 
 
 def over_seeds(values: Sequence[float], name: str, form: str = ".3f") -> str:
-    """Mean, 95% interval (Student) and every seed; minutes and steps have no interval."""
+    """Mean, 95% interval (Student) and every seed; minutes and words have no interval."""
     mean = sum(values) / len(values)
-    if name in ("minutes", "steps"):
-        return f"{mean:.0f}"
+    if name in ("minutes", "words"):
+        return f"{mean:.0f}" if name == "minutes" else f"{mean:.1f}"
     if len(set(values)) == 1:
         return format(mean, form)
     return f"{mean:{form}} {student_interval(values).text(form)} ({', '.join(format(v, form) for v in values)})"
@@ -180,7 +180,7 @@ def commit() -> str:
 
 
 def processor() -> str:
-    """The processor's name, as the kernel tells it."""
+    """The processor's name, as the kernel reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

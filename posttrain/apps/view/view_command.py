@@ -94,11 +94,20 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tup
 
 
 def _leave(runs: Sequence[OpenRun]) -> None:
-    """End the process in some seconds: it may be at a question that no interrupt reaches."""
+    """End the process in some seconds: it may be at a question that no interrupt reaches.
+
+    What answers conditions is closed before, if that can be done in time; it ends with the process anyway.
+    """
     time.sleep(GRACE_SECONDS)
+    closing = threading.Thread(target=_close_all, args=(runs,), daemon=True)
+    closing.start()
+    closing.join(GRACE_SECONDS)
+    os._exit(130)
+
+
+def _close_all(runs: Sequence[OpenRun]) -> None:
     for run in runs:
         run.store.close()
-    os._exit(130)
 
 
 class _NoPandas:

@@ -96,7 +96,7 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tup
 def _leave(runs: Sequence[OpenRun]) -> None:
     """End the process in some seconds: it may be at a question that no interrupt reaches.
 
-    What answers conditions is closed before, if that can be done in time; it ends with the process anyway.
+    The processes that answer conditions are closed before, if that can be done in time; they end with this one anyway.
     """
     time.sleep(GRACE_SECONDS)
     closing = threading.Thread(target=_close_all, args=(runs,), daemon=True)

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from flops import config_of
-from posttrain.cli.real_model import found
 from work import BUDGETS, DATA, MAX_TOKENS, REAL, VOCABULARIES, rows
 
+from posttrain.cli.real_model import found
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig

@@ -1,4 +1,4 @@
-"""What do steps of a real model take, beside another checkout? Questions that share a system message and two examples.
+"""Seconds of GRPO and SFT steps of a real model, beside another checkout. Its prompts share a system message and examples.
 
     git worktree add ../before COMMIT
     python benchmarks/speed/real_step.py --other ../before      # some six minutes on two idle cores

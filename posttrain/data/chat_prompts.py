@@ -8,6 +8,7 @@ as text, becomes that conversation.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,16 @@ from posttrain.core.types import Task
 ROLES = {"Human": "user", "Assistant": "assistant"}
 TURNS = re.compile(r"\n\n(Human|Assistant):")  # of hh-rlhf
 SYSTEM = ("system", "developer")  # roles of a message that stands before a conversation
+
+
+def unlearned(messages: Sequence[Any]) -> list[Any]:
+    """Return the messages of a prompt: no assistant turn in it is imitated (OpenAI's `weight` of a message, 0)."""
+    return [{**m, "weight": 0} if isinstance(m, dict) and m.get("role") == "assistant" else m for m in messages]
+
+
+def without_weights(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages as templates get them."""
+    return [{key: value for key, value in m.items() if key != "weight"} if "weight" in m else m for m in messages]
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class AsMessages:
             turns = _turns(prompt)
             said = [*self._asked(None), *turns] if turns else self._asked(prompt)
             if self.answered and isinstance(task.get("response"), str):
+                said = unlearned(said)
                 answer = task["response"].strip() if turns else task["response"]  # the space behind "Assistant:"
                 said.append({"role": "assistant", "content": answer})
             task = {**task, "messages": said}

@@ -14,6 +14,7 @@ from itertools import combinations
 
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
+from posttrain.data.chat_prompts import unlearned
 from posttrain.data.preference_examples import asked, comparisons_of, plain, said_of
 from posttrain.data.row_files import Row
 
@@ -122,7 +123,7 @@ def best_rows(row: Row, top: int, at_least: float | None) -> Iterator[Row]:
         text = row["responses"][place]
         said: Row = {"response": text}
         if "messages" in kept:
-            said = {"messages": [*kept["messages"], {"role": "assistant", "content": text}]}
+            said = {"messages": [*unlearned(kept["messages"]), {"role": "assistant", "content": text}]}
         stop = {"response_stop": stops[place]} if stops else {}
         yield {**kept, **said, "score": value, **stop}
 

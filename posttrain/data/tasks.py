@@ -215,7 +215,8 @@ def to_tasks(
     3. Templates such as "Question: {question}\nAnswer:" make "prompt" and "response" of the columns there are now.
        Only whole columns are filled in; braces inside the data are left alone.
     4. Where a response is needed, "completion" serves as well. A "prompt" that is a list is a conversation and becomes
-       "messages", with the response as its last turn. Prompt, messages and response are checked.
+       "messages", with the response as its last turn, which alone is imitated. Of a row of "messages" all assistant turns
+       are, but for those with "weight": 0. Prompt, messages and response are checked.
     5. `need` names the keys this use cannot do without; a null or blank value counts as missing. "messages" serve as
        the prompt, and as prompt and response if they end with an assistant turn. Of a row that has both, the one that
        meets the need is kept, the prompt first; so a task never has two prompts.

@@ -24,6 +24,7 @@ from posttrain.core.messages import one_line, short
 from posttrain.core.pictures import PictureError, parts
 from posttrain.core.types import ROLES, Task, UserError
 from posttrain.data.arrow_store import digest
+from posttrain.data.chat_prompts import unlearned, without_weights
 from posttrain.data.row_files import Row
 from posttrain.data.rows import no_column, quoted_names, value_in
 
@@ -204,7 +205,7 @@ def question(task: Task) -> str | None:
         return quoted(task["prompt"])
     if "messages" not in task:
         return None
-    messages = task["messages"]
+    messages = without_weights(task["messages"])
     return _dumps(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
 
 
@@ -265,7 +266,8 @@ def _with_reply(task: Task) -> Task:
     """Return the task with the text to imitate as "response", or as the last of its "messages" if the prompt holds
     messages.
 
-    These are TRL's two forms of rows with a prompt and a completion.
+    These are TRL's two forms of rows with a prompt and a completion. Assistant turns of the prompt get the weight 0: they
+    are context, such as the answers of examples.
     """
     name = next((name for name in REPLIES if not _blank(task.get(name))), None)
     if name is None or (name == "response" and not isinstance(task.get("prompt"), list)):
@@ -277,7 +279,7 @@ def _with_reply(task: Task) -> Task:
             raise UserError(f"the {name} holds messages and the prompt is text; make both text, or both messages")
         return {**rest, "response": reply}
     turns = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
-    return {key: value for key, value in rest.items() if key != "prompt"} | {"messages": [*prompt, *turns]}
+    return {key: value for key, value in rest.items() if key != "prompt"} | {"messages": [*unlearned(prompt), *turns]}
 
 
 def _checked(task: Task) -> Task:
@@ -311,6 +313,11 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             raise UserError(f'message {number} must be an object with "role" and "content"')
         if message["role"] not in ROLES:
             raise UserError(f"message {number}: role {message['role']!r} is not one of {', '.join(ROLES)}")
+        weight = message.get("weight")
+        if weight is not None and (weight not in (0, 1) or message["role"] != "assistant"):
+            raise UserError(
+                f"message {number}: weight is {short(weight)}; give assistant turns 0 (context) or 1 (imitated), others none"
+            )
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise UserError(f"message {number}: tool_calls must be a list of objects, as OpenAI's API has them")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.core.pictures import digests
 from posttrain.core.types import Media, SpanKind, Task, ToolCall, Transcript, UserError
+from posttrain.data.chat_prompts import without_weights
 from posttrain.data.preference_examples import CUT
 from posttrain.envs.play.env_outputs import read_schema
 
@@ -33,7 +34,8 @@ def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcrip
 def demonstrate(
     task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask_prompt: bool = True, length: int | None = None
 ) -> Transcript:
-    """The transcript of a demonstration: `prompt` and `response`, or chat `messages` whose assistant turns are imitated.
+    """The transcript of a demonstration: `prompt` and `response`, or chat `messages`, whose assistant turns are imitated
+    unless their weight is 0.
 
     Prompt and response are tokenised apart, as they are when the response is sampled. A response ends with the
     end-of-sequence token, which is part of what is imitated, unless "response_stop" says that it was cut off. `length`: the
@@ -97,24 +99,25 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
         yield _Piece(tokenizer.encode(task.get("prompt", ""), start=True), False)
         yield _Piece([*tokenizer.encode(task["response"]), eos_ids[0]], True)
         return
+    messages = without_weights(task["messages"])
     said = -1  # place of the assistant's last message
     reply: list[int] = []
     tools = None if task.get("tools") is None else [read_schema(tool) for tool in task["tools"]]
-    for i, message in enumerate(task["messages"]):
+    for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        shown = tokenizer.render(task["messages"][:i], True, tools)
-        whole = tokenizer.render(task["messages"][: i + 1], False, tools)
+        shown = tokenizer.render(messages[:i], True, tools)
+        whole = tokenizer.render(messages[: i + 1], False, tools)
         if not whole.startswith(shown):
             raise UserError(
                 "this chat template rewrites what opens a reply, so the reply's tokens are not known: give another with "
                 "--chat-template, or train plain prompts as bare text with --no-chat"
             )
         if said < 0:
-            yield _shown(tokenizer, shown, task["messages"][:i], start=True)
+            yield _shown(tokenizer, shown, messages[:i], start=True)
         else:  # as a policy would see it: behind what it said stands what it said, however the template shows it later
-            before, new = task["messages"][:said], task["messages"][said + 1 : i]
-            calls = _calls(task["messages"][said])
+            before, new = messages[:said], messages[said + 1 : i]
+            calls = _calls(messages[said])
             after, _, media = _shown(tokenizer, tokenizer.render_after(before, new, calls, tools).text, new)
             ended = next((n for n in range(min(len(after), len(reply)), 0, -1) if reply[-n:] == after[:n]), 0)
             yield _Piece(after[ended:], False, [replace(m, start=m.start - ended) for m in media])
@@ -125,7 +128,7 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterato
         behind = sum(token in eos_ids for token in tokenizer.encode(closing))  # several: a policy ends with the first
         end = ends[-max(behind, 1)] + 1 if ends else len(reply)  # what the template puts after it is not sampled
         said, reply = i, reply[:end]
-        yield _Piece(reply if ends else [*reply, eos_ids[0]], True)
+        yield _Piece(reply if ends else [*reply, eos_ids[0]], task["messages"][i].get("weight", 1) == 1)
 
 
 def _calls(message: Mapping[str, Any]) -> list[ToolCall]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import posttrain
 from posttrain.core.seeds import seed_of
-from recipes.real.study import Figures, Study, options, read
+from recipes.real.study import Figures, Study, options, read, run
 
 Row = dict[str, Any]
 
@@ -36,6 +36,7 @@ SHOWN = (
 )
 LONGEST = 16  # tokens of a reply
 RATE: dict[str, Any] = {"lr": 5e-5, "warmup": 3, "schedule": "linear"}
+AFTER_SFT = 1e-5  # learning rate of GRPO there
 HALF = "SFT on half"
 ARMS = ("start", "SFT", "GRPO", HALF, f"{HALF}, then GRPO", f"{HALF}, then GRPO at 5e-5")
 
@@ -75,7 +76,7 @@ class Reading:
             "SFT": lambda arm: self.sft(arm, self.learned),
             "GRPO": lambda arm: self.grpo(arm, start, self.learned),
             HALF: lambda arm: self.sft(arm, first),
-            f"{HALF}, then GRPO": lambda arm: self.grpo(arm, begun, rest, lr=1e-5),
+            f"{HALF}, then GRPO": lambda arm: self.grpo(arm, begun, rest, lr=AFTER_SFT),
             f"{HALF}, then GRPO at 5e-5": lambda arm: self.grpo(arm, begun, rest),
         }
         for arm, trained in work.items():
@@ -85,7 +86,7 @@ class Reading:
 def main() -> None:
     given = options(__doc__ or "", "reading").parse_args()
     steps, prompts, asked = (2, 2, 8) if given.small else (40, 8, 200)
-    study = Study(given, {"steps": steps, "prompts": prompts, "questions": asked, **RATE})
+    study = Study(given, {"steps": steps, "prompts": prompts, "questions": asked, "after SFT": AFTER_SFT, **RATE})
     learned, held_out = questions(given)
     unseen = sorted(held_out, key=lambda row: number(row["id"]))[:asked]
     for seed in study.seeds:
@@ -170,4 +171,4 @@ def page(study: Study, count: int, trained: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -29,13 +29,14 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index
 from posttrain.verify.short_answer import contains_answer
 from recipes import search_qa
-from recipes.real.study import Figures, Study, conversation, options
+from recipes.real.study import Figures, Study, conversation, options, run
 
 Row = dict[str, Any]
 
 SHOWN = 800  # characters of a passage
 SIZE = search_qa.Size(topk=1, shown=SHOWN)
 LONGEST = 48  # tokens of a reply
+SFT_LR, GRPO_LR = 5e-5, 1e-5
 WITHOUT, SCRIPTED, GOLD = "without search, ", "GRPO, scripted search", "GRPO, gold passage"
 ARMS = ("start", "SFT", "GRPO", SCRIPTED, GOLD, f"{WITHOUT}SFT", f"{WITHOUT}GRPO")
 FIGURES = ("exact", "answered", "form", "searches", "found")
@@ -65,7 +66,7 @@ class Searching:
     def sft(self, arm: str) -> str:
         first = self.learned[: 4 * self.demonstrations]  # the search does not answer all of them
         rows = search_qa.imitation_rows(self.index, first, not arm.startswith(WITHOUT), SIZE)[: self.demonstrations]
-        options = {"rows": 8, "epochs": 1, "lr": 5e-5, "warmup": 3, "schedule": "linear", **self.env(arm)}
+        options = {"rows": 8, "epochs": 1, "lr": SFT_LR, "warmup": 3, "schedule": "linear", **self.env(arm)}
         return str(posttrain.sft(rows, model=self.study.model, **options, **self.study.common(arm, self.seed)).path)
 
     def grpo(self, arm: str) -> str:
@@ -76,7 +77,7 @@ class Searching:
             "kl": 0.0,
             "group": 8,
             "max_tokens": LONGEST,
-            "lr": 1e-5,
+            "lr": GRPO_LR,
             "warmup": 3,
             **self.env(arm),
         }
@@ -119,6 +120,7 @@ def main() -> None:
         "prompts": prompts,
         "questions": asked,
         "shown": SHOWN,
+        "rates": [SFT_LR, GRPO_LR],
     }
     study = Study(given, settings)
     place = study.out / "index"
@@ -203,4 +205,4 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -55,10 +56,10 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 class Study:
-    """The arms of a recipe over seeds. `common` are the options of all its runs, `settings` what its results depend on."""
+    """The arms of a recipe over seeds, and their figures."""
 
     def __init__(self, given: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-        """Raises UserError if results under other settings are in the folder."""
+        """`settings`: all that the figures depend on. Raises UserError if figures under other settings are in the folder."""
         self.out, self.seeds, self.page_file = given.out, given.seeds, given.page
         self.model = given.model or str(fetched())
         self.precision, self.is_small = given.precision, given.small
@@ -69,7 +70,7 @@ class Study:
             if self._known["settings"] != json.loads(json.dumps(whole)):
                 raise UserError(f"{self.out} has results under other settings: choose another --out, or delete it")
         else:
-            self._known = {"settings": whole, "commit": commit(), "arms": {}}
+            self._known = {"settings": whole, "arms": {}}
         self.out.mkdir(parents=True, exist_ok=True)
 
     def folder(self, arm: str, seed: int) -> Path:
@@ -88,9 +89,9 @@ class Study:
         of_arm = self._known["arms"].setdefault(arm, {})
         if str(seed) not in of_arm:
             print(f"-- {arm}, seed {seed}", flush=True)
-            began = time.perf_counter()
+            began, where = time.perf_counter(), {"commit": commit(), "date": str(date.today())}
             figures = work()
-            of_arm[str(seed)] = {**figures, "minutes": round((time.perf_counter() - began) / 60, 1)}
+            of_arm[str(seed)] = {**figures, **where, "minutes": round((time.perf_counter() - began) / 60, 1)}
             draft = self._file.with_suffix(".draft")
             draft.write_text(json.dumps(self._known, indent=1) + "\n")
             draft.replace(self._file)
@@ -129,14 +130,16 @@ class Study:
 
     def head(self, recipe: str) -> list[str]:
         """The command, when and where it ran, and how long."""
-        minutes = sum(f["minutes"] for seeds in self._known["arms"].values() for f in seeds.values())
+        found = [f for seeds in self._known["arms"].values() for f in seeds.values()]
+        minutes = sum(f["minutes"] for f in found)
+        when, commits = (", ".join(dict.fromkeys(f[name] for f in found)) for name in ("date", "commit"))
         seeds = " ".join(str(seed) for seed in self.seeds)
         words = f"python -m recipes.real.{recipe} --seeds {seeds}"
         words += " --small" * self.is_small
         words += "" if self.precision == "float32" else f" --precision {self.precision}"
         where = f"{torch.get_num_threads()} threads of {processor()}, torch {torch.__version__}"
         return [
-            f"`{words}` on {Path(self.model).name}, {date.today()}, commit {self._known['commit']}, {where}; "
+            f"`{words}` on {Path(self.model).name}, {when}, commit {commits}, {where}; "
             f"{minutes:.0f} minutes for all of it.",
             "",
         ]
@@ -167,6 +170,15 @@ def conversation(rollout: Rollout, limit: int = 700) -> list[str]:
         lines.append(f"[{who}] {'... ' * (len(text) > limit)}{text[-limit:]}")
     rewards = ", ".join(f"{name} {value:.2g}" for name, value in rollout.rewards.items())
     return [*lines, f"[reward] {rollout.reward if rollout.reward is not None else 'invalid'}: {rewards}", "```", ""]
+
+
+def run(recipe: Callable[[], None]) -> None:
+    """Run a recipe as a command: a user's mistake is one line and exit code 2."""
+    try:
+        recipe()
+    except UserError as error:
+        print(f"recipe: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def commit() -> str:

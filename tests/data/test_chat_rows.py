@@ -230,7 +230,9 @@ def test_rows_of_messages_keep_them_and_a_conversation_written_down_is_one() -> 
     assert taught["messages"] == [{"role": "system", "content": "be brief"}, *found["messages"]], "and not the response"
     assert [m["content"] for m in taught["teacher_prompt"]] == ["be brief", "b"]
     imitated = AsMessages(answered=True)({**told, "response": " so"})["messages"]
-    assert imitated == [*found["messages"], {"role": "assistant", "content": "so"}], "as the responses of comparisons"
+    assert imitated[-1] == {"role": "assistant", "content": "so"}, "as the responses of comparisons"
+    before = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in found["messages"]]
+    assert imitated[:-1] == before, "the conversation is context"
 
 
 def test_items_have_the_prompts_as_they_are(model_of: Callable[..., Path], tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from conftest import CHATML
 from row_files import refused, write_jsonl
 
 from posttrain.core.types import Transcript, UserError
+from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, order, to_tasks
-from posttrain.data.tasks_from_rows import Conversion
+from posttrain.data.tasks_from_rows import Conversion, question
 from posttrain.envs.demonstration import demonstrate
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_stream import steps_per_epoch
@@ -63,6 +64,48 @@ def test_assistant_turns_of_a_chat_are_imitated_up_to_their_end_token() -> None:
     assert tokenizer.decode(transcript.tokens) == tokenizer.render(messages, generation=False).removesuffix("\n")
     cut = demonstrate({"id": "a", "messages": messages}, tokenizer, (end,), length=len(transcript) - 3)
     assert cut.tokens == transcript.tokens[:-3] and imitated(cut)[:3] == imitated(transcript)[:3]
+
+
+USER, ASSISTANT = ({"role": role, "content": text} for role, text in (("user", "hello"), ("assistant", "there")))
+LAST = {"role": "assistant", "content": "too"}
+TURNS = "\n\nHuman: hello\n\nAssistant: there\n\nHuman: hello\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("row", "learned"),
+    [
+        ({"messages": [USER, ASSISTANT, USER, LAST]}, ["there", "too"]),
+        ({"messages": [USER, {**ASSISTANT, "weight": 0}, USER, {**LAST, "weight": 1}]}, ["too"]),
+        ({"messages": [USER, ASSISTANT, USER, {**LAST, "weight": 0}]}, ["there"]),
+        ({"prompt": [USER, ASSISTANT, USER], "response": "too"}, ["too"]),
+        ({"prompt": [USER, ASSISTANT, USER], "completion": [LAST]}, ["too"]),
+        ({"prompt": [USER], "completion": [ASSISTANT, USER, LAST]}, ["there", "too"]),
+        ({"prompt": TURNS, "response": " too"}, ["too"]),
+    ],
+)
+def test_of_a_prompt_nothing_is_imitated_whoever_said_it(row: dict[str, Any], learned: list[str]) -> None:
+    tokenizer = Tokenizer.train(["hello there you"], 300, special=("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = CHATML
+    (end,) = tokenizer.encode("<|im_end|>")
+    [task] = to_tasks([row], need=NEED).shown(AsMessages(answered=True))
+    transcript = demonstrate(task, tokenizer, (end,))
+    assert imitated(transcript) == [token for text in learned for token in [*tokenizer.encode(text), end]]
+    whole = tokenizer.render([USER, ASSISTANT, USER, LAST], generation=False).removesuffix("\n")
+    assert whole.startswith(tokenizer.decode(transcript.tokens)), "weights change nothing that is shown"
+
+
+def test_a_prompt_is_held_out_whatever_its_turns_weigh() -> None:
+    [shown], [weighed] = (
+        [question(task) for task in to_tasks([{"messages": [USER, turn, USER, LAST]}], need=NEED)]
+        for turn in (ASSISTANT, {**ASSISTANT, "weight": 0})
+    )
+    assert shown == weighed
+
+
+@pytest.mark.parametrize("message", [{**ASSISTANT, "weight": 0.5}, {**USER, "weight": 0}, {**ASSISTANT, "weight": "1"}])
+def test_a_weight_that_means_nothing_is_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="message 1: weight is .* give assistant turns 0"):
+        list(to_tasks([{"messages": [message, USER, LAST]}], need=NEED))
 
 
 def rows(count: int, long: tuple[int, ...] = ()) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The embedded rollout engine: continuous batching over a key-value cache, with the learner's own weights.
 
-Requests wait in line until a slot of the cache is free. The prompt of a group is computed and kept once, and what
-different prompts begin with is computed once. Running requests
-occupy the first slots, so one decoding step is one dense forward over them.
+Requests wait in line until a slot of the cache is free. The prompt of a group is computed and kept once, and the common
+beginning of different prompts is computed once. Running requests occupy the first slots, so one decoding step is one dense
+forward over them.
 
 Decided here: where decoding is compiled code, which adds up each row's numbers in an order of its own, prompts and output
 heads too are computed so that nothing depends on what is computed beside them. Prompts still go through the model

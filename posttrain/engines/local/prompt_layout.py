@@ -1,4 +1,4 @@
-"""Layout of prompts for prefill: what several of them begin with is computed once.
+"""Layout of prompts for prefill, in which the common beginning of several prompts is computed once (prefix caching).
 
 Prompts are cut into blocks of one size, wherever they come from. Two prompts share a block where they are equal up to its
 end. So how a prompt is cut, and with it every bit of its keys and values, depends on the prompt alone, not on whether
@@ -16,7 +16,7 @@ from torch import Tensor
 from posttrain.core.batch import Layout
 
 BLOCK = 64
-"""Tokens of a block: what prompts share is found in whole ones, and each has a cost of its own."""
+"""Tokens of a block. Prompts share whole blocks; each costs a call of attention."""
 
 
 class PromptBlocks:
@@ -39,6 +39,7 @@ class PromptBlocks:
         return 0
 
     def add(self, prompt: tuple[int, ...]) -> None:
+        """Add a prompt, and the blocks of it that are new."""
         self.tokens += self.missing(prompt)
         before, path = -1, []
         for first in range(0, len(prompt), BLOCK):

@@ -80,7 +80,7 @@ INLINE void attend_typed(const enum dtype dtype, int64_t queries, int64_t size, 
 
 static void attend_all(enum dtype dtype, int64_t queries, int64_t size, int64_t padded, const float *query,
                        const struct visible *visible, float *scores, int64_t stride, float *out) {
-#if defined(__AMX_BF16__) || defined(__AVX512BF16__)  // a cache in bf16 goes with products in bf16
+#ifdef HAS_BF16
     if (dtype == BF16) {
         attend_typed(BF16, queries, size, padded, query, visible, scores, stride, out);
         return;

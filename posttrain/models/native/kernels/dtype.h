@@ -3,6 +3,10 @@
 
 #include "vectors.h"
 
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
+#define HAS_BF16 1  // products in bf16, and a cache in bf16 with them
+#endif
+
 enum dtype { FLOAT32, BF16 };
 
 INLINE int64_t size_of(enum dtype dtype) { return dtype == BF16 ? 2 : 4; }

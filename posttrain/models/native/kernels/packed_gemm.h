@@ -12,8 +12,7 @@
 #include "abi.h"
 #include "gemm.h"
 #include "row_ops.h"
-#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
-#define HAS_BF16 1
+#ifdef HAS_BF16
 #include <immintrin.h>
 #endif
 

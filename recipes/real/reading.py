@@ -13,15 +13,13 @@ every seed, are measured on the same questions of held-out articles, greedy:
 
 from __future__ import annotations
 
-import random
 import re
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import posttrain
-from posttrain.core.seeds import seed_of
-from recipes.real.study import Figures, Study, options, read, run
+from recipes.real.study import Figures, Study, options, read, run, shuffled
 
 Row = dict[str, Any]
 
@@ -90,9 +88,7 @@ def main() -> None:
     learned, held_out = questions(given)
     unseen = sorted(held_out, key=lambda row: number(row["id"]))[:asked]
     for seed in study.seeds:
-        rows = list(learned)
-        random.Random(seed_of(seed, "reading")).shuffle(rows)
-        Reading(study, seed, rows[: steps * prompts], unseen, prompts).run()
+        Reading(study, seed, shuffled(learned, seed, "reading")[: steps * prompts], unseen, prompts).run()
     study.finish(page(study, len(unseen), steps * prompts))
 
 

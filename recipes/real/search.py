@@ -15,21 +15,19 @@ words of the question, and with the gold passage. Policies are measured on the s
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import posttrain
 from posttrain import Rollout
-from posttrain.core.seeds import seed_of
 from posttrain.core.types import SpanKind
 from posttrain.envs.builtin.search_qa import SEARCH, row_to_task
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index
 from posttrain.verify.short_answer import contains_answer
 from recipes import search_qa
-from recipes.real.study import Figures, Study, conversation, options, run
+from recipes.real.study import Figures, Study, conversation, options, run, shuffled
 
 Row = dict[str, Any]
 
@@ -130,8 +128,7 @@ def main() -> None:
     learned, held_out = search_qa.questions(given.data / "retrieval", None)
     unseen = search_qa.sample(held_out, asked)
     for seed in study.seeds:
-        rows = list(learned)
-        random.Random(seed_of(seed, "search")).shuffle(rows)
+        rows = shuffled(learned, seed, "search")
         Searching(study, seed, index, str(place), rows, unseen, demonstrations, prompts, steps).run()
     study.finish(page(study, len(unseen), demonstrations, steps * prompts))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ import posttrain
 from posttrain import Rollout, UserError
 from posttrain.cli.real_model import fetched
 from posttrain.core.intervals import student_interval
+from posttrain.core.seeds import seed_of
 from posttrain.core.types import SpanKind
 from recipes.pages import write_page
 
@@ -53,6 +55,13 @@ def read(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         raise UserError(f"{file} is missing: name the folder of the datasets with --data")
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def shuffled(rows: Sequence[dict[str, Any]], seed: int, recipe: str) -> list[dict[str, Any]]:
+    """The rows in the order of a seed."""
+    found = list(rows)
+    random.Random(seed_of(seed, recipe)).shuffle(found)
+    return found
 
 
 class Study:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.core.batch import Layout
-from posttrain.models.native.attention import SegmentAttention, filled
+from posttrain.models.native import attention
+from posttrain.models.native.attention import SegmentAttention, each_alone, filled
 from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import binder
@@ -98,6 +99,28 @@ def test_a_tree_in_torch_equals_its_transcripts_apart(path: str, heads: tuple[in
     assert torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
     (gradient,), (right,) = (torch.autograd.grad(total, x) for total in ((found * weights).sum(), loss))
     assert torch.allclose(gradient, right, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@given(layout=trees())
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_segments_attended_to_one_by_one_have_the_same_bits_in_any_company(is_compiled: bool, layout: Layout) -> None:
+    def attended(layout: Layout, x: Tensor) -> Tensor:
+        return each_alone(layout, len(layout.length))(0, *x.split_with_sizes((4, 2, 2), 1))
+
+    x = normal(len(layout.tokens), 8, 16)
+    _, expected, _ = apart(layout, x, (4, 2))
+    x = x.float()
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_compiled:
+            patch.setattr(attention, "compiled_covers", lambda *_: False)
+        found = attended(layout, x)
+        assert close(found, expected, 1e-6)
+        for k in range(len(layout.length)):
+            line = [*ancestors(layout.prefix, k), k]
+            places = torch.cat([torch.arange(layout.length[s]) + layout.start[s] for s in line])
+            alone = laid([layout.length[s] for s in line], range(-1, len(line) - 1))
+            assert torch.equal(attended(alone, x[places]), found[places])
 
 
 @needs_compiler

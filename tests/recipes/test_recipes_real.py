@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from recipe_modules import recipe_module
@@ -102,6 +103,55 @@ def test_what_search_finds_for_a_scripted_query_stands_in_the_prompt(model: Path
     for prompt in (found["prompt"], gold["prompt"]):
         assert prompt.index("<|im_start|>assistant") < prompt.index("<search> Who") < prompt.index("Doc 1(Title:")
         assert prompt.endswith("</information>\n\n")
+
+
+def test_arms_see_other_rows_with_another_seed_and_practise_nothing_that_was_demonstrated(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[tuple[str, str], list[str]] = {}
+
+    def noting(verb: str) -> Any:
+        def work(*given: Any, out: str, **_: Any) -> Any:
+            if "without" not in out:
+                seen[verb, out.rpartition("-")[2]] = [row["id"] for row in given[0]]
+            return SimpleNamespace(path=out)
+
+        return work
+
+    recipe = recipe_module("real.search")
+    learned, _ = recipe.search_qa.questions(data / "retrieval", None)
+    monkeypatch.setattr(posttrain, "sft", noting("sft"))
+    monkeypatch.setattr(posttrain, "rl", noting("rl"))
+    monkeypatch.setattr(
+        recipe.Searching, "measured", lambda *_: dict.fromkeys(recipe.FIGURES, 0.0) | {"queries": [], "episodes": []}
+    )
+    monkeypatch.setattr(recipe.Searching, "told", lambda *_: {"exact": 0.0, "found": 0.0})
+    ran(recipe, monkeypatch, "--small", "--seeds", 0, 1, "--out", tmp_path, "--model", model, "--data", data)
+    for seed in ("0", "1"):
+        assert len(seen["sft", seed]) == 8 and not set(seen["sft", seed]) & set(seen["rl", seed])
+        assert len(seen["rl", seed]) == len(learned) - 4 * 8, "whatever part of the first ones was demonstrated"
+    assert seen["sft", "0"] != seen["sft", "1"]
+    shuffled = recipe_module("real.study").shuffled
+    assert shuffled([*range(9)], 1, "a") == shuffled([*range(9)], 1, "a") != shuffled([*range(9)], 2, "a")
+
+
+def test_a_figure_is_the_mean_over_seeds_with_students_interval() -> None:
+    over_seeds = recipe_module("real.study").over_seeds
+    assert (
+        over_seeds([0.1, 0.3, 0.2], "exact") == "0.200 [-0.048, 0.448] (0.100, 0.300, 0.200)"
+    )  # 4.303 * 0.1 / sqrt(3)
+    assert over_seeds([0.5, 0.5], "exact") == "0.500" and over_seeds([1.2, 2.0], "minutes") == "2"
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    recipe, study = recipe_module("real.reading"), recipe_module("real.study")
+    monkeypatch.setattr(
+        sys, "argv", ["recipe", "--out", str(tmp_path), "--model", "x", "--data", str(tmp_path / "none")]
+    )
+    with pytest.raises(SystemExit) as ended:
+        study.run(recipe.main)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and "--data" in said
 
 
 def test_results_under_other_settings_are_refused(model: Path, tmp_path: Path) -> None:

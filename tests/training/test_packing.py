@@ -213,6 +213,39 @@ def test_media_positions_and_experts_lie_where_their_tokens_lie() -> None:
     assert (layout.experts[:3] == -1).all()
 
 
+def asked(prompt: list[int], replies: int = 1, length: int = 5) -> list[Transcript]:
+    """Transcripts with this prompt and replies of their own."""
+    found = []
+    for number in range(replies):
+        found.append(Transcript())
+        found[-1].observe(prompt)
+        found[-1].sample(
+            Completion(0, [3 + (number + i) % 40 for i in range(length)], [0.0] * length, "", StopReason.EOS, 0)
+        )
+    return found
+
+
+def test_a_long_prompt_does_not_drive_its_group_apart_though_others_begin_like_it() -> None:
+    beginning = [3 + i % 7 for i in range(50)]
+    groups = [asked(beginning + [20 + n] * 40, replies=3) for n in range(2)]
+    assert split_microbatches([[t] for group in groups for t in group], 20) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_prompts_share_no_more_than_all_of_their_family_begin_with() -> None:
+    first, second, third = [3] * 40 + [4] * 20 + [5], [3] * 40 + [4] * 20 + [6], [3] * 40 + [7] * 9
+    rollouts = [asked(prompt) for prompt in (first, second, third)]
+    packed = pack(rollouts, range(3))
+    assert packed.layout.length == (40, 21 + 4, 21 + 4, 9 + 4) and packed.layout.prefix == (-1, 0, 0, 0)
+
+
+def test_equal_ends_of_prompts_that_begin_otherwise_are_not_shared() -> None:
+    rollouts = [asked([begin] * 40 + [end] * 6) for begin in (3, 4) for end in (5, 6)]
+    packed = pack(rollouts, range(4))
+    assert packed.layout.length == (40, 10, 10, 40, 10, 10) and packed.layout.prefix == (-1, 0, 0, -1, 3, 3)
+    for number, rollout in enumerate(rollouts):
+        assert packed.target[packed.rollout == number].tolist() == rollout[0].tokens[46:]
+
+
 def test_a_picture_ends_what_prompts_share_and_routed_experts_are_never_shared() -> None:
     def laid(picture: int | None, routed: bool = False) -> list[int]:
         transcripts = []

@@ -4,7 +4,7 @@
     python benchmarks/speed/real_step.py --other ../before      # some six minutes on two idle cores
 
 Each round asks both checkouts for the same work, the first one changing from round to round; ratios are taken within a
-round. GRPO: 8 questions x 8 replies of at most 16 tokens a step. SFT: 8 rows a step. Reading: 48 prompts, a token each.
+round. GRPO: 8 questions x 8 replies of at most 16 tokens a step. SFT: 8 rows a step. Prefill: 48 prompts, a token each.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def serve(tasks: str, precision: str) -> dict[str, float]:
     posttrain.evaluate(rows[:1], reward, model, samples=1, k=(1,), max_tokens=1, precision=precision)
     loaded = time.perf_counter()
     posttrain.evaluate(rows[:49], reward, model, samples=1, k=(1,), max_tokens=1, precision=precision)
-    found["reading 48 prompts"] = time.perf_counter() - loaded - (loaded - began)
+    found["prefill of 48 prompts"] = time.perf_counter() - loaded - (loaded - began)
     return found
 
 

@@ -85,9 +85,9 @@ class Searching:
     def measured(self, arm: str, model: str) -> Figures:
         rollouts = self.study.evaluate(self.unseen, model=model, max_tokens=LONGEST, **self.env(arm)).rollouts
         mean = {name: sum(r.rewards.get(name, 0.0) for r in rollouts) / len(rollouts) for name in FIGURES}
-        return {**mean, "queries": queries(rollouts), "episodes": [conversation(r) for r in pair(rollouts)]}
+        return {**mean, "queries": queries(rollouts), "episodes": [conversation(r) for r in right_and_wrong(rollouts)]}
 
-    def told(self, arm: str) -> Figures:
+    def with_given_passage(self, arm: str) -> Figures:
         """The policy of GRPO answers from what a scripted search found, or from the gold passage."""
         words = Tokenizer.load(self.study.model)
         rows = [scripted(row, self.index, arm == GOLD, words) for row in self.unseen]
@@ -103,7 +103,7 @@ class Searching:
 
     def figures(self, arm: str) -> Figures:
         if arm in (SCRIPTED, GOLD):
-            return self.told(arm)
+            return self.with_given_passage(arm)
         if arm == "start":
             return self.measured(arm, self.study.model)
         return self.measured(arm, self.sft(arm) if arm.endswith("SFT") else self.grpo(arm))
@@ -161,7 +161,7 @@ def queries(rollouts: Sequence[Rollout]) -> list[list[str]]:
     return found[:8]
 
 
-def pair(rollouts: Sequence[Rollout]) -> list[Rollout]:
+def right_and_wrong(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """The first right rollout and the first wrong one."""
     right = [rollout for rollout in rollouts if rollout.rewards.get("exact") == 1]
     wrong = [rollout for rollout in rollouts if rollout.rewards.get("exact") == 0]

@@ -125,7 +125,7 @@ def test_arms_see_other_rows_with_another_seed_and_practise_nothing_that_was_dem
     monkeypatch.setattr(
         recipe.Searching, "measured", lambda *_: dict.fromkeys(recipe.FIGURES, 0.0) | {"queries": [], "episodes": []}
     )
-    monkeypatch.setattr(recipe.Searching, "told", lambda *_: {"exact": 0.0, "found": 0.0})
+    monkeypatch.setattr(recipe.Searching, "with_given_passage", lambda *_: {"exact": 0.0, "found": 0.0})
     ran(recipe, monkeypatch, "--small", "--seeds", 0, 1, "--out", tmp_path, "--model", model, "--data", data)
     for seed in ("0", "1"):
         assert len(seen["sft", seed]) == 8 and not set(seen["sft", seed]) & set(seen["rl", seed])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,9 @@ def test_view_ends_though_a_question_does_not(folder: Path, tmp_path: Path) -> N
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "posttrain", "view", str(folder)]
     own = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=own) as view:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells ignore it behind an &
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=own, preexec_fn=heard, **pipes) as view:
         assert view.stdout is not None
         address = view.stdout.readline().split()[-1].decode()
         port, token = address.removeprefix("http://127.0.0.1:").strip("/").split("/")

@@ -94,20 +94,11 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tup
 
 
 def _leave(runs: Sequence[OpenRun]) -> None:
-    """End the process in some seconds: it may be at a question that no interrupt reaches.
-
-    The processes that answer conditions are closed before, if that can be done in time; they end with this one anyway.
-    """
+    """End the process in some seconds: it may be at a question that no interrupt reaches."""
     time.sleep(GRACE_SECONDS)
-    closing = threading.Thread(target=_close_all, args=(runs,), daemon=True)
-    closing.start()
-    closing.join(GRACE_SECONDS)
-    os._exit(130)
-
-
-def _close_all(runs: Sequence[OpenRun]) -> None:
     for run in runs:
         run.store.close()
+    os._exit(130)
 
 
 class _NoPandas:

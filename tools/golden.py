@@ -101,12 +101,17 @@ def make(folder: Path, names: Sequence[str]) -> None:
 
 
 def run(folder: Path, words: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "posttrain", *words.split()], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    ran = played(folder, words)
     if ran.returncode != 0:
         sys.exit(f"{ran.stdout}{ran.stderr}\nposttrain {words}: exit code {ran.returncode}")
+
+
+def played(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
+    """Run posttrain with these words in this folder, with the package beside this file."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return subprocess.run(
+        [sys.executable, "-m", "posttrain", *words.split()], cwd=folder, env=environment, capture_output=True, text=True
+    )
 
 
 def write_data(folder: Path) -> None:

@@ -70,6 +70,10 @@ def product_peak(
 
 def peak_shapes(config: DecoderConfig) -> list[tuple[int, int, int]]:
     """What the peak is looked for among: squares, and the model's own matrices with many rows."""
+    return [(512,) * 3, (1024,) * 3, (2048,) * 3, *own_shapes(config, 2048)]
+
+
+def own_shapes(config: DecoderConfig, rows: int) -> list[tuple[int, int, int]]:
+    """The model's widest products, of so many rows: queries, keys and values; gate and up; the output head."""
     qkv = (config.heads + 2 * config.kv_heads) * config.head_size
-    own = (qkv, 2 * config.intermediate, config.vocab)
-    return [(512,) * 3, (1024,) * 3, (2048,) * 3, *((2048, config.hidden, n) for n in own)]
+    return [(rows, config.hidden, n) for n in (qkv, 2 * config.intermediate, config.vocab)]

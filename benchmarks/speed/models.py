@@ -121,10 +121,10 @@ def set_end(model: Decoder, eos: int, chance: float) -> None:
         layer.o.weight[0] = 0  # type: ignore[union-attr, index]
         layer.down.weight[0] = 0  # type: ignore[union-attr, index]
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, len(head), (256,), generator=generator)
-    hidden = model(tokens, torch.arange(256), causal)
+    tokens = torch.randint(0, len(head), (256,), generator=generator).to(head.device)
+    hidden = model(tokens, torch.arange(256, device=head.device), causal)
     head[eos] = 0
-    others = (hidden @ head.T).index_fill_(1, torch.tensor([eos]), -math.inf).logsumexp(-1)
+    others = (hidden @ head.T).float().index_fill_(1, tokens.new_tensor([eos]), -math.inf).logsumexp(-1)
     head[eos, 0] = ((others + math.log(chance / (1 - chance))) / hidden[:, 0]).mean()
 
 

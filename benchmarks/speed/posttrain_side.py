@@ -173,7 +173,7 @@ class Bench:
                 fields={"advantage": advantage},
                 device=self.learner.device,
             )
-            for index in split_microbatches(rollouts, setup.microbatch_tokens(RL(), self.learner.device))
+            for index in split_microbatches(rollouts, setup.microbatch_tokens(RL(), self.model))
         ]
 
     def updated(self, batches: Sequence[Batch]) -> float:
@@ -331,14 +331,18 @@ def _watched(settings: dict[str, Any]) -> Memory:
     return watch
 
 
-def also(hook: Callable[[FinishedStep], bool | None]) -> None:
-    """Let the training loop call this after each step, when everything else has been done (recording, display)."""
+def also(hook: Callable[[FinishedStep], bool | None]) -> Callable[[], None]:
+    """Let the training loop call this after each step, when everything else has been done (recording, display).
+
+    Returns what ends that.
+    """
     original = course.train
 
     def train(learner: Any, source: Any, objective: Any, hooks: Sequence[Any], **options: Any) -> int:
         return original(learner, source, objective, [*hooks, hook], **options)
 
     course.train = train
+    return lambda: setattr(course, "train", original)
 
 
 def leave(wanted: bool) -> None:

@@ -289,18 +289,20 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended[0].transpose(0, 1)
 
 
-def new_decoder(config: DecoderConfig, seed: int) -> Decoder:
-    """Create a freshly initialised float32 model on the CPU; equal seeds give equal weights, the global RNG is not
+def new_decoder(
+    config: DecoderConfig, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Decoder:
+    """Create a freshly initialised model; equal seeds give equal weights on one kind of device, the global RNG is not
     used.
 
     Weights are normal(0, 0.02), those that write to the residual stream divided by sqrt(2 * layers) (GPT-2); norms are
     1 and biases 0. Raises UserError if no Hugging Face family could store such a model, or if no memory could hold it.
     """
-    config.require_memory(torch.float32, torch.device("cpu"), "a model from scratch")
+    config.require_memory(dtype, torch.device(device), "a model from scratch")
     with torch.device("meta"):  # no memory, and no draw from the global RNG
-        model = Decoder(replace(config, family=storable_family(config)))
-    model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
+        model = Decoder(replace(config, family=storable_family(config))).to(dtype)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
     residual = 0.02 / math.sqrt(2 * config.layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,0 +1,143 @@
+"""What every part is told, and what it hands back: tables, single figures, what failed.
+
+A part writes all that it has found after each finding, so that a crash or its time limit loses nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from flops import product_peak
+from tables import Table
+
+ROOT = Path(__file__).resolve().parents[2]
+DATASHEET = 989e12
+"""FLOP/s of dense bfloat16 products, from the datasheets of H100 and H200 (SXM)."""
+CEILINGS = "ceilings.json"
+SQUARE = 8192
+COPIED = 1 << 31  # bytes
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a part is told."""
+
+    device: str
+    tiny: bool  # does it run at all? its figures are worth nothing
+    place: Path  # models and runs
+    out: Path  # findings
+    rounds: int
+    long: bool
+    seconds: float  # after so many it is killed
+
+    @property
+    def cuda(self) -> bool:
+        return self.device != "cpu"
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def run_folder(self, name: str) -> Path:
+        return self.place / "runs" / name
+
+
+@dataclass
+class Findings:
+    """What a part has found so far, in a file."""
+
+    file: Path
+    tables: list[Table] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # one line each
+
+    def table(self, title: str, *columns: str, notes: tuple[str, ...] = ()) -> Table:
+        self.tables.append(Table(title, columns, notes=list(notes)))
+        return self.tables[-1]
+
+    def write(self) -> None:
+        found = {name: getattr(self, name) for name in ("figures", "notes", "failures")}
+        draft = self.file.with_suffix(".draft")
+        draft.write_text(json.dumps({**found, "tables": [asdict(table) for table in self.tables]}))
+        draft.replace(self.file)
+
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """One of several findings: an error in it is noted, and the others go on."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, it belongs into the report
+            traceback.print_exc()  # to the part's log
+            self.failures.append(f"{what}: {said(error)}")
+        finally:
+            self.write()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def said(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+class Watch:
+    """The most memory that tensors took on the card since this was made."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        if setting.cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def most(self) -> float:
+        """In GB, 10^9 bytes; nan on a processor."""
+        return torch.cuda.max_memory_allocated() / 1e9 if self.setting.cuda else float("nan")
+
+
+def ceilings(setting: Setting) -> dict[str, float]:
+    """The card's own limits as measured: FLOP/s of bfloat16 products, bytes/s of copies. Measured once a folder."""
+    file = setting.out / CEILINGS
+    if not file.exists():
+        side = 256 if setting.tiny else SQUARE
+        seconds = 0.02 if setting.tiny else 1.0
+        found = {
+            "product": product_peak([(side,) * 3], torch.bfloat16, setting.device, seconds),
+            "copy": _copying(setting),
+        }
+        file.write_text(json.dumps(found))
+    measured: dict[str, float] = json.loads(file.read_text())
+    return measured
+
+
+def _copying(setting: Setting) -> float:
+    """Bytes/s that a copy on the device reads and writes."""
+    from side import timed
+
+    source = torch.zeros((1 << 20) if setting.tiny else COPIED, dtype=torch.uint8, device=setting.device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        for _ in range(10):
+            target.copy_(source)
+        setting.wait()
+
+    copy()
+    return 2 * 10 * source.numel() / min(timed(copy) for _ in range(5))
+
+
+def read(file: Path) -> dict[str, Any]:
+    """What a part has written; nothing if it came to nothing."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found

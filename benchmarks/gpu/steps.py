@@ -1,0 +1,181 @@
+"""Whole steps of the trainers in bfloat16, with seconds by phase, useful arithmetic and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from findings import DATASHEET, ROOT, Findings, Setting, ceilings
+from flops import BACKWARD, forward
+from shapes import model_folder, pairs, prompts, rows, shape_of, tasks, write_rows
+from side import timed
+from stepping import Lap, common, known, laps_of
+from tables import Figure, Goal, Table, number
+from work import LEARNING_RATE
+
+from posttrain.config.training import RL, SFT, Prefer
+
+SIGNAL = f"{ROOT / 'benchmarks' / 'speed' / 'rewards.py'}:signal"
+COLUMNS = ("", "s a step", "s, sampling", "s, update", "tokens/s", "MFU of the update, measured peak, %")
+MORE = ("of 989 TFLOP/s, %", "most memory, GB")
+PHASES = ("step", "rollout", "update", "tokens", "fed", "between")
+MFU = Goal(45, unit=" %")
+FITS = Goal(80, least=False, unit=" GB")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Which tokens a step learns from."""
+
+    prompts: int
+    group: int
+    tokens: int  # of each reply, or of a row with its prompt
+
+    def __str__(self) -> str:
+        return f"{self.prompts} x {self.group} replies of {self.tokens:,} tokens"
+
+    def flops(self, shape: Any) -> float:
+        """Of an update on sampled replies: prompts once per group."""
+        groups = [(len(text), [self.tokens] * self.group) for text in prompts(self.prompts)]
+        return BACKWARD * forward(shape, groups)
+
+    def flops_of_rows(self, shape: Any) -> float:
+        """Of an update on rows; `group` responses share a prompt."""
+        groups = [(len(text), [self.tokens - len(text)] * self.group) for text in prompts(self.prompts)]
+        return BACKWARD * forward(shape, groups)
+
+
+def steps(setting: Setting, found: Findings) -> None:
+    tiny = setting.tiny
+    table = found.table(
+        "Whole steps",
+        *COLUMNS,
+        *MORE,
+        notes=(
+            f"Medians of {setting.rounds} steps after one that is thrown away [least-most]. Weights, gradients and moments "
+            "in float32, arithmetic in bfloat16, defaults otherwise (record, scoring process, micro-batches).",
+            "tokens/s: sampled (GRPO) or learned (SFT, DPO) ones over the whole step. MFU: FLOP that the result needs "
+            "(prompts once per group, no recomputation, no padding) over seconds of the update and the card's peak.",
+            "DPO's reference speaks before the first step, outside of what is measured.",
+        ),
+    )
+    sampled = Work(4, 4, 8) if tiny else Work(16, 16, 512)
+    rows_of, pairs_of = Work(8, 1, 200) if tiny else Work(64, 1, 512), Work(4, 2, 140) if tiny else Work(32, 2, 256)
+    cases = {
+        f"GRPO 0.5B, {sampled}": ("0.5b", sampled, grpo),
+        f"GRPO 1.5B, {sampled}": ("1.5b", sampled, grpo),
+        f"SFT 1.5B, {rows_of.prompts} rows of {rows_of.tokens} tokens": ("1.5b", rows_of, sft),
+        f"DPO 1.5B, {pairs_of.prompts} pairs of {pairs_of.tokens} tokens": ("1.5b", pairs_of, dpo),
+    }
+    for label, (model, work, make) in cases.items():
+        with found.trying(label):
+            folder = model_folder(model, setting)
+            laps, memory = laps_of(setting, make(setting, folder, work))
+            flops = work.flops if make is grpo else work.flops_of_rows
+            share = add_steps(setting, table, label, laps, memory, flops(shape_of(model, setting)))
+            found.figures[f"{label}: MFU %"] = share
+            found.figures[f"{label}: s a step"] = median(lap["step"] for lap in laps)
+            if model == "1.5b":
+                table.notes.append(f"{label}: goal {MFU.judge(share)}")
+
+
+def add_steps(setting: Setting, table: Table, label: str, laps: Sequence[Lap], memory: float, useful: float) -> float:
+    """A row of `COLUMNS` and `MORE`; returns the median share of the measured peak, in percent."""
+    peak = ceilings(setting)["product"]
+    seconds = {name: Figure.of([lap[name] for lap in laps]) for name in ("step", "rollout", "update")}
+    shares = Figure.of([100 * useful / lap["update"] / peak for lap in laps])
+    speed = Figure.of([lap["tokens"] / lap["step"] for lap in laps])
+    sheet = 100 * useful / seconds["update"].median / DATASHEET
+    table.add(label, *seconds.values(), speed, shares, number(sheet), number(memory))
+    others = sorted({name for lap in laps for name in lap} - set(PHASES))
+    parts = [f"{name} {number(median(lap.get(name, 0.0) for lap in laps))} s" for name in (*others, "between")]
+    table.notes.append(f"{label}: {number(laps[-1]['fed'])} tokens fed; within a step {', '.join(parts)}")
+    return shares.median
+
+
+# -- the runs ----------------------------------------------------------------------------------------------------------
+
+
+def grpo(setting: Setting, folder: Path, work: Work, **more: Any) -> RL:
+    return RL(
+        **common(setting, "grpo"),
+        tasks=write_rows(setting.place / "tasks.jsonl", tasks(work.prompts)),
+        env=SIGNAL,
+        model=str(folder),
+        algorithm="grpo",
+        prompts=work.prompts,
+        group=work.group,
+        max_tokens=work.tokens,
+        settings={"kl": 0.0},
+        lr=LEARNING_RATE,
+        **more,
+    )
+
+
+def sft(setting: Setting, folder: Path, work: Work) -> SFT:
+    return SFT(
+        **common(setting, "sft"),
+        tasks=write_rows(setting.place / "rows.jsonl", rows(work.prompts, work.tokens)),
+        model=str(folder),
+        rows=work.prompts,
+        lr=LEARNING_RATE,
+    )
+
+
+def dpo(setting: Setting, folder: Path, work: Work) -> Prefer:
+    return Prefer(
+        **common(setting, "dpo"),
+        tasks=write_rows(setting.place / "pairs.jsonl", pairs(work.prompts, work.tokens)),
+        model=str(folder),
+        rows=work.prompts,
+        lr=LEARNING_RATE,
+    )
+
+
+# -- 7B ----------------------------------------------------------------------------------------------------------------
+
+
+def lora7b(setting: Setting, found: Findings) -> None:
+    """GRPO of adapters on a model of 7B: what a step takes, and whether it fits into 80 GB."""
+    options = known(recompute="layers", frozen_weights="bfloat16")
+    table = found.table(
+        "GRPO of 7B with --lora 16",
+        *COLUMNS,
+        *MORE,
+        notes=(
+            f"Options that this posttrain has of --recompute layers and --frozen-weights bfloat16: {options or 'none'}. "
+            "MFU counts the forward pass and once as much backwards: frozen matrices have no gradients.",
+        ),
+    )
+    folder = Path()
+    with found.trying("making the model"):
+        seconds = timed(lambda: model_folder("7b", setting))
+        folder = model_folder("7b", setting)
+        table.notes.append(f"the model was made and saved, or found, in {number(seconds)} s")
+    lengths = (8, 16) if setting.tiny else (1024, 4096)
+    for tokens in lengths if setting.long or setting.tiny else lengths[:1]:
+        _fitted(setting, found, table, folder, Work(2, 2, tokens) if setting.tiny else Work(4, 8, tokens), options)
+
+
+def _fitted(setting: Setting, found: Findings, table: Table, folder: Path, work: Work, options: dict[str, Any]) -> None:
+    """A row of the first of some sizes of micro-batches that fits, the default first."""
+    for tokens in (None, 4096, 2048, 1024):
+        label = f"{work}, micro-batches {'by default' if tokens is None else f'of {tokens:,} tokens'}"
+        full = False
+        with found.trying(label):
+            try:
+                make = partial(grpo, setting, folder, work, lora=16, tokens_per_microbatch=tokens, **options)
+                laps, memory = laps_of(setting, make())
+            except torch.OutOfMemoryError:
+                full = True
+                raise
+            add_steps(setting, table, label, laps, memory, work.flops(shape_of("7b", setting)) * 2 / 3)
+            table.notes.append(f"{label}: goal {FITS.judge(memory)}")
+            found.figures[f"7B LoRA, {label}: GB"] = memory
+        if not full:
+            return

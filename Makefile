@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := passive
 # Tests start hundreds of interpreters: what they import is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench golden real-model docs check format clean
+.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench gpu golden real-model docs check format clean
 
 demo: .venv/ready
 	$(BIN)/posttrain demo
@@ -75,6 +75,11 @@ versions: .venv-oldest/ready .venv-newest/ready
 bench: .venv/ready .venv-vllm/ready
 	$(MAKE) -C benchmarks/peers ../../runs/peers/env-trl/ready
 	$(BIN)/python benchmarks/speed/bench.py
+
+# At most 25 minutes on a machine with a CUDA card: does posttrain compute there what it computes on a processor, and how
+# fast? Writes docs/results/gpu.md. Needs no .venv where python3 has PyTorch and transformers. GPU="--only steps" for parts.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu/gpu.py $(GPU)
 
 # Two minutes: fourteen short runs equal those of BASE bit for bit (metrics, rollouts, weights).
 BASE ?= HEAD

@@ -51,10 +51,13 @@ def described(setting: Setting) -> dict[str, str]:
             **found,
         }
     versions = {name: version for name in PACKAGES if (version := _version(name))}
-    changed = " and changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else ""
-    commit = (_output("git", "rev-parse", "--short=12", "HEAD") or "unknown") + changed
     python: dict[str, Any] = {"Python": platform.python_version()}
-    return {**found, **python, **versions, "commit": commit, "date": time.strftime("%Y-%m-%d %H:%M")}
+    return {**found, **python, **versions, "commit": commit(), "date": time.strftime("%Y-%m-%d %H:%M")}
+
+
+def commit() -> str:
+    changed = " and changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else ""
+    return (_output("git", "rev-parse", "--short=12", "HEAD") or "unknown") + changed
 
 
 def _version(package: str) -> str:

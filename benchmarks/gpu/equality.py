@@ -17,6 +17,7 @@ import golden
 import torch
 from findings import Findings, Setting
 from posttrain_side import leave
+from shapes import SIGNAL
 from tables import Table
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from posttrain.models.checkpoint_folder import LOADERS, load_model
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.reward_model import RewardModel
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.training_run import run_training
 
@@ -56,7 +58,11 @@ def equality(setting: Setting, found: Findings) -> None:
         "",
         *COLUMNS,
         "bound",
-        notes=("A small random decoder; `through transformers` is the same model as transformers computes it.",),
+        notes=(
+            "A small random decoder; `through transformers` is the same model as transformers computes it.",
+            "Of vectors |a - b| / |a|; a loss smaller than 1 is compared as if it were 1. bfloat16: beside the "
+            "processor in float32.",
+        ),
     )
     runs = _runs(place, folder)
     for name in ("grpo", "sft") if setting.tiny else tuple(runs):
@@ -71,21 +77,21 @@ def equality(setting: Setting, found: Findings) -> None:
         _compare_greedy(setting, found, table, folder, ", through transformers")
 
 
-def random_model(place: Path) -> Path:
-    """A random decoder far from uniform, so that mistakes show."""
+def random_model(place: Path, seed: int = 0) -> Path:
+    """The folder of a random decoder far from uniform, so that mistakes show."""
     texts = [file.read_text() for file in sorted(place.glob("*.jsonl"))]
     tokenizer = Tokenizer.train(texts, 128, "characters")
     shape = DecoderConfig(
         vocab=tokenizer.vocab_size, hidden=64, layers=3, heads=4, kv_heads=2, head_size=16, intermediate=160,
         context=96, qkv_bias=True, tied=True,
     )  # fmt: skip
-    model = new_decoder(shape, seed=0)
+    model = new_decoder(shape, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4)
-    save_model(model, place / "model", tokenizer)
-    return place / "model"
+    save_model(model, place / f"model-{seed}", tokenizer)
+    return place / f"model-{seed}"
 
 
 def _runs(place: Path, folder: Path) -> dict[str, Any]:
@@ -100,14 +106,14 @@ def _runs(place: Path, folder: Path) -> dict[str, Any]:
         "lr": 1e-4,
     }
     sampled: dict[str, Any] = {
-        **every, "tasks": str(place / "sums.jsonl"), "env": f"{place / 'my.py'}:reward", "prompts": 8, "group": 4,
+        **every, "tasks": str(place / "sums.jsonl"), "env": SIGNAL, "prompts": 8, "group": 4,
         "max_tokens": 12, "steps": 1, "env_workers": 1,
     }  # fmt: skip
     given = {**every, "tasks": str(place / "items.jsonl"), "rows": 16}
     return {
         "grpo": RL(**sampled, algorithm="grpo"),
         "ppo with a critic": RL(**sampled, algorithm="ppo"),
-        "distill": Distill(**{**sampled, "env": ""}, teacher=str(folder)),
+        "distill": Distill(**{**sampled, "env": ""}, teacher=str(random_model(place, seed=1))),
         "sft": SFT(**{**given, "tasks": str(place / "sums.jsonl")}),
         "dpo": Prefer(**given),
         "reward model": RewardModelling(**given),
@@ -132,6 +138,8 @@ def _stopped(config: Any) -> Update:
 
     def update(self: LocalLearner, batches: Sequence[Any], objective: Any) -> Any:
         bare = [replace(batch, tap=None) for batch in batches]
+        if isinstance(self.model, RewardModel):
+            self.model.measured = None  # it reads the run's rows, for a checkpoint
         caught.append(Update(self, bare, objective))
         leave(True)
 
@@ -151,7 +159,7 @@ def _compare(setting: Setting, found: Findings, table: Table, name: str, update:
         with found.trying(f"{name}, {precision}"):
             own = _computed(update, "cpu", precision) if precision == "float64" else wide
             other = _computed(update, setting.device, precision)
-            differences = [_difference(own[column], other[column]) for column in COLUMNS]
+            differences = [_difference(own[column], other[column], column) for column in COLUMNS]
             table.add(
                 f"{name}, {precision}", *(f"{d:.1e}" if d is not None else "" for d in differences), f"{bound:.0e}"
             )
@@ -161,13 +169,16 @@ def _compare(setting: Setting, found: Findings, table: Table, name: str, update:
             found.figures[f"{name}, {precision}: relative difference"] = worst
 
 
-def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float | None:
-    """Relative difference of tensors by name, all together; None where there are none."""
+def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], column: str) -> float | None:
+    """Relative difference of tensors by name, all together; None where there are none.
+
+    A loss may be 0 where its terms cancel, as GRPO's do in the first update: it is compared as if it were 1 at least.
+    """
     if not one and not other:
         return None
     assert one.keys() == other.keys()
     a, b = (torch.cat([found[name].flatten() for name in one]) for found in (one, other))
-    return ((a - b).norm() / a.norm().clamp_min(1e-30)).item()
+    return ((a - b).norm() / a.norm().clamp_min(1.0 if column == "loss" else 1e-30)).item()
 
 
 def _computed(update: Update, device: str, precision: str) -> dict[str, dict[str, Tensor]]:

@@ -52,7 +52,8 @@ def _run(setting: Setting, results: Path, log: Path) -> bool:
     command = [sys.executable, "-m", "pytest", *which, "-m", "not slow and not long", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "recorder", "-rf", f"--junitxml={setting.out / 'tests.xml'}", *bounded]
     paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
-    environment = {**os.environ, "PYTHONPATH": paths, RESULTS: str(results)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**inherited, "PYTHONPATH": paths, RESULTS: str(results)}
     with open(log, "w") as file:
         session = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from tables import Table
 ROOT = Path(__file__).resolve().parents[2]
 DATASHEET = 989e12
 """FLOP/s of dense bfloat16 products, from the datasheets of H100 and H200 (SXM)."""
+BEGAN = time.monotonic()  # this process, nearly
 CEILINGS = "ceilings.json"
 SQUARE = 8192
 COPIED = 1 << 31  # bytes
@@ -41,6 +43,10 @@ class Setting:
     @property
     def cuda(self) -> bool:
         return self.device != "cpu"
+
+    def left(self) -> float:
+        """Seconds until this part is stopped."""
+        return self.seconds - (time.monotonic() - BEGAN)
 
     def wait(self) -> None:
         if self.cuda:

@@ -14,12 +14,12 @@ from tables import number
 from torch.profiler import ProfilerActivity, profile
 
 KINDS = {
-    "attention": r"flash|fmha|attention|softmax_warp|cunn_SoftMax",
+    "attention": r"flash|fmha|sdpa|attention|softmax_warp",
     "matrix products": r"gemm|gemv|cutlass|cublas|nvjet|splitK|mm_|aten::(mm|addmm|bmm)\b",
     "optimizer": r"adam|multi_tensor|foreach",
-    "head and likelihood": r"logsumexp|cumsum|scan|sort|searchsorted|argmax|reduce|nll|[Ll]ikelihood|softmax",
+    "head and likelihood": r"logsumexp|cumsum|scan|sort|searchsorted|argmax|reduce|nll|likelihood|softmax",
     "copies, gather, scatter": r"memcpy|memset|copy|cat|index|gather|scatter|embedding|fill",
-    "elementwise": r"elementwise|vectorized|norm|silu|mul|add|rope|_kernel",
+    "elementwise, norms": r"elementwise|vectorized|norm|silu|mul|add|rope|_kernel",
 }
 """Kind of work -> what the names of its kernels (on a processor: operations) hold; the first that fits counts."""
 OTHER, IDLE = "other", "idle: wall minus busy"
@@ -69,7 +69,7 @@ def _phase(setting: Setting, found: Findings, shares: Any, name: str, action: Ca
 
 
 def kind_of(kernel: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), OTHER)
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), OTHER)
 
 
 def _seconds(setting: Setting, action: Callable[[], Any]) -> float:
@@ -83,8 +83,9 @@ def _kernels(setting: Setting, profiler: Any) -> Sequence[tuple[str, float, int]
     """(name, seconds, launches) of the device's kernels, the longest first; of a processor's operations."""
     found = []
     for event in profiler.key_averages():
-        # an operation's own row repeats the time of the kernels that it launched
-        if setting.cuda and event.device_type != torch.autograd.DeviceType.CUDA:
+        # rows of operations, and of annotations such as an optimizer's step, repeat the time of the kernels in them
+        marked = getattr(event, "is_user_annotation", False) or event.key.startswith("Optimizer.")
+        if setting.cuda and (marked or event.device_type != torch.autograd.DeviceType.CUDA):
             continue
         spent = event.self_device_time_total if setting.cuda else event.self_cpu_time_total
         if spent:

@@ -15,6 +15,7 @@ from equality import random_model
 from findings import Findings, Setting
 from posttrain_side import leave
 from safetensors.torch import load_file
+from shapes import SIGNAL
 from stepping import stepping
 from verbs import LEAST
 
@@ -59,7 +60,7 @@ def resume(setting: Setting, found: Findings) -> None:
 def _options(setting: Setting, place: Path, model: Path) -> RL:
     return RL(
         tasks=str(place / "sums.jsonl"),
-        env=f"{place / 'my.py'}:reward",
+        env=SIGNAL,
         model=str(model),
         out=str(place / "whole"),
         overwrite=True,

@@ -6,7 +6,6 @@ import importlib.util
 import os
 from pathlib import Path
 
-import torch
 from findings import Findings, Setting, Watch, ceilings
 from posttrain_side import Bench, Request
 from shapes import model_folder, prompts, shape_of
@@ -122,5 +121,3 @@ def _vllm(setting: Setting, table: Table, model: str, tokens: int, counts: tuple
         sample()
         seconds = Figure.of([timed(sample) for _ in range(setting.rounds)])
         _add(setting, table, f"vLLM, {model}, {count} at once", model, wanted, seconds, float("nan"))
-    del llm
-    torch.cuda.empty_cache()

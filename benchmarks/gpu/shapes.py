@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from findings import Setting
+from findings import ROOT, Setting
 from models import NEVER, set_end
 
 from posttrain.models.native.decoder import new_decoder
@@ -39,6 +39,8 @@ SHAPES = {
     ),
 }  # fmt: skip
 """Those of Qwen2.5."""
+SIGNAL = f"{ROOT / 'benchmarks' / 'speed' / 'rewards.py'}:signal"
+"""A reward that spreads in every group."""
 TINY = {"vocab": 512, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 16, "intermediate": 128}
 CHARACTERS = ((0x20000, 42_000), (0xF0000, 65_000), (0x100000, 65_000))
 """(first, count) of characters that no normalisation changes: enough for the largest vocabulary."""

@@ -16,6 +16,7 @@ from posttrain.learners.local_learner import LocalLearner
 from posttrain.training.loop import FinishedStep
 from posttrain.training.training_run import run_training
 
+SPARE = 5  # seconds
 Lap = dict[str, float]
 """Seconds of a step by phase, `step` being the whole of it, and its `tokens`."""
 
@@ -47,22 +48,28 @@ def waiting(setting: Setting) -> Iterator[None]:
         LocalLearner.update = original  # type: ignore[method-assign]
 
 
-def laps_of(setting: Setting, config: Any) -> tuple[list[Lap], float]:
-    """(each measured step, the most memory in GB) of a run that is left after them. Its first step is thrown away."""
+def laps_of(setting: Setting, config: Any, warm: bool = True) -> tuple[list[Lap], float]:
+    """(each measured step, the most memory in GB) of a run that is left after them.
+
+    Its first step is thrown away; not `warm`: it is the one that is measured. Fewer steps are measured where another one
+    would not fit into the time of the part.
+    """
     watch, laps, ended = Watch(setting), list[Lap](), list[float]()
 
     def after(trained: FinishedStep) -> bool | None:
         setting.wait()
         ended.append(time.perf_counter())
-        if len(ended) > 1:
+        whole = ended[-1] - ended[-2] if len(ended) > 1 else sum(trained.seconds.values())
+        if len(ended) > 1 or not warm:
             own = {**trained.step.seconds, **trained.seconds, "between": trained.between}
-            laps.append({**own, "step": ended[-1] - ended[-2], "tokens": trained.step.tokens, "fed": trained.fed})
-        leave(len(laps) >= setting.rounds)
+            laps.append({**own, "step": whole, "tokens": trained.step.tokens, "fed": trained.fed})
+        late = setting.left() < 1.3 * whole + SPARE
+        leave(len(laps) >= (setting.rounds if warm else 1) or bool(laps and late))
         return None
 
     with stepping(after), waiting(setting), suppress(SystemExit):
         run_training(config)
-    assert len(laps) == setting.rounds, "the run ended before all steps were measured"
+    assert laps, "the run ended before a step was measured"
     return laps, watch.most()
 
 

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from findings import DATASHEET, ROOT, Findings, Setting, ceilings
+from findings import DATASHEET, Findings, Setting, ceilings
 from flops import BACKWARD, forward
-from shapes import model_folder, pairs, prompts, rows, shape_of, tasks, write_rows
+from shapes import SIGNAL, model_folder, pairs, prompts, rows, shape_of, tasks, write_rows
 from side import timed
 from stepping import Lap, common, known, laps_of
 from tables import Figure, Goal, Table, number
@@ -20,7 +20,6 @@ from work import LEARNING_RATE
 
 from posttrain.config.training import RL, SFT, Prefer
 
-SIGNAL = f"{ROOT / 'benchmarks' / 'speed' / 'rewards.py'}:signal"
 COLUMNS = ("", "s a step", "s, sampling", "s, update", "tokens/s", "MFU of the update, measured peak, %")
 MORE = ("of 989 TFLOP/s, %", "most memory, GB")
 PHASES = ("step", "rollout", "update", "tokens", "fed", "between")
@@ -152,6 +151,10 @@ def lora7b(setting: Setting, found: Findings) -> None:
             "MFU counts the forward pass and once as much backwards: frozen matrices have no gradients.",
         ),
     )
+    if setting.cuda:  # a larger card answers for one of 80 GB
+        room = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 1e9 * FITS.bound / room))
+        table.notes.append(f"PyTorch is given {FITS.bound:g} GB of the card's {room / 1e9:.1f}.")
     folder = Path()
     with found.trying("making the model"):
         seconds = timed(lambda: model_folder("7b", setting))
@@ -163,14 +166,18 @@ def lora7b(setting: Setting, found: Findings) -> None:
 
 
 def _fitted(setting: Setting, found: Findings, table: Table, folder: Path, work: Work, options: dict[str, Any]) -> None:
-    """A row of the first of some sizes of micro-batches that fits, the default first."""
+    """A row of the first of some sizes of micro-batches that fits, the default first.
+
+    Of long replies a single step is measured, the first: it takes minutes.
+    """
+    long = work.tokens > 1024
     for tokens in (None, 4096, 2048, 1024):
         label = f"{work}, micro-batches {'by default' if tokens is None else f'of {tokens:,} tokens'}"
         full = False
         with found.trying(label):
             try:
                 make = partial(grpo, setting, folder, work, lora=16, tokens_per_microbatch=tokens, **options)
-                laps, memory = laps_of(setting, make())
+                laps, memory = laps_of(setting, make(), warm=not long)
             except torch.OutOfMemoryError:
                 full = True
                 raise

@@ -7,8 +7,10 @@ where it is installed, and else with transformers.
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +80,6 @@ def _beside(
 
 def _seconds(setting: Setting, make: Make, size: int, rounds: int) -> tuple[Sequence[float], float]:
     """Seconds of each step after the first, and the most memory in GB."""
-    import time
-
     watch, ended = Watch(setting), list[float]()
 
     def after() -> bool:
@@ -89,7 +89,7 @@ def _seconds(setting: Setting, make: Make, size: int, rounds: int) -> tuple[Sequ
 
     trainer = make(size, after)
     timed(trainer.train)
-    return [b - a for a, b in zip(ended, ended[1:], strict=False)], watch.most()
+    return [b - a for a, b in pairwise(ended)], watch.most()
 
 
 def _common(setting: Setting) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -14,6 +14,7 @@ import golden
 from findings import Findings, Setting
 
 AT_ONCE = 10  # runs
+SPARE = 40  # seconds of the part's time: those that the first runs took, and those of the report
 LEAST = 1e-3  # smaller metrics are compared as if they were this large
 TRIED = ("sft", "grpo", "dpo")  # with --tiny
 ON_ONE_CARD = {"processes": "NCCL gives each process a card of its own"}
@@ -29,10 +30,9 @@ def verbs(setting: Setting, found: Findings) -> None:
     golden.write_data(place)
     names = TRIED if setting.tiny else tuple(golden.RUNS)
     with ThreadPoolExecutor(2 if setting.tiny else AT_ONCE) as pool:
-        bases = sorted({base for base, _ in golden.RUNS.values() if base} & {*names, "sft", "sft-calls"})
-        first = {base: pool.submit(_run, place, base, "cpu", base) for base in bases if base in names}
-        for run in first.values():
-            run.result()
+        bases = sorted({golden.RUNS[name][0] for name in names} - {""})
+        first = {base: pool.submit(_run, place, base, "cpu", base) for base in bases}
+        wait(first.values())
         runs = {
             name: (
                 first.get(name) or pool.submit(_run, place, name, "cpu", f"{name}-{HERE}"),
@@ -40,6 +40,7 @@ def verbs(setting: Setting, found: Findings) -> None:
             )
             for name in names
         }
+        wait([run for pair in runs.values() for run in pair], timeout=setting.seconds - SPARE)
         _report(setting, found, place, runs)
 
 
@@ -67,6 +68,7 @@ def _report(
     )
     for name, (here, there) in runs.items():
         with found.trying(name):
+            assert here.done() and there.done(), "it did not end in time"
             codes = there.result().returncode, here.result().returncode
             if any(codes):
                 table.add(name, *codes, "", ON_ONE_CARD.get(name, ""))

@@ -1,0 +1,51 @@
+"""`make gpu` on a processor with tiny shapes: a part that crashes, or does not fit into the time, loses nothing of the others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+
+def measured(place: Path, *options: str) -> tuple[int, str]:
+    """(exit code, document) of the command with these options."""
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu" / "gpu.py"),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--rounds",
+        "1",
+    ]
+    places = ["--out", str(place / "out"), "--place", str(place / "models"), "--into", str(place / "gpu.md")]
+    ran = subprocess.run([*command, *places, *options], capture_output=True, text=True, cwd=place)
+    assert (place / "gpu.md").exists(), ran.stderr
+    return ran.returncode, (place / "gpu.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_part_that_crashes_is_reported_beside_those_that_do_not(tmp_path: Path) -> None:
+    code, document = measured(tmp_path, "--only", "about", "sampling", "--crash", "about")
+    assert code == 1
+    assert "| about | CRASHED |" in document and "- about: exit code -9" in document
+    assert "| sampling | done |" in document and "embedded engine, 1.5b, 16 at once" in document
+    code, document = measured(tmp_path, "--only", "about")  # what the folder holds of other parts stays
+    assert code == 0
+    assert "| about | done |" in document and "embedded engine, 1.5b, 16 at once" in document
+    results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [(row["part"], row["ended"]) for row in results] == [
+        ("about", "crashed"),
+        ("sampling", "done"),
+        ("about", "done"),
+    ]
+
+
+def test_parts_that_do_not_fit_into_the_time_are_listed(tmp_path: Path) -> None:
+    code, document = measured(tmp_path, "--limit", "0")
+    assert code == 1
+    assert document.count("NOT RUN") == 10

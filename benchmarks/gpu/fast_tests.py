@@ -23,7 +23,8 @@ LISTED = 100  # failures
 def fast_tests(setting: Setting, found: Findings) -> None:
     results, log = setting.out / "tests.jsonl", setting.out / "tests.log"
     results.unlink(missing_ok=True)
-    ended = _run(setting, results, log)
+    seconds = max(10.0, setting.left() - SPARE)
+    ended = _run(setting, results, log, seconds)
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     tests: dict[str, dict[str, str]] = {}
     for row in (json.loads(line) for line in lines):
@@ -32,9 +33,7 @@ def fast_tests(setting: Setting, found: Findings) -> None:
     counts = Counter(row["outcome"] for row in tests.values())
     names = "passed", "failed", "skipped"
     table = found.table("The fast tests (not slow, not long)", *names, "finished")
-    table.add(
-        *(counts[name] for name in names), "yes" if ended else f"no: stopped after {setting.seconds - SPARE:.0f} s"
-    )
+    table.add(*(counts[name] for name in names), "yes" if ended else f"no: stopped after {seconds:.0f} s")
     found.figures |= {f"tests {name}": counts[name] for name in names}
     failed = [row for row in tests.values() if row["outcome"] == "failed"]
     found.failures += [f"{row['test']}: {row['said']}" for row in failed[:LISTED]]
@@ -44,7 +43,7 @@ def fast_tests(setting: Setting, found: Findings) -> None:
         found.failures.append(f"no test ran: {' / '.join(log.read_text(errors='replace').splitlines()[-3:])}")
 
 
-def _run(setting: Setting, results: Path, log: Path) -> bool:
+def _run(setting: Setting, results: Path, log: Path, seconds: float) -> bool:
     """Whether the session ended by itself."""
     spread = ["-n", str(WORKERS), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     which = [TRIED] if setting.tiny else ["tests", *spread]
@@ -59,7 +58,7 @@ def _run(setting: Setting, results: Path, log: Path) -> bool:
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            session.wait(max(10, setting.seconds - SPARE))
+            session.wait(seconds)
             return True
         except subprocess.TimeoutExpired:
             os.killpg(session.pid, signal.SIGKILL)

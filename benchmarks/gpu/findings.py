@@ -22,7 +22,6 @@ from tables import Table
 ROOT = Path(__file__).resolve().parents[2]
 DATASHEET = 989e12
 """FLOP/s of dense bfloat16 products, from the datasheets of H100 and H200 (SXM)."""
-BEGAN = time.monotonic()  # this process, nearly
 CEILINGS = "ceilings.json"
 SQUARE = 8192
 COPIED = 1 << 31  # bytes
@@ -38,7 +37,7 @@ class Setting:
     out: Path  # findings
     rounds: int
     long: bool
-    seconds: float  # after so many it is killed
+    until: float  # by time.monotonic(), which all processes share: when it is killed
 
     @property
     def cuda(self) -> bool:
@@ -46,7 +45,7 @@ class Setting:
 
     def left(self) -> float:
         """Seconds until this part is stopped."""
-        return self.seconds - (time.monotonic() - BEGAN)
+        return self.until - time.monotonic()
 
     def wait(self) -> None:
         if self.cuda:

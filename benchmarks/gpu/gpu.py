@@ -48,14 +48,14 @@ class Part:
 
 PARTS = {
     "about": Part(60, "about:about", "Card, software, and the card's ceilings as measured"),
-    "equality": Part(100, "equality:equality", "One update of each verb on the card beside the processor"),
-    "verbs": Part(150, "verbs:verbs", "The runs of tools/golden.py on the card"),
+    "equality": Part(60, "equality:equality", "One update of each verb on the card beside the processor"),
+    "verbs": Part(120, "verbs:verbs", "The runs of tools/golden.py on the card"),
     "steps": Part(300, "steps:steps", "Whole steps at the shapes of Qwen2.5-0.5B and 1.5B"),
     "lora7b": Part(240, "steps:lora7b", "GRPO of adapters at the shape of Qwen2.5-7B", longer=360),
     "sampling": Part(120, "sampling:sampling", "The embedded engine, and vLLM where it is installed"),
-    "trl": Part(200, "trl_steps:trl", "Steps beside TRL's, where it is installed"),
+    "trl": Part(190, "trl_steps:trl", "Steps beside TRL's, where it is installed"),
     "resume": Part(60, "resume:resume", "A run that is interrupted and resumed"),
-    "profile": Part(60, "profiling:profiling", "Time by kind of operation and by kernel"),
+    "profile": Part(70, "profiling:profiling", "Time by kind of operation and by kernel"),
     "tests": Part(240, "fast_tests:fast_tests", "The fast tests of the repository"),
 }
 
@@ -102,12 +102,12 @@ def read_options() -> argparse.Namespace:
         "--limit", type=float, default=25.0, metavar="MINUTES", help="parts that do not fit are left out"
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each kind")
-    parser.add_argument("--long", action="store_true", help="lora7b: replies of 4,096 tokens too")
+    parser.add_argument("--long", action="store_true", help="lora7b: replies of 4,096 tokens too, 6 minutes more")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)  # cpu: does it run at all?
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--crash", choices=list(PARTS), help=argparse.SUPPRESS)  # a part to be killed, for the test
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # the process of one part
-    parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name in ("into", "out", "place"):
         setattr(options, name, getattr(options, name).absolute())
@@ -132,7 +132,7 @@ def supervised(name: str, options: argparse.Namespace, left: float) -> dict[str,
         return {**result, "ended": "not run"}
     file.unlink(missing_ok=True)
     begin = time.monotonic()
-    command = [sys.executable, __file__, *sys.argv[1:], "--part", name, "--seconds", str(seconds)]
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", name, "--until", str(begin + seconds)]
     with open(log, "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -164,7 +164,7 @@ def run_part(options: argparse.Namespace) -> int:
     module, _, name = PARTS[options.part].function.partition(":")
     found = Findings(options.out / f"{options.part}.json")
     try:
-        getattr(importlib.import_module(module), name)(setting_of(options, options.seconds), found)
+        getattr(importlib.import_module(module), name)(setting_of(options), found)
     except Exception as error:  # a part that fails as a whole: its findings so far are kept
         traceback.print_exc()
         found.failures.append(said(error))
@@ -172,8 +172,9 @@ def run_part(options: argparse.Namespace) -> int:
     return 0
 
 
-def setting_of(options: argparse.Namespace, seconds: float) -> Setting:
-    return Setting(options.device, options.tiny, options.place, options.out, options.rounds, options.long, seconds)
+def setting_of(options: argparse.Namespace) -> Setting:
+    names = ("device", "tiny", "place", "out", "rounds", "long", "until")
+    return Setting(**{name: getattr(options, name) for name in names})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ def stepping(hook: Callable[[FinishedStep], bool | None]) -> Iterator[None]:
         yield
     finally:
         end()
+        gc.unfreeze()  # the loop has frozen all objects; one that is left by an error does not thaw them, nor their memory
 
 
 @contextmanager

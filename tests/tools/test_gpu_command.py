@@ -1,4 +1,4 @@
-"""`make gpu` on a processor with tiny shapes: a part that crashes, or does not fit into the time, loses nothing of the others."""
+"""`make gpu` on a processor with tiny shapes: a part that crashes, or does not fit, loses nothing of the others."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Part:
 
 PARTS = {
     "about": Part(60, "about:about", "Card, software, and the card's ceilings as measured"),
-    "equality": Part(60, "equality:equality", "One update of each verb on the card beside the processor"),
+    "equality": Part(120, "equality:equality", "One update of each verb on the card beside the processor"),
     "verbs": Part(120, "verbs:verbs", "The runs of tools/golden.py on the card"),
     "steps": Part(300, "steps:steps", "Whole steps at the shapes of Qwen2.5-0.5B and 1.5B"),
     "lora7b": Part(240, "steps:lora7b", "GRPO of adapters at the shape of Qwen2.5-7B", longer=360),

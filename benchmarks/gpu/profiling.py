@@ -19,7 +19,7 @@ KINDS = {
     "optimizer": r"adam|multi_tensor|foreach",
     "head and likelihood": r"logsumexp|cumsum|scan|sort|searchsorted|argmax|reduce|nll|likelihood|softmax",
     "copies, gather, scatter": r"memcpy|memset|copy|cat|index|gather|scatter|embedding|fill",
-    "elementwise, norms": r"elementwise|vectorized|norm|silu|mul|add|rope|_kernel",
+    "elementwise, norms": r"triton_|elementwise|vectorized|norm|silu|mul|add|rope|_kernel",
 }
 """Kind of work -> what the names of its kernels (on a processor: operations) hold; the first that fits counts."""
 OTHER, IDLE = "other", "idle: wall minus busy"

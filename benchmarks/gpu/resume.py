@@ -16,7 +16,7 @@ from findings import Findings, Setting
 from posttrain_side import leave
 from safetensors.torch import load_file
 from shapes import SIGNAL
-from stepping import stepping
+from stepping import known, stepping
 from verbs import LEAST
 
 from posttrain.config.training import RL
@@ -41,7 +41,7 @@ def resume(setting: Setting, found: Findings) -> None:
         "step",
         "largest relative difference of metrics",
         "of",
-        notes=("CUDA's kernels may add in another order each time; on a processor all differences are 0.",),
+        notes=("With --deterministic, where posttrain has it; else CUDA may add in another order each time.",),
     )
     assert one.keys() == other.keys(), "the runs have different metrics"
     for step in range(1, STEPS + 1):
@@ -74,6 +74,7 @@ def _options(setting: Setting, place: Path, model: Path) -> RL:
         steps=STEPS,
         save_every=1,
         env_workers=1,
+        **known(deterministic=True),
     )
 
 

@@ -17,8 +17,6 @@ AT_ONCE = 10  # runs
 SPARE = 10  # seconds of the part's time that are left for the report
 LEAST = 1e-3  # smaller metrics are compared as if they were this large
 TRIED = ("sft", "grpo", "dpo")  # with --tiny
-ON_ONE_CARD = {"processes": "NCCL gives each process a card of its own"}
-"""Runs that one card cannot make, and why."""
 HERE, THERE = "here", "there"  # the processor's runs, the device's
 
 
@@ -71,10 +69,9 @@ def _report(
             assert here.done() and there.done(), "it did not end in time"
             codes = there.result().returncode, here.result().returncode
             if any(codes):
-                table.add(name, *codes, "", ON_ONE_CARD.get(name, ""))
-                if not (codes[1] == 0 and name in ON_ONE_CARD):
-                    ran = there.result() if codes[0] else here.result()
-                    found.failures.append(f"{name}: exit code {ran.returncode}: {_last_line(ran)}")
+                table.add(name, *codes, "", "")
+                ran = there.result() if codes[0] else here.result()
+                found.failures.append(f"{name}: exit code {ran.returncode}: {_last_line(ran)}")
                 continue
             own = name if (place / "runs" / name).exists() else f"{name}-{HERE}"
             worst, metric = _difference(*(_first(place / "runs" / run) for run in (own, f"{name}-{THERE}")))

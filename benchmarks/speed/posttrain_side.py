@@ -173,7 +173,7 @@ class Bench:
                 fields={"advantage": advantage},
                 device=self.learner.device,
             )
-            for index in split_microbatches(rollouts, setup.microbatch_tokens(RL(), self.learner.device))
+            for index in split_microbatches(rollouts, setup.microbatch_tokens(RL(), self.model))
         ]
 
     def updated(self, batches: Sequence[Batch]) -> float:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.models.head import Head
 from posttrain.models.losses.divergence import measured_divergence
 from posttrain.models.losses.likelihood import Hidden, token_logp
+from posttrain.models.native.head import Head
 from posttrain.models.native.linear import accumulating
 
 BETAS = (1.0, 0.0, 0.5, 0.1, 0.97)

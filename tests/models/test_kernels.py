@@ -21,13 +21,13 @@ from posttrain.core.types import Sampling
 from posttrain.engines.local.kv_cache import attention, plain_attention
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.learners.adamw import AdamW
-from posttrain.models import head as head_module
-from posttrain.models.head import Head
 from posttrain.models.losses import divergence, likelihood
 from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_entropy
+from posttrain.models.native import head as head_module
 from posttrain.models.native.attention import SegmentAttention, filled
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.fused import rms_norm, swiglu
+from posttrain.models.native.head import Head
 from posttrain.models.native.linear import Linear, accumulating, in_blocks, product
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 

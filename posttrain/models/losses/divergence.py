@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posttrain.models.head import Head, narrow_type
 from posttrain.models.losses.likelihood import Gradients, Hidden, blocks, inside, keeps, scaled_logits, token_logp
+from posttrain.models.native.head import Head, narrow_type
 
 FORWARD, REVERSE = 0.0, 1.0
 

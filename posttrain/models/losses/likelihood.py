@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.models.head import Head, narrow_type
+from posttrain.models.native.head import Head, narrow_type
 from posttrain.models.native.linear import add_product, collected, narrowed_rows, wide_product
 
 BLOCK_LOGITS = 1 << 20  # logits of one block: they stay in the processor's cache

@@ -19,12 +19,14 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.models.native.head import Head, narrow_type
+from posttrain.models.native.kernels.gpu_layer import fused
 from posttrain.models.native.linear import add_product, collected, narrowed_rows, wide_product
 
 BLOCK_LOGITS = 1 << 20  # logits of one block: they stay in the processor's cache
 KEPT_LOGITS = 1 << 25  # up to so many (128 MiB in float32) are kept for the backward pass instead of recomputed
 CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32) ...
 GPU_LOGITS = 1 << 27  # the same three on a GPU, whose products need many columns: 512 MiB
+GPU_COLUMNS = 512  # columns of a block there are a multiple of this
 CHUNK_ROWS = 512  # ... but never fewer rows: each chunk of the backward pass adds to a [V, D] gradient
 
 
@@ -84,7 +86,7 @@ class _Likelihood(torch.autograd.Function):
         with_entropy = entropies != "none"
         rows, vocabulary = hidden.shape[0], head.vocab
         keep = any(ctx.needs_input_grad) and keeps(hidden, vocabulary)
-        kept, narrow = [], narrow_type(hidden)
+        kept, narrow = list[Tensor](), narrow_type(hidden)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         at = torch.zeros(rows, dtype=wide, device=hidden.device)
         total, mean = torch.full_like(at, -math.inf), torch.zeros_like(at)
@@ -92,16 +94,9 @@ class _Likelihood(torch.autograd.Function):
             logits = scaled_logits(hidden, head, block, temperature, narrow)
             if keep:
                 kept.append(logits)
-            mine, place = inside(target, block)
-            at = torch.where(mine, _at(logits, place), at)
-            top = logits.amax(-1)
-            mass = (logits - top[:, None]).exp_() if keep or with_entropy else logits.sub_(top[:, None]).exp_()
-            here = mass.sum(-1).log_().add_(top)
-            joined = torch.logaddexp(total, here)
-            if with_entropy:  # the mean logit, over the blocks so far
-                own = mass.mul_(logits).sum(-1) * (top - here).exp()
-                mean = mean * (total - joined).exp() + own * (here - joined).exp()
-            total = joined
+            spare = not (keep or with_entropy or hidden.is_cuda)  # the logits may be overwritten
+            add = fused(_added, logits)
+            at, total, mean = add(logits, target - block.start, at, total, mean, with_entropy, spare)
         logp, entropy = at - total, total - mean
         ctx.save_for_backward(
             hidden, weight, target, total, entropy, *kept
@@ -120,16 +115,56 @@ class _Likelihood(torch.autograd.Function):
         to_logp, to_entropy = to_logp * sums.factor, to_entropy * sums.factor
         for number, block in enumerate(blocks(hidden, head.vocab)):
             logits = kept[number] if kept else scaled_logits(hidden, head, block, temperature, ctx.narrow)
-            mine, place = inside(target, block)
-            if ctx.with_entropy:
-                logs = logits - total[:, None]
-                share = (logs + entropy[:, None]).mul_(-to_entropy[:, None]).sub_(to_logp[:, None])
-                grad = logs.exp_().mul_(share)
-            else:
-                grad = (logits - total[:, None]).exp_().mul_(-to_logp[:, None])
-            grad.scatter_add_(1, place[:, None], torch.where(mine, to_logp, 0.0)[:, None])
+            of_entropy = (entropy, to_entropy) if ctx.with_entropy else None
+            slope = fused(_slope, logits)
+            grad = slope(logits, target - block.start, total, to_logp, of_entropy, sums.rounded)
             sums.add(block, grad, logits)
         return (*sums.found, None, None, None, None)
+
+
+def _added(
+    logits: Tensor, place: Tensor, at: Tensor, total: Tensor, mean: Tensor, with_entropy: bool, spare: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logit at the target, the logsumexp and the mean logit of the blocks so far, with a further one.
+
+    logits [N, width]; place int64 [N], the target's column in the block, beyond it if it is elsewhere. `spare`: the
+    logits may be overwritten.
+    """
+    mine = (place >= 0) & (place < logits.shape[-1])
+    at = torch.where(mine, _at(logits, place.masked_fill(~mine, 0)), at)
+    top = logits.amax(-1)
+    mass = logits.sub_(top[:, None]).exp_() if spare else (logits - top[:, None]).exp_()
+    here = mass.sum(-1).log_().add_(top)
+    joined = torch.logaddexp(total, here)
+    if with_entropy:
+        own = mass.mul_(logits).sum(-1) * (top - here).exp()
+        mean = mean * (total - joined).exp() + own * (here - joined).exp()
+    return at, joined, mean
+
+
+def _slope(
+    logits: Tensor,
+    place: Tensor,
+    total: Tensor,
+    to_logp: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    rounded: torch.dtype | None,
+) -> Tensor:
+    """Return the gradient of a block's logits, [N, width]. `of_entropy`: the entropy, and its gradient. `rounded`: the
+    gradient's type, None: that of the logits.
+    """
+    if of_entropy is not None:
+        entropy, to_entropy = of_entropy
+        logs = logits - total[:, None]
+        share = (logs + entropy[:, None]).mul_(-to_entropy[:, None]).sub_(to_logp[:, None])
+        grad = logs.exp_().mul_(share)
+    else:
+        grad = (logits - total[:, None]).exp_().mul_(-to_logp[:, None])
+    if rounded is not None:  # in one kernel with what is above, which a scattered sum is not
+        column = torch.arange(logits.shape[-1], device=logits.device)
+        return torch.where(column == place[:, None], grad + to_logp[:, None], grad).to(rounded)
+    mine = (place >= 0) & (place < logits.shape[-1])
+    return grad.scatter_add_(1, place.masked_fill(~mine, 0)[:, None], torch.where(mine, to_logp, 0.0)[:, None])
 
 
 class Gradients:
@@ -149,6 +184,8 @@ class Gradients:
         """
         self.hidden, self.head, self.states = hidden, head, hidden.to(narrow or wide)
         self.narrow = narrow
+        self.rounded = narrow if head.cap is None else None
+        """Type in which `add` takes gradients of logits; None: theirs."""
         self.temperature = temperature
         self.factor = head.scale / temperature  # d x / d (hidden W^T + b), but for a cap
         self.to_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
@@ -198,6 +235,8 @@ def blocks(hidden: Tensor, vocabulary: int, models: int = 1) -> list[slice]:
     """Split the vocabulary so that each block has at most BLOCK_LOGITS logits, of all models together."""
     limit = GPU_LOGITS if hidden.is_cuda else BLOCK_LOGITS
     width = max(64, limit // max(1, models * hidden.shape[0]))
+    if hidden.is_cuda:  # rows that do not begin at multiples of 16 bytes take a slower kernel
+        width = max(GPU_COLUMNS, width // GPU_COLUMNS * GPU_COLUMNS)
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 

@@ -158,7 +158,11 @@ class HardwareOptions(TypedDict, total=False):
     threads: int | None
     """CPU threads. Default: PyTorch's choice."""
     compiled: bool
-    """On a CPU, compile the inner loops, if there is a C compiler. --no-compiled uses plain PyTorch operations."""
+    """Compile the inner loops: on a CPU if there is a C compiler, on a GPU if there is Triton. --no-compiled uses plain
+    PyTorch operations."""
+    deterministic: bool
+    """On a GPU, use algorithms that give the same bits each time. --no-deterministic allows others, some of which are
+    faster."""
 
 class ProcessesOptions(TypedDict, total=False):
     """Options of several verbs."""

@@ -28,9 +28,9 @@ from posttrain.algorithms.surrogate import Clip, LogProbability
 from posttrain.algorithms.teacher import FIELDS, Distillation
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
 from posttrain.core.types import Completion, StopReason, Transcript
-from posttrain.models.head import Head
 from posttrain.models.losses.divergence import token_logp_divergence
 from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_entropy
+from posttrain.models.native.head import Head
 from posttrain.training.sources.packing import collate
 
 OURS = Side()

@@ -127,4 +127,8 @@ class HardwareGroup(OptionGroup, group="scale"):
     threads: int | None = option(None, above=0, on_resume="free")
     """CPU threads. Default: PyTorch's choice."""
     compiled: bool = True
-    """On a CPU, compile the inner loops, if there is a C compiler. --no-compiled uses plain PyTorch operations."""
+    """Compile the inner loops: on a CPU if there is a C compiler, on a GPU if there is Triton. --no-compiled uses plain
+    PyTorch operations."""
+    deterministic: bool = option(True, on_resume="free")
+    """On a GPU, use algorithms that give the same bits each time. --no-deterministic allows others, some of which are
+    faster."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from posttrain.models.backbone import Backbone
-    from posttrain.models.head import Head
+    from posttrain.models.native.head import Head
 
 TRAINING = "training"
 """The folder of a checkpoint that holds what only training reads: a learner's state, and a source's."""

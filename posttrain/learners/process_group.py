@@ -167,9 +167,8 @@ def joined(device: str, timeout: float) -> Processes:
     attempt = _attempt(kept, timeout) if _kept_by_torchrun() else 0
     store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
-        cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()),
             store=PrefixStore("group", store),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
@@ -177,6 +176,17 @@ def joined(device: str, timeout: float) -> Processes:
         )
         atexit.register(_leave)  # their threads must not outlive the interpreter
     return Processes(PrefixStore(f"run {next(_runs)}", store), timeout, lasting=PrefixStore("posttrain", kept))
+
+
+def backend(device: str, processes: int, gpus: int) -> str:
+    """Return torch.distributed's backends for so many processes of this machine, which has so many GPUs.
+
+    Where processes share a GPU, as in a trial on a small machine, Gloo sums through the host's memory: NCCL refuses them.
+    """
+    if not (device.startswith("cuda") or (device == "auto" and gpus)):
+        return "gloo"
+    alone = processes == 1 or (processes <= gpus and ":" not in device)
+    return "cpu:gloo,cuda:nccl" if alone else "cpu:gloo,cuda:gloo"
 
 
 def _leave() -> None:

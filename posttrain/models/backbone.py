@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard
 
 from torch import Tensor, nn
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from posttrain.models.native.linear import Linear
 
 
-@runtime_checkable
 class Backbone(Model, Protocol):
     """A decoder that can get adapters and other heads, and whose weights can be synced to engines in other processes.
     It is a torch module.
@@ -155,4 +154,13 @@ class Backbone(Model, Protocol):
 
 def decoders_in(held: nn.Module) -> list[Backbone]:
     """Those that a model or a critic is, or is built on."""
-    return [module for module in held.modules() if isinstance(module, Backbone)]
+    return [module for module in held.modules() if is_backbone(module)]
+
+
+def is_backbone(held: object) -> TypeGuard[Backbone]:
+    """Return whether this is a decoder that can get adapters.
+
+    Not by `isinstance` with the protocol, which from Python 3.12 on does not find what a torch module keeps among its
+    submodules.
+    """
+    return hasattr(type(held), "open_linears")

@@ -19,8 +19,8 @@ from posttrain.core.protocols import TRAINING, Model
 from posttrain.core.types import UserError
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import load_backbone
-from posttrain.models.head import Head
 from posttrain.models.losses.likelihood import Hidden, soft_values
+from posttrain.models.native.head import Head
 from posttrain.models.row_shards import here
 from posttrain.models.tensor_files import open_tensors
 from posttrain.models.weight_files import check_finite

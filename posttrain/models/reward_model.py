@@ -28,8 +28,8 @@ from posttrain.models.adapters.adapter_folder import checked_base, read_adapter,
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import BACKBONE, OURS, load_headless, of_backbone
 from posttrain.models.checkpoint_location import checkpoint_folder
-from posttrain.models.head import Head
 from posttrain.models.json_files import Fields, is_whole, read_json, shown
+from posttrain.models.native.head import Head
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.tokenizer.tokenizer_files import VOCAB_MOST
 from posttrain.models.weight_files import INNER, SCORE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -47,7 +48,21 @@ def prepare(config: Training | Evaluation | Sample) -> torch.device:
     use_threads(config.threads)
     build.use(config.compiled)
     torch.manual_seed(config.seed if isinstance(config.seed, int) else config.seed[0])
-    return choose_device(config.device)
+    device = choose_device(config.device)
+    if device.type == "cuda":
+        repeat_bits(config.deterministic)
+    return device
+
+
+def repeat_bits(wanted: bool) -> None:
+    """Set whether a GPU computes sums in the same order each time, where torch knows a way.
+
+    torch lists running sums among those without one. Those of single rows, which sampling needs, have one order anyway.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products may share their workspace
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
 
 
 def use_threads(count: int | None) -> None:

@@ -33,9 +33,9 @@ from posttrain.core.batch import Batch, Outputs, Scores, Stats
 from posttrain.core.component import Need, RunLimits
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 from posttrain.learners.local_learner import REFERENCE
-from posttrain.models.head import Head
 from posttrain.models.losses.likelihood import Hidden, exact_kl, soft_values
 from posttrain.models.native.decoder import causal
+from posttrain.models.native.head import Head
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.credit_assignment import credit

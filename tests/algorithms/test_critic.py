@@ -25,11 +25,11 @@ from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
-from posttrain.models.head import Head
 from posttrain.models.losses.likelihood import Hidden, soft_values
 from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.native.head import Head
 from posttrain.models.reward_model import ScoreShape, new_reward_model
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size

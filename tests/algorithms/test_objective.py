@@ -47,9 +47,9 @@ from posttrain.core.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, ValueModel
-from posttrain.models.head import Head
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native.decoder import Decoder, causal
+from posttrain.models.native.head import Head
 from posttrain.training.adjust import adjust
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.packing import Taught, collate, pack, split_microbatches

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.models.head import Head
 from posttrain.models.losses.likelihood import Hidden
+from posttrain.models.native.head import Head
 
 KINDS = ("plain", "biased", "scaled", "capped", "all")
 

@@ -41,6 +41,7 @@ class LabelledReplies:
     rows: Sequence[tuple[Transcript, bool]]
     per_step: int
     seed: int
+    device: torch.device
 
     def produce(self, number: int) -> TrainingStep:
         shuffled = torch.randperm(
@@ -50,7 +51,8 @@ class LabelledReplies:
         tokens = sum(t.n_scored for t, _ in rows)
         labels = [torch.full((t.n_scored,), 1.0 if good else -1.0) for t, good in rows]
         share = torch.full((len(rows),), 1 / tokens)
-        batch = collate([[t] for t, _ in rows], range(len(rows)), weight=share, fields={"advantage": labels})
+        chosen, fields = [[t] for t, _ in rows], {"advantage": labels}
+        batch = collate(chosen, range(len(rows)), weight=share, fields=fields, device=self.device)
         return TrainingStep(number, [lambda: [batch]], Stats(), tokens)
 
     def learned(self, step: TrainingStep, stats: Stats) -> None: ...
@@ -80,7 +82,7 @@ def build(context: RunContext[Labelled]) -> RunParts:
     rows = [(demonstrate(task, tokenizer, eos), bool(task[config.good])) for task in tasks.first(10_000)]
     steps = config.steps or 1
     learner = new_learner(config, model, optimization(config, steps), run.world)
-    source = LabelledReplies(rows, config.rows, config.seed)
+    source = LabelledReplies(rows, config.rows, config.seed, learner.device)
     told = ["minimise  -log p, or -log(1 - p)"]
     return RunParts(source, Unlikelihood(), learner, tokenizer, steps, [f"{len(rows)} labelled replies"], told)
 

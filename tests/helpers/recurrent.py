@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import Layout
 from posttrain.models.checkpoint_folder import LOADERS
-from posttrain.models.head import Head
+from posttrain.models.native.head import Head
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.core.batch import Batch, Scores
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import Rollout
-from posttrain.learners.process_group import FIRST_PAUSE, LONGEST_PAUSE, Processes
+from posttrain.learners.process_group import FIRST_PAUSE, LONGEST_PAUSE, Processes, backend
 
 GROUPS, SIZE = 3, 2
 SPLITS = {"two groups and one": 4, "all and none": 6, "none and all": 0}
@@ -166,3 +166,18 @@ def test_pauses_between_looks_for_the_others_double_up_to_the_longest(monkeypatc
     with with_another(monkeypatch, Board(10)).meeting():
         pass
     assert slept == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(10)] and slept[-1] == LONGEST_PAUSE
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "gpus", "wanted"),
+    [
+        ("cpu", 2, 8, "gloo"),
+        ("auto", 2, 0, "gloo"),
+        ("auto", 8, 8, "cpu:gloo,cuda:nccl"),
+        ("cuda", 1, 1, "cpu:gloo,cuda:nccl"),
+        ("cuda", 2, 1, "cpu:gloo,cuda:gloo"),  # NCCL refuses two processes on one GPU
+        ("cuda:1", 2, 8, "cpu:gloo,cuda:gloo"),
+    ],
+)
+def test_processes_that_share_a_gpu_sum_through_gloo(device: str, processes: int, gpus: int, wanted: str) -> None:
+    assert backend(device, processes, gpus) == wanted

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.models.head import Head
-from posttrain.models.losses import divergence as module
 from posttrain.models.losses.divergence import measured_divergence
 from posttrain.models.losses.likelihood import Hidden, token_logp
+from posttrain.models.native.head import Head
 from posttrain.models.native.linear import accumulating
 
 BETAS = (1.0, 0.0, 0.5, 0.1, 0.97)
@@ -69,7 +68,7 @@ def test_value_and_gradient_are_those_of_the_closed_form_whatever_the_blocks(
     beta: float, kept: int, block: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("posttrain.models.losses.likelihood.BLOCK_LOGITS", block)
-    monkeypatch.setattr(module, "KEPT_LOGITS", kept)
+    monkeypatch.setattr("posttrain.models.losses.likelihood.KEPT_LOGITS", kept)
     policy, teacher, target = models(7, 150, kind=kind)
     weight = torch.randn(2, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     logp, found = token_logp_divergence(policy, teacher, target, beta, 0.7, 1.3)

@@ -21,14 +21,79 @@ from posttrain.core.types import Sampling
 from posttrain.engines.local.kv_cache import attention, plain_attention
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.learners.adamw import AdamW
-from posttrain.models.head import Head
-from posttrain.models.losses import likelihood
-from posttrain.models.losses.likelihood import token_logp, token_logp_entropy
+from posttrain.models.losses import divergence, likelihood
+from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_entropy
+from posttrain.models.native import head as head_module
 from posttrain.models.native.attention import SegmentAttention, filled
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.fused import rms_norm, swiglu
+from posttrain.models.native.head import Head
 from posttrain.models.native.linear import Linear, accumulating, in_blocks, product
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads multiply numbers in bfloat16, as on a GPU under autocast."""
+    for module in (head_module, likelihood, divergence):
+        monkeypatch.setattr(module, "narrow_type", lambda hidden: torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "logits made again"])
+@pytest.mark.parametrize("accumulated", [True, False])
+@pytest.mark.usefixtures("narrow")
+def test_a_head_in_bfloat16_rounds_what_it_multiplies_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, accumulated: bool, kept: bool, kind: str
+) -> None:
+    monkeypatch.setattr(likelihood, "BLOCK_LOGITS", 9 * 64)
+    monkeypatch.setattr(likelihood, "KEPT_LOGITS", 1 << 20 if kept else 0)
+    made, target = new_head(kind, 200, 5, torch.Generator().manual_seed(1), torch.float32), torch.arange(9) * 20
+    head = replace(made, weight=nn.Parameter(made.weight.detach()))
+    hidden = normal(9, 5).float().requires_grad_()
+    rounded = [x.detach().bfloat16().double().requires_grad_() for x in (hidden, head.weight)]
+    bias = None if head.bias is None else head.bias.detach().double().requires_grad_()
+    exact = replace(head, weight=rounded[1], bias=bias)
+    logs = (plain_logits(rounded[0], exact) / 0.7).log_softmax(-1)
+    logp, entropy = token_logp_entropy(hidden, head, target, 0.7)
+    wanted = logs.gather(-1, target[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+    for found, right in zip((logp, entropy), wanted, strict=True):
+        assert torch.allclose(found.double(), right, rtol=1e-4, atol=1e-4)
+    inputs, others = (hidden, *tensors(head)), (*rounded, *([] if bias is None else [bias]))
+    ours, theirs = ((a * normal(9, seed=2)).sum() + (b * normal(9, seed=3)).sum() for a, b in ((logp, entropy), wanted))
+    if accumulated:
+        with accumulating():
+            ours.backward()
+        gradients = [x.grad for x in inputs]
+    else:
+        gradients = list(torch.autograd.grad(ours, inputs))
+    for found, right in zip(gradients, torch.autograd.grad(theirs, others), strict=True):
+        assert found is not None and found.dtype == torch.float32
+        assert (found - right).norm() <= 6e-3 * right.norm()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_logits_in_bfloat16_can_be_differentiated_twice() -> None:
+    head = new_head("plain", 200, 5, torch.Generator().manual_seed(1), torch.float32)
+    hidden, along = normal(9, 5).float().requires_grad_(), normal(200, 5, seed=4).float()
+    found = []
+    for logits in (head.logits(hidden), plain_logits(hidden, head)):
+        (first,) = torch.autograd.grad(logits.softmax(-1).square().sum(), head.weight, create_graph=True)
+        found.append(torch.autograd.grad((first * along).sum(), head.weight)[0])
+    assert (found[0] - found[1]).norm() <= 5e-2 * found[1].norm()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_divergence_of_heads_in_bfloat16_is_that_of_their_logits() -> None:
+    generator = torch.Generator().manual_seed(1)
+    both = [Hidden(normal(9, 5, seed=k).float(), new_head("plain", 200, 5, generator, torch.float32)) for k in (0, 1)]
+    both[0].states.requires_grad_()
+    p, q = (h.logits(slice(0, 9)).log_softmax(-1) for h in both)
+    wanted = (p.exp() * (p - q)).sum(-1)
+    _, found, *_ = divergence.measured_divergence(*both, torch.arange(9), divergence.REVERSE, (1.0, 1.0), False)
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    ours, theirs = (torch.autograd.grad(x.sum(), both[0].states)[0] for x in (found, wanted))
+    assert (ours - theirs).norm() <= 6e-3 * theirs.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)

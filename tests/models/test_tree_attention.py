@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from posttrain.core.batch import Layout
 from posttrain.models.native import attention
 from posttrain.models.native.attention import SegmentAttention, each_alone, filled
+from posttrain.models.native.attention_flash import FlashAttention, Ragged
 from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import binder
@@ -23,6 +25,7 @@ from posttrain.models.native.segments import Forest
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 DEPTH = 5
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_compiler = pytest.mark.skipif(binder.attention() is None, reason="needs a C compiler")
 
 
@@ -85,6 +88,91 @@ def apart(layout: Layout, x: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Te
 
 def close(found: Tensor, expected: Tensor, error: float) -> bool:
     return bool((found - expected).norm() <= error * max(expected.norm().item(), 1e-3))
+
+
+class SlowKernels:
+    """Twins of the flash kernels of a GPU, a pair of sequences at a time: what they return, and take back."""
+
+    @staticmethod
+    def _pairs(ragged: Ragged) -> Iterator[tuple[slice, slice, Tensor]]:
+        for i in range(len(ragged.ends) - 1):
+            rows, keys = (slice(int(ends[i]), int(ends[i + 1])) for ends in (ragged.ends, ragged.key_ends))
+            n, m = rows.stop - rows.start, keys.stop - keys.start
+            assert 0 < n <= ragged.longest and 0 < m <= ragged.longest_keys
+            yield rows, keys, torch.ones(n, m, dtype=torch.bool).tril() if ragged.causal else torch.ones(n, m) > 0
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        return (torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+
+    @classmethod
+    def forward(cls, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> tuple[Tensor, ...]:
+        out, logsumexp = torch.full_like(q, torch.nan), q.new_full(q.shape[1::-1], torch.nan)
+        for rows, keys, seen in cls._pairs(ragged):
+            scores = cls._scores(q[rows], k[keys], seen)
+            values = v[keys].repeat_interleave(q.shape[1] // v.shape[1], 1)
+            out[rows] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values)
+            logsumexp[:, rows] = scores.logsumexp(-1)
+        return out, logsumexp, torch.tensor(1), torch.tensor(2)
+
+    @classmethod
+    def backward(
+        cls,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        ragged: Ragged,
+        *states: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert [int(state) for state in states] == [1, 2]
+        repeat = q.shape[1] // k.shape[1]
+        to_q, to_k, to_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, keys, seen in cls._pairs(ragged):
+            p = (cls._scores(q[rows], k[keys], seen) - logsumexp[:, rows, None]).exp()  # of all keys, also elsewhere
+            key, value = (x[keys].repeat_interleave(repeat, 1) for x in (k, v))
+            to_p = torch.einsum("ihd,jhd->hij", grad[rows], value)
+            to_scores = p * (to_p - (grad[rows] * out[rows]).sum(-1).t()[:, :, None]) * q.shape[-1] ** -0.5
+            to_q[rows] = torch.einsum("hij,jhd->ihd", to_scores, key)
+            to_k[keys] = torch.einsum("hij,ihd->jhd", to_scores, q[rows]).unflatten(1, (-1, repeat)).sum(2)
+            to_v[keys] = torch.einsum("hij,ihd->jhd", p, grad[rows]).unflatten(1, (-1, repeat)).sum(2)
+        return to_q, to_k, to_v
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1)])
+@given(layout=trees())
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_a_tree_through_kernels_for_ragged_sequences_equals_its_transcripts_apart(
+    heads: tuple[int, int], layout: Layout
+) -> None:
+    many, few = heads
+    x = normal(len(layout.tokens), many + 2 * few, 8).requires_grad_()
+    loss, expected, weights = apart(layout, x, heads)
+    attend = FlashAttention(layout, Forest(layout), (SlowKernels.forward, SlowKernels.backward))
+    found = attend(*x.split_with_sizes((many, few, few), 1))
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
+    (gradient,), (right,) = (torch.autograd.grad(total, x) for total in ((found * weights).sum(), loss))
+    assert torch.allclose(gradient, right, rtol=1e-10, atol=1e-10)
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1)])
+@pytest.mark.parametrize("size", [8, 64, 128])
+def test_a_tree_through_flash_kernels_equals_its_transcripts_apart(heads: tuple[int, int], size: int) -> None:
+    many, few = heads
+    layout = laid([5, 70, 3, 40, 130, 9], [-1, 0, 0, 1, 0, -1])
+    exact = normal(len(layout.tokens), many + 2 * few, size).to(torch.bfloat16).double().requires_grad_()
+    loss, expected, weights = apart(layout, exact, heads)
+    (right,) = torch.autograd.grad(loss, exact)
+    x = exact.detach().to("cuda", torch.bfloat16).requires_grad_()
+    found = SegmentAttention(replace(layout, tokens=layout.tokens.cuda())).flash(
+        *x.split_with_sizes((many, few, few), 1)
+    )
+    (gradient,) = torch.autograd.grad((found * weights.to(found)).sum(), x)
+    assert close(found.cpu().double(), expected, 1e-2) and close(gradient.cpu().double(), right, 1e-2)
 
 
 @pytest.mark.parametrize("path", ["joined", "masked"])

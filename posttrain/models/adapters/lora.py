@@ -19,7 +19,7 @@ from posttrain.core.protocols import Model
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_writer import adapters, save_adapter
-from posttrain.models.backbone import Backbone
+from posttrain.models.backbone import Backbone, is_backbone
 from posttrain.models.free_memory import available_memory, in_gib
 from posttrain.models.native.linear import Adapter
 from posttrain.models.native.quantized import QuantizedLinear, require
@@ -78,14 +78,14 @@ def targets_of(model: Backbone) -> tuple[str, ...]:
 def decoder_of(model: Model) -> Backbone:
     """Return the decoder of a model. Raises UserError where there is none to be adapted."""
     found = getattr(model, "backbone", model)
-    if not isinstance(found, Backbone):
+    if not is_backbone(found):
         raise UserError(f"--lora adapts decoders, and a {type(model).__name__} is not one: leave it out")
     return found
 
 
 def is_adapted(model: Model) -> bool:
     found = getattr(model, "backbone", model)
-    return isinstance(found, Backbone) and found.lora is not None
+    return is_backbone(found) and found.lora is not None
 
 
 def attach(decoder: Backbone, lora: LoRA, adapts: Callable[[str], bool]) -> None:
@@ -165,7 +165,7 @@ def shared_copy(decoder: Backbone) -> Backbone:
 
 def frozen_copy(model: Model) -> Model:
     """Return a copy of the model that no update changes. Frozen weights of a decoder are shared with it."""
-    if isinstance(model, Backbone) and model.lora is not None:
+    if is_backbone(model) and model.lora is not None:
         return shared_copy(model)
     copied: Model = copy.deepcopy(model)
     return copied.requires_grad_(False)

@@ -34,7 +34,6 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.core.batch import Layout
 from posttrain.core.types import Media, UserError
 from posttrain.models.backbone import Backbone
-from posttrain.models.head import Head
 from posttrain.models.hf.backed_writer import quiet, save_backed, stored_name, stored_tensors
 from posttrain.models.hf.experts import Routers, attach, calling, find_routers, repeating, watched
 from posttrain.models.hf.headless import classifier_of, grow, save_headless
@@ -42,6 +41,7 @@ from posttrain.models.hf.linear_layers import open_products, products
 from posttrain.models.hf.probes import BEGINNING, PROBES, probe_ids
 from posttrain.models.hf.vision import PictureFeatures, Vision
 from posttrain.models.native.attention import SegmentAttention
+from posttrain.models.native.head import Head
 from posttrain.models.native.linear import Linear
 from posttrain.models.native.segments import Forest
 

@@ -29,7 +29,6 @@ from posttrain.models.checkpoint_summary import context_of
 from posttrain.models.free_memory import available_memory
 from posttrain.models.gguf.gguf_config import MODEL_TYPES, NATIVE
 from posttrain.models.gguf.gguf_file import is_gguf, read_gguf
-from posttrain.models.head import Head
 from posttrain.models.hf.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
 from posttrain.models.hf.backed_writer import quiet
 from posttrain.models.hf.experts import watching
@@ -40,6 +39,7 @@ from posttrain.models.hf.vision import Vision
 from posttrain.models.image_processor import ImageProcessor, placeholder_ids
 from posttrain.models.json_files import read_json, shown
 from posttrain.models.native.decoder_config import read_eos_ids
+from posttrain.models.native.head import Head
 from posttrain.models.weight_files import HEADS, SCORE, reward_model_error
 
 ACTIVATIONS = 0.5  # of the free memory after the weights, for a backward pass

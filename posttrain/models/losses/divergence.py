@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posttrain.models.head import Head
-from posttrain.models.losses.likelihood import KEPT_LOGITS, Gradients, Hidden, blocks, inside, scaled_logits, token_logp
+from posttrain.models.losses.likelihood import Gradients, Hidden, blocks, inside, keeps, scaled_logits, token_logp
+from posttrain.models.native.head import Head, narrow_type
 
 FORWARD, REVERSE = 0.0, 1.0
 
@@ -58,11 +58,12 @@ class _Pairs:
     policy: Hidden
     teacher: Hidden
     temperatures: tuple[float, float]
+    narrow: torch.dtype | None
     kept: Sequence[Tensor] = ()
 
     @property
     def blocks(self) -> list[slice]:
-        return blocks(2 * self.policy.states.shape[0], self.policy.head.vocab)
+        return blocks(self.policy.states, self.policy.head.vocab, models=2)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         for number, block in enumerate(self.blocks):
@@ -70,7 +71,7 @@ class _Pairs:
                 yield block, self.kept[2 * number], self.kept[2 * number + 1]
             else:
                 models = zip((self.policy, self.teacher), self.temperatures, strict=True)
-                x, y = (scaled_logits(m.states, m.head, block, temperature) for m, temperature in models)
+                x, y = (scaled_logits(m.states, m.head, block, temperature, self.narrow) for m, temperature in models)
                 yield block, x, y
 
 
@@ -112,11 +113,10 @@ class _Divergence(torch.autograd.Function):
         teacher_temperature: float,
         measured: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        temperatures = temperature, teacher_temperature
-        pairs = _Pairs(Hidden(hidden, head), teacher, temperatures)
-        if 2 * hidden.shape[0] * head.vocab <= KEPT_LOGITS:
-            kept = [logits for _, *both in pairs for logits in both]
-            pairs = _Pairs(pairs.policy, pairs.teacher, temperatures, kept)
+        temperatures, narrow = (temperature, teacher_temperature), narrow_type(hidden)
+        pairs = _Pairs(Hidden(hidden, head), teacher, temperatures, narrow)
+        if keeps(hidden, head.vocab, models=2):
+            pairs = replace(pairs, kept=[logits for _, *both in pairs for logits in both])
         wide = torch.promote_types(hidden.dtype, torch.float32)
         at = torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device)
         own, other = _Sum(at), _Sum(at)
@@ -139,7 +139,7 @@ class _Divergence(torch.autograd.Function):
             divergence, inner = _jensen_shannon(pairs, own.total, other.total, beta)
         saved = pairs.kept if any(ctx.needs_input_grad) else ()
         ctx.save_for_backward(hidden, weight, teacher.states, target, own.total, other.total, inner, *saved)
-        ctx.settings = head, teacher.head, beta, temperatures
+        ctx.settings = head, teacher.head, beta, temperatures, narrow
         ctx.set_materialize_grads(False)
         told = (theirs - other.total, level.total - level.mean) if measured else (at.new_zeros(0), at.new_zeros(0))
         ctx.mark_non_differentiable(*told)
@@ -149,9 +149,9 @@ class _Divergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, to_logp: Tensor | None, to_divergence: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         hidden, _, teacher_states, target, total, other_total, inner, *kept = ctx.saved_tensors
-        head, teacher_head, beta, temperatures = ctx.settings
-        pairs = _Pairs(Hidden(hidden, head), Hidden(teacher_states, teacher_head), temperatures, kept)
-        sums = Gradients(hidden, head, temperatures[0], total.dtype, ctx.needs_input_grad[:3])
+        head, teacher_head, beta, temperatures, narrow = ctx.settings
+        pairs = _Pairs(Hidden(hidden, head), Hidden(teacher_states, teacher_head), temperatures, narrow, kept)
+        sums = Gradients(hidden, head, temperatures[0], total.dtype, ctx.needs_input_grad[:3], narrow)
         to_logp, to_divergence = (None if to is None else to * sums.factor for to in (to_logp, to_divergence))
         for block, x, y in pairs:
             logs = x - total[:, None]

@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.models.head import Head
-from posttrain.models.native.linear import add_product, collected
+from posttrain.models.native.head import Head, narrow_type
+from posttrain.models.native.kernels.gpu_layer import fused
+from posttrain.models.native.linear import add_product, collected, narrowed_rows, wide_product
 
 BLOCK_LOGITS = 1 << 20  # logits of one block: they stay in the processor's cache
 KEPT_LOGITS = 1 << 25  # up to so many (128 MiB in float32) are kept for the backward pass instead of recomputed
 CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32) ...
+GPU_LOGITS = 1 << 27  # the same three on a GPU, whose products need many columns: 512 MiB
+GPU_COLUMNS = 512  # columns of a block there are a multiple of this
 CHUNK_ROWS = 512  # ... but never fewer rows: each chunk of the backward pass adds to a [V, D] gradient
 
 
@@ -82,30 +85,23 @@ class _Likelihood(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         with_entropy = entropies != "none"
         rows, vocabulary = hidden.shape[0], head.vocab
-        keep = any(ctx.needs_input_grad) and rows * vocabulary <= KEPT_LOGITS
-        kept = []
+        keep = any(ctx.needs_input_grad) and keeps(hidden, vocabulary)
+        kept, narrow = list[Tensor](), narrow_type(hidden)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         at = torch.zeros(rows, dtype=wide, device=hidden.device)
         total, mean = torch.full_like(at, -math.inf), torch.zeros_like(at)
-        for block in blocks(rows, vocabulary):
-            logits = scaled_logits(hidden, head, block, temperature)
+        for block in blocks(hidden, vocabulary):
+            logits = scaled_logits(hidden, head, block, temperature, narrow)
             if keep:
                 kept.append(logits)
-            mine, place = inside(target, block)
-            at = torch.where(mine, _at(logits, place), at)
-            top = logits.amax(-1)
-            mass = (logits - top[:, None]).exp_() if keep or with_entropy else logits.sub_(top[:, None]).exp_()
-            here = mass.sum(-1).log_().add_(top)
-            joined = torch.logaddexp(total, here)
-            if with_entropy:  # the mean logit, over the blocks so far
-                own = mass.mul_(logits).sum(-1) * (top - here).exp()
-                mean = mean * (total - joined).exp() + own * (here - joined).exp()
-            total = joined
+            spare = not (keep or with_entropy or hidden.is_cuda)  # the logits may be overwritten
+            add = fused(_added, logits)
+            at, total, mean = add(logits, target - block.start, at, total, mean, with_entropy, spare)
         logp, entropy = at - total, total - mean
         ctx.save_for_backward(
             hidden, weight, target, total, entropy, *kept
         )  # the weight: torch checks whether it changes
-        ctx.head, ctx.temperature, ctx.with_entropy = head, temperature, entropies == "learned"
+        ctx.head, ctx.temperature, ctx.with_entropy, ctx.narrow = head, temperature, entropies == "learned", narrow
         if entropies == "constant":
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -115,33 +111,84 @@ class _Likelihood(torch.autograd.Function):
     def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, _, target, total, entropy, *kept = ctx.saved_tensors
         head, temperature = ctx.head, ctx.temperature
-        sums = Gradients(hidden, head, temperature, total.dtype, ctx.needs_input_grad[:3])
+        sums = Gradients(hidden, head, temperature, total.dtype, ctx.needs_input_grad[:3], ctx.narrow)
         to_logp, to_entropy = to_logp * sums.factor, to_entropy * sums.factor
-        for number, block in enumerate(blocks(hidden.shape[0], head.vocab)):
-            logits = kept[number] if kept else scaled_logits(hidden, head, block, temperature)
-            mine, place = inside(target, block)
-            if ctx.with_entropy:
-                logs = logits - total[:, None]
-                share = (logs + entropy[:, None]).mul_(-to_entropy[:, None]).sub_(to_logp[:, None])
-                grad = logs.exp_().mul_(share)
-            else:
-                grad = (logits - total[:, None]).exp_().mul_(-to_logp[:, None])
-            grad.scatter_add_(1, place[:, None], torch.where(mine, to_logp, 0.0)[:, None])
+        for number, block in enumerate(blocks(hidden, head.vocab)):
+            logits = kept[number] if kept else scaled_logits(hidden, head, block, temperature, ctx.narrow)
+            of_entropy = (entropy, to_entropy) if ctx.with_entropy else None
+            slope = fused(_slope, logits)
+            grad = slope(logits, target - block.start, total, to_logp, of_entropy, sums.rounded)
             sums.add(block, grad, logits)
         return (*sums.found, None, None, None, None)
+
+
+def _added(
+    logits: Tensor, place: Tensor, at: Tensor, total: Tensor, mean: Tensor, with_entropy: bool, spare: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logit at the target, the logsumexp and the mean logit of the blocks so far, with a further one.
+
+    logits [N, width]; place int64 [N], the target's column in the block, beyond it if it is elsewhere. `spare`: the
+    logits may be overwritten.
+    """
+    mine = (place >= 0) & (place < logits.shape[-1])
+    at = torch.where(mine, _at(logits, place.masked_fill(~mine, 0)), at)
+    top = logits.amax(-1)
+    mass = logits.sub_(top[:, None]).exp_() if spare else (logits - top[:, None]).exp_()
+    here = mass.sum(-1).log_().add_(top)
+    joined = torch.logaddexp(total, here)
+    if with_entropy:
+        own = mass.mul_(logits).sum(-1) * (top - here).exp()
+        mean = mean * (total - joined).exp() + own * (here - joined).exp()
+    return at, joined, mean
+
+
+def _slope(
+    logits: Tensor,
+    place: Tensor,
+    total: Tensor,
+    to_logp: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    rounded: torch.dtype | None,
+) -> Tensor:
+    """Return the gradient of a block's logits, [N, width]. `of_entropy`: the entropy, and its gradient. `rounded`: the
+    gradient's type, None: that of the logits.
+    """
+    if of_entropy is not None:
+        entropy, to_entropy = of_entropy
+        logs = logits - total[:, None]
+        share = (logs + entropy[:, None]).mul_(-to_entropy[:, None]).sub_(to_logp[:, None])
+        grad = logs.exp_().mul_(share)
+    else:
+        grad = (logits - total[:, None]).exp_().mul_(-to_logp[:, None])
+    if rounded is not None:  # in one kernel with what is above, which a scattered sum is not
+        column = torch.arange(logits.shape[-1], device=logits.device)
+        return torch.where(column == place[:, None], grad + to_logp[:, None], grad).to(rounded)
+    mine = (place >= 0) & (place < logits.shape[-1])
+    return grad.scatter_add_(1, place.masked_fill(~mine, 0)[:, None], torch.where(mine, to_logp, 0.0)[:, None])
 
 
 class Gradients:
     """Gradients of hidden states and head, accumulated block by block of the vocabulary."""
 
     def __init__(
-        self, hidden: Tensor, head: Head, temperature: float, wide: torch.dtype, needed: Sequence[bool]
+        self,
+        hidden: Tensor,
+        head: Head,
+        temperature: float,
+        wide: torch.dtype,
+        needed: Sequence[bool],
+        narrow: torch.dtype | None,
     ) -> None:
-        """Allocate them. `needed`: whether for the hidden states, for the head's weight, for its bias."""
-        self.hidden, self.head, self.states = hidden, head, hidden.to(wide)
+        """Allocate them. `needed`: whether for the hidden states, for the head's weight, for its bias. `narrow`: the type
+        of what products multiply.
+        """
+        self.hidden, self.head, self.states = hidden, head, hidden.to(narrow or wide)
+        self.narrow = narrow
+        self.rounded = narrow if head.cap is None else None
+        """Type in which `add` takes gradients of logits; None: theirs."""
         self.temperature = temperature
         self.factor = head.scale / temperature  # d x / d (hidden W^T + b), but for a cap
-        self.to_hidden = torch.zeros_like(self.states) if needed[0] else None
+        self.to_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
         self.sum_of_weight = collected(head.weight) if needed[1] else None
         own = needed[1] and self.sum_of_weight is None
         self.to_weight = torch.empty_like(head.weight, dtype=wide) if own else None
@@ -154,14 +201,18 @@ class Gradients:
         if self.head.cap is not None:  # d cap tanh(y / cap) / dy = 1 - (logit / cap)^2
             grad.mul_(1.0 - (x * (self.temperature / self.head.cap)).square_())
         with torch.autocast(self.hidden.device.type, enabled=False):
-            if self.to_hidden is not None:
-                self.to_hidden.addmm_(grad, self.head.weight[block].to(grad.dtype))
-            if self.to_weight is not None:
-                torch.mm(grad.t(), self.states, out=self.to_weight[block])
-            elif self.sum_of_weight is not None:
-                add_product(self.sum_of_weight[block], grad.t(), self.states)
             if self.to_bias is not None:
                 torch.sum(grad, 0, out=self.to_bias[block])
+            if self.narrow is not None:
+                grad = grad.to(self.narrow)
+            if self.to_hidden is not None:
+                add_product(self.to_hidden, grad, narrowed_rows(self.head.weight, block, grad.dtype))
+            if self.to_weight is not None and self.narrow is None:
+                torch.mm(grad.t(), self.states, out=self.to_weight[block])
+            elif self.to_weight is not None:
+                self.to_weight[block] = wide_product(grad.t(), self.states)
+            elif self.sum_of_weight is not None:
+                add_product(self.sum_of_weight[block], grad.t(), self.states)
 
     @property
     def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -174,15 +225,24 @@ class Gradients:
         return hidden, weight, bias
 
 
-def blocks(rows: int, vocabulary: int) -> list[slice]:
-    """Split the vocabulary so that each block has at most BLOCK_LOGITS logits."""
-    width = max(64, BLOCK_LOGITS // max(1, rows))
+def keeps(hidden: Tensor, vocabulary: int, models: int = 1) -> bool:
+    """Return whether the logits of so many models are few enough to be kept for the backward pass."""
+    limit = GPU_LOGITS if hidden.is_cuda else KEPT_LOGITS
+    return models * hidden.shape[0] * vocabulary <= limit
+
+
+def blocks(hidden: Tensor, vocabulary: int, models: int = 1) -> list[slice]:
+    """Split the vocabulary so that each block has at most BLOCK_LOGITS logits, of all models together."""
+    limit = GPU_LOGITS if hidden.is_cuda else BLOCK_LOGITS
+    width = max(64, limit // max(1, models * hidden.shape[0]))
+    if hidden.is_cuda:  # rows that do not begin at multiples of 16 bytes take a slower kernel
+        width = max(GPU_COLUMNS, width // GPU_COLUMNS * GPU_COLUMNS)
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 
-def scaled_logits(hidden: Tensor, head: Head, block: slice, temperature: float) -> Tensor:
-    """Compute the logits of a block of the vocabulary, divided by the temperature."""
-    logits = head.logits(hidden, block)
+def scaled_logits(hidden: Tensor, head: Head, block: slice, temperature: float, narrow: torch.dtype | None) -> Tensor:
+    """Compute the logits of a block of the vocabulary, divided by the temperature. `narrow`: see `Head.logits`."""
+    logits = head.logits(hidden, block, narrow)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -201,7 +261,7 @@ def exact_kl(policy: Hidden, other: Hidden, temperature: float = 1.0) -> Tensor:
         own, theirs = (h.logits(rows, temperature).log_softmax(-1) for h in (policy, other))
         return ((own.exp() * (own - theirs)).sum(-1),)
 
-    return in_chunks(kl, policy.states.shape[0], policy.head.vocab)[0]
+    return in_chunks(kl, policy)[0]
 
 
 def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
@@ -212,7 +272,7 @@ def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
     def collision(rows: slice) -> tuple[Tensor]:
         return ((2 * policy.logits(rows, temperature).log_softmax(-1)).logsumexp(-1),)
 
-    return in_chunks(collision, policy.states.shape[0], policy.head.vocab)[0]
+    return in_chunks(collision, policy)[0]
 
 
 def soft_values(
@@ -230,13 +290,14 @@ def soft_values(
             target = (probability * torch.minimum(*(q.logits(rows) for q in slow))).sum(-1)
         return (probability * least).sum(-1), target
 
-    expected_q, target_q = in_chunks(expected, policy.states.shape[0], policy.head.vocab)
+    expected_q, target_q = in_chunks(expected, policy)
     return expected_q, target_q
 
 
-def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], rows: int, vocabulary: int) -> tuple[Tensor, ...]:
-    """Apply `function` to slices of the rows 0 ... `rows`, and concatenate along the first dimension."""
-    chunk = max(CHUNK_ROWS, CHUNK_LOGITS // vocabulary)
+def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], like: Hidden) -> tuple[Tensor, ...]:
+    """Apply `function` to slices of the rows of `like`, and concatenate along the first dimension."""
+    rows, limit = like.states.shape[0], GPU_LOGITS if like.states.is_cuda else CHUNK_LOGITS
+    chunk = max(CHUNK_ROWS, limit // like.head.vocab)
     if rows <= chunk:
         return function(slice(0, rows))
     parts = []

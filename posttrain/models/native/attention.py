@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from posttrain.core.batch import Layout
 from posttrain.models.native.attention_compiled import CompiledAttention, at_least_float32, compiled_covers
+from posttrain.models.native.attention_flash import FlashAttention, flash_covers
 from posttrain.models.native.segments import Forest
 
 PREFIX_TOKENS = 128
@@ -38,10 +39,11 @@ class SegmentAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
-        if q.device.type != "cpu":
-            return self.masked(q, k, v)
         # Fused kernels have no second derivative, and are switched off where one is needed.
-        if torch.backends.cuda.flash_sdp_enabled():
+        fused_kernels = torch.backends.cuda.flash_sdp_enabled()
+        if q.device.type != "cpu":
+            return self.flash(q, k, v) if fused_kernels and flash_covers(q) else self.masked(q, k, v)
+        if fused_kernels:
             if self.compiled.covers(k.shape[1], q.dtype):
                 return self.compiled(q, k, v)
             if self._few_prefixes:
@@ -54,6 +56,11 @@ class SegmentAttention:
         whole panels.
         """
         return CompiledAttention(self.layout, self._forest)
+
+    @cached_property
+    def flash(self) -> FlashAttention:
+        """Attention by flash kernels: on a GPU, in bfloat16, differentiable once."""
+        return FlashAttention(self.layout, self._forest)
 
     @cached_property
     def joined(self) -> JoinedAttention:
@@ -256,7 +263,7 @@ class _MaskedBucket:
 
 
 class MaskedAttention:
-    """Attention through `scaled_dot_product_attention` with masks: on a GPU, and where a second derivative is
+    """Attention through `scaled_dot_product_attention` with masks: on a GPU in float32, and where a second derivative is
     needed.
     """
 

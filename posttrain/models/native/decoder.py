@@ -22,12 +22,12 @@ from torch.nn import functional
 from posttrain.core.batch import Layout
 from posttrain.core.types import UserError
 from posttrain.models.backbone import Backbone
-from posttrain.models.head import Head
 from posttrain.models.native.attention import SegmentAttention, each_alone, filled
 from posttrain.models.native.decoder_config import CLASSIFIERS, written_config
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
 from posttrain.models.native.fused import compiles, norm_linear, rms_norm, rope, rope_heads, swiglu_linear
+from posttrain.models.native.head import Head
 from posttrain.models.native.linear import ROUND, Embedding, Linear, in_blocks, rounds
 from posttrain.models.native.weight_names import stored_pieces
 

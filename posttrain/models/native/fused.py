@@ -1,8 +1,9 @@
-"""Operations between the matrix products: compiled code on a processor, or torch with gradients written out.
+"""Operations between the matrix products: compiled code, or torch with gradients written out.
 
-Compiled code (`layer.c`) goes through memory once where torch's operations go through it several times. That is cheap
-enough to recompute norms and activations in the backward pass instead of keeping them. It supports float32, and
-products in bfloat16; everything else goes through torch's operations, each of which can be differentiated twice.
+Compiled code (`layer.c` on a processor, `gpu_layer.py` on a GPU) goes through memory once where torch's operations go
+through it several times. That is cheap enough to recompute norms and activations in the backward pass instead of keeping
+them. It supports float32, and products in bfloat16; everything else goes through torch's operations, each of which can be
+differentiated twice.
 
 T    tokens
 """
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from posttrain.models.native.kernels import binder
+from posttrain.models.native.kernels.gpu_layer import GPULayer, gpu_layer
 from posttrain.models.native.linear import (
     Linear,
     accumulates,
@@ -122,25 +124,25 @@ def compiles() -> bool:
     return binder.layer() is not None
 
 
-def _covering(x: Tensor, float32: bool, *others: Tensor | None) -> binder.LayerLibrary | None:
-    """Return the compiled code, where it applies: differentiable once at most, on a processor, in float32 or bfloat16.
+def _covering(x: Tensor, float32: bool, *others: Tensor | None) -> binder.LayerLibrary | GPULayer | None:
+    """Return the compiled code, where it applies: differentiable once at most, in float32 or bfloat16.
 
     float32: x has that type, whatever the type of products is.
     """
     if (
         (accumulates() or not torch.is_grad_enabled())
-        and x.device.type == "cpu"
+        and x.device.type in ("cpu", "cuda")
         and x.is_contiguous()
         and product_type(x) in (torch.float32, torch.bfloat16)
         and x.dtype == (torch.float32 if float32 else product_type(x))
         and all(y is None or y.dtype == torch.float32 for y in others)
     ):
-        return binder.layer()
+        return gpu_layer() if x.is_cuda else binder.layer()
     return None
 
 
-def _library() -> binder.LayerLibrary:
-    library = binder.layer()
+def _library(x: Tensor) -> binder.LayerLibrary | GPULayer:
+    library = gpu_layer() if x.is_cuda else binder.layer()
     assert library is not None
     return library
 
@@ -190,7 +192,7 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, linear: Linear, *learned: Tensor | None) -> Tensor:
         normed, rate = torch.empty_like(x, dtype=product_type(x)), x.new_empty(x.shape[0])
-        _library().rms_norm(x, norm, eps, normed, rate, known=False)
+        _library(x).rms_norm(x, norm, eps, normed, rate, known=False)
         ctx.save_for_backward(x, norm, rate)
         ctx.linear = linear
         return multiplied(normed, linear)
@@ -205,7 +207,7 @@ class _NormLinear(torch.autograd.Function):
         to_inner = None if adapter is None else adapter.back(through, to_normed)
         if place is not None or adapter is not None:
             normed = torch.empty_like(x, dtype=grad.dtype)
-            _library().rms_norm(x, norm, 0.0, normed, rate, known=True)
+            _library(x).rms_norm(x, norm, 0.0, normed, rate, known=True)
             if place is not None:
                 add_product(place, grad.t(), normed)
             if to_inner is not None:
@@ -214,7 +216,7 @@ class _NormLinear(torch.autograd.Function):
         to_x = to_norm = None
         if to_normed is not None:
             to_x, norms = torch.empty_like(x), x.new_zeros(torch.get_num_threads(), x.shape[1])
-            _library().rms_norm_backward(to_normed, x, norm, rate, to_x, norms)
+            _library(x).rms_norm_backward(to_normed, x, norm, rate, to_x, norms)
             to_norm = norms.sum(0)
         return to_x, to_norm, None, None, *of_learned(ctx, grad)
 
@@ -225,7 +227,7 @@ class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: Linear, *learned: Tensor | None) -> Tensor:
         inner = x.new_empty(x.shape[0], x.shape[1] // 2)
-        _library().swiglu(x, inner)
+        _library(x).swiglu(x, inner)
         ctx.save_for_backward(x)
         ctx.linear = linear
         return multiplied(inner, linear)
@@ -238,7 +240,7 @@ class _SwiGLULinear(torch.autograd.Function):
         to_inner = through @ narrowed(weight, grad.dtype)
         to_low = None if adapter is None else adapter.back(through, to_inner)
         inner, to_x = torch.empty_like(to_inner), torch.empty_like(x)
-        _library().swiglu_backward(to_inner, x, inner, to_x)
+        _library(x).swiglu_backward(to_inner, x, inner, to_x)
         if (place := collected(weight)) is not None:
             add_product(place, grad.t(), inner)
         if to_low is not None:
@@ -248,20 +250,22 @@ class _SwiGLULinear(torch.autograd.Function):
 
 
 class _RoPE(torch.autograd.Function):
-    """Rotary embedding in place."""
+    """Rotary embedding, on a processor in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, count: int) -> Tensor:
-        ctx.mark_dirty(x)
+        out = torch.empty_like(x) if x.is_cuda else x
+        if out is x:
+            ctx.mark_dirty(x)
         ctx.save_for_backward(cos, sin)
         ctx.count = count
-        _library().rope(x, cos, sin, count, x)
-        return x
+        _library(x).rope(x, cos, sin, count, out)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        _library().rope_backward(grad.contiguous(), cos, sin, ctx.count, grad_x)
+        _library(grad).rope_backward(grad.contiguous(), cos, sin, ctx.count, grad_x)
         return grad_x, None, None, None

@@ -384,6 +384,13 @@ def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return known[weight]
 
 
+def narrowed_rows(weight: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Return some rows of a weight in this type: of the copy that is kept, where one is."""
+    if _ways().narrowed is not None and _ways().keeps:
+        return narrowed(weight, dtype)[rows]
+    return weight[rows].to(dtype)
+
+
 def collected(weight: Tensor) -> Tensor | None:
     """Return the tensor to which a backward pass adds the gradient of a weight; None: it returns it as usual."""
     if not collects(weight):
@@ -397,8 +404,17 @@ def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
     """Compute place += one @ other, also where they are of a narrower or wider type."""
     if place.dtype == one.dtype:
         place.addmm_(one, other)
+    elif one.is_cuda:
+        torch.addmm(place, one, other, out_dtype=place.dtype, out=place)
     else:
         place.add_(one @ other)
+
+
+def wide_product(one: Tensor, other: Tensor) -> Tensor:
+    """Return one @ other of numbers in bfloat16, whose sums and results are float32."""
+    if one.is_cuda:
+        return torch.mm(one, other, out_dtype=torch.float32)
+    return torch.mm(one.float(), other.float())
 
 
 def multiplied(x: Tensor, linear: Linear) -> Tensor:

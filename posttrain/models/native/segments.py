@@ -26,10 +26,13 @@ class Forest:
         assert sum(map(len, self.trees)) == len(layout.length), "a segment is its own ancestor"
         self.before = [0] * len(layout.length)
         """[K] number of tokens of all ancestors of a segment."""
+        self.depth = [0] * len(layout.length)
+        """[K] number of ancestors of a segment."""
         for tree in self.trees:
             for k in tree[1:]:
                 parent = self.parent[k]
                 self.before[k] = self.before[parent] + self._length[parent]
+                self.depth[k] = self.depth[parent] + 1
         self._paths: dict[int, np.ndarray] = {-1: np.empty(0, dtype=np.int64)}
 
     def subtree(self, k: int) -> list[int]:

@@ -1,0 +1,158 @@
+"""Attention over a layout through flash kernels for ragged sequences: on a GPU, in bfloat16 or float16.
+
+Nothing is padded or repeated: key heads are shared by their query heads inside the kernel. All segments attend to their own
+tokens in one call. Then, for each depth of the trees, all tokens attend to their ancestor of that depth in one call. The
+results are merged by their normalisers, as in `JoinedAttention`.
+
+T    tokens of a micro-batch
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from posttrain.core.batch import Layout
+from posttrain.models.native.attention_compiled import at_least_float32
+from posttrain.models.native.segments import Forest
+
+LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Pairs of (queries, keys) sequences, all end to end; queries of a pair attend to its keys."""
+
+    ends: Tensor  # int32 [pairs + 1], where each sequence of queries begins, and the end of the last
+    key_ends: Tensor  # the same of the keys
+    longest: int
+    longest_keys: int
+    causal: bool
+
+    @classmethod
+    def of(cls, lengths: list[int], keys: list[int], causal: bool, device: torch.device) -> Ragged:
+        def ends(counts: list[int]) -> Tensor:
+            return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)).to(device)
+
+        return cls(ends(lengths), ends(keys), max(lengths), max(keys), causal)
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Ragged], tuple[Tensor, ...]]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> tuple[Tensor, ...]:
+    """Return attention [n, heads, size] of q to k and v [m, kv_heads, size], its normaliser float32 [heads, n], and the
+    two states of a random generator that the kernel's backward pass wants back.
+    """
+    out, logsumexp, state, offset, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, ragged.ends, ragged.key_ends, ragged.longest, ragged.longest_keys, 0.0, ragged.causal, False
+    )
+    return out, logsumexp, state, offset
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, ragged: Ragged, *states: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    lengths = ragged.ends, ragged.key_ends, ragged.longest, ragged.longest_keys
+    found = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, logsumexp, *lengths, 0.0, ragged.causal, *states
+    )
+    grad_q, grad_k, grad_v = found
+    return grad_q, grad_k, grad_v
+
+
+def flash_covers(q: Tensor) -> bool:
+    """Return whether the kernels compute heads of this type and size, q [T, heads, size], on this device."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= LARGEST_HEAD
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+@dataclass(frozen=True)
+class _Ancestors:
+    """Attention of tokens to their ancestors of one depth."""
+
+    tokens: Tensor  # int64, the tokens whose ancestors these are, one ancestor's descendants after another's
+    keys: Tensor  # int64, the ancestors' tokens
+    ragged: Ragged
+
+
+class FlashAttention:
+    """Attention of one layout. Differentiable once."""
+
+    def __init__(
+        self, layout: Layout, forest: Forest, kernels: tuple[Forward, Backward] = (flash, flash_backward)
+    ) -> None:
+        self.forward, self.backward = kernels
+        device, lengths = layout.tokens.device, list(layout.length)
+        assert sum(lengths) == layout.tokens.shape[0], "segments follow each other"
+        self.own = Ragged.of(lengths, lengths, True, device)
+        depth: dict[int, list[int]] = defaultdict(list)
+        for k in forest.prefixes:
+            depth[forest.depth[k]].append(k)
+        self.ancestors = [self._of_depth(layout, forest, prefixes) for _, prefixes in sorted(depth.items())]
+
+    @staticmethod
+    def _of_depth(layout: Layout, forest: Forest, prefixes: list[int]) -> _Ancestors:
+        device = layout.tokens.device
+        descendants = [forest.tokens(forest.subtree(k)[1:]) for k in prefixes]
+        tokens, keys = (torch.from_numpy(x).to(device) for x in (np.concatenate(descendants), forest.tokens(prefixes)))
+        lengths = [len(x) for x in descendants]
+        return _Ancestors(tokens, keys, Ragged.of(lengths, [layout.length[k] for k in prefixes], False, device))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
+        attended: Tensor = _FlashAttention.apply(q, k, v, self)
+        return attended
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: FlashAttention) -> Tensor:
+        out, logsumexp, *states = parts.forward(q, k, v, parts.own)
+        ctx.states = [states]
+        for one in parts.ancestors:
+            picked = q.index_select(0, one.tokens), k.index_select(0, one.keys), v.index_select(0, one.keys)
+            before, its_logsumexp, *states = parts.forward(*picked, one.ragged)
+            ctx.states.append(states)
+            so_far, so_far_logsumexp = out.index_select(0, one.tokens), logsumexp.index_select(1, one.tokens)
+            share = torch.sigmoid(so_far_logsumexp - its_logsumexp).t().unsqueeze(-1)  # [n, heads, 1]
+            both = torch.lerp(at_least_float32(before), at_least_float32(so_far), share)
+            out.index_copy_(0, one.tokens, both.to(out.dtype))
+            logsumexp.index_copy_(1, one.tokens, torch.logaddexp(so_far_logsumexp, its_logsumexp))
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        ctx.parts = parts
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, logsumexp = ctx.saved_tensors
+        parts: FlashAttention = ctx.parts
+        own, *others = ctx.states
+        grad = grad.to(q.dtype).contiguous()
+        found = parts.backward(grad, q, k, v, out, logsumexp, parts.own, *own)
+        if not parts.ancestors:
+            return (*found, None)
+        sums = [at_least_float32(x) for x in found]  # a prefix collects from all of its descendants
+        for one, states in zip(parts.ancestors, others, strict=True):
+            grads, queries, outs = (x.index_select(0, one.tokens) for x in (grad, q, out))
+            keys, values = k.index_select(0, one.keys), v.index_select(0, one.keys)
+            normaliser = logsumexp.index_select(1, one.tokens)
+            more = parts.backward(grads, queries, keys, values, outs, normaliser, one.ragged, *states)
+            for total, part, place in zip(sums, more, (one.tokens, one.keys, one.keys), strict=True):
+                total.index_add_(0, place, part.to(total.dtype))
+        return (*(x.to(q.dtype) for x in sums), None)

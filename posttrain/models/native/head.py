@@ -1,0 +1,104 @@
+"""Output head: hidden states to logits.
+
+N    hidden states    D    their width    V    vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from posttrain.models.native.linear import narrowed_rows, wide_product
+
+
+def narrow_type(hidden: Tensor) -> torch.dtype | None:
+    """Return the type of the numbers that a head multiplies on a GPU under autocast; None: float32 at least.
+
+    Sums and logits are float32 all the same. In float32 the products of a head would take longer than all others together.
+    """
+    if hidden.is_cuda and torch.is_autocast_enabled("cuda") and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype("cuda")
+    return None
+
+
+@dataclass(frozen=True)
+class Head:
+    """logits = cap tanh(x / cap) with x = scale (hidden W^T + b); without a cap, logits = x.
+
+    Most models have a weight alone. Granite and Cohere scale, Phi has a bias, Gemma 2 a cap ("soft-capping").
+    """
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def detach(self) -> Head:
+        return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
+
+    def first(self, rows: int) -> Head:
+        """Return the head of the first ids. All of them: this very head, whose weight is known as a parameter."""
+        if rows == self.vocab:
+            return self
+        return replace(self, weight=self.weight[:rows], bias=None if self.bias is None else self.bias[:rows])
+
+    def logits(self, hidden: Tensor, block: slice | None = None, narrow: torch.dtype | None = None) -> Tensor:
+        """Compute logits [N, V] of hidden [N, D], or the columns of a block of the vocabulary; float32 at least, also
+        under autocast.
+
+        Logits rounded to bfloat16 move log-probabilities by more than GSPO's clip is wide (3e-4). `narrow`: the type of
+        what is multiplied, see `narrow_type`, which a backward pass cannot ask.
+        """
+        narrow = narrow or narrow_type(hidden)
+        weight = self.weight if block is None else self.weight[block]
+        bias = self.bias if self.bias is None or block is None else self.bias[block]
+        with torch.autocast(hidden.device.type, enabled=False):
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            if narrow is None:
+                x = functional.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+            else:
+                x = self._narrow_logits(hidden, weight, block, narrow)
+                x = x if bias is None else x + bias
+            if self.scale != 1.0:
+                x = x * self.scale
+            return x if self.cap is None else (x / self.cap).tanh() * self.cap
+
+    def _narrow_logits(self, hidden: Tensor, weight: Tensor, block: slice | None, narrow: torch.dtype) -> Tensor:
+        if torch.is_grad_enabled():
+            found: Tensor = _NarrowProduct.apply(hidden, weight, narrow)
+            return found
+        rows = slice(None) if block is None else block
+        return wide_product(hidden.to(narrow), narrowed_rows(self.weight, rows, narrow).t())
+
+
+class _NarrowProduct(torch.autograd.Function):
+    """x W^T of x [N, D] and W [V, D], both rounded to a narrow type; float32. Differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, narrow: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.narrow = narrow
+        return wide_product(x.to(narrow), weight.to(narrow).t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), (grad,) = ctx.saved_tensors, grads
+        to_x = _NarrowProduct.apply(grad, weight.t(), ctx.narrow)
+        to_weight = _NarrowProduct.apply(grad.t(), x.t(), ctx.narrow)
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), None

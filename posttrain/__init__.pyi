@@ -132,6 +132,10 @@ class OptimizerOptions(TypedDict, total=False):
     tokens_per_microbatch: int | None
     """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a CPU
     (512 for models of 50 million parameters and more), 8192 elsewhere. Results do not depend on it."""
+    recompute: Literal["none", "layers"]
+    """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
+    which costs a second forward pass. Results do not depend on it. Models through transformers also recompute their
+    layers by themselves where activations would not fit."""
     router_balance: float
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""

@@ -68,6 +68,10 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
     tokens_per_microbatch: int | None = option(None, above=0)
     """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a
     CPU (512 for models of 50 million parameters and more), 8192 elsewhere. Results do not depend on it."""
+    recompute: Literal["none", "layers"] = option("none", on_resume="free")
+    """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
+    which costs a second forward pass. Results do not depend on it. Models through transformers also recompute their
+    layers by themselves where activations would not fit."""
     router_balance: float = option(0.0, least=0)
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""

@@ -111,6 +111,12 @@ class Backbone(Model, Protocol):
         """
         ...
 
+    def recompute_layers(self) -> None:
+        """Keep only the input of each layer for a backward pass, and compute the layer again there. Raises UserError
+        where that is impossible.
+        """
+        ...
+
     def prepare_shards(self) -> None:
         """Prepare the layers for sharding. Raises UserError where they cannot be sharded."""
         ...

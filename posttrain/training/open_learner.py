@@ -170,6 +170,8 @@ def new_learner(
     losses = RouterLosses(config.router_balance, config.router_z)
     if losses and (model.decoder is None or model.decoder.routers is None):
         raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
+    if config.recompute == "layers":
+        _recompute_layers(model, options.get("critic"))
     if not config.shard:
         return DataParallelLearner(
             model, optimization, precision=config.precision, world=world, router_losses=losses, **options
@@ -186,6 +188,16 @@ def new_learner(
 
     assert isinstance(world, Processes), "one process alone was refused"
     return FSDPLearner(model, optimization, precision=config.precision, world=world, **options)
+
+
+def _recompute_layers(model: Model, critic: Any) -> None:
+    """Let the decoders that learn recompute their layers. Raises UserError where there are none."""
+    if not (decoders := decoders_in(cast(nn.Module, model))):
+        raise UserError(
+            f"--recompute layers is of a decoder's layers, and a {type(model).__name__} is none: leave it out"
+        )
+    for decoder in [*decoders, *(decoders_in(critic) if critic is not None else [])]:
+        decoder.recompute_layers()
 
 
 def replay_experts(config: RL, model: Model) -> None:

@@ -166,7 +166,7 @@ class Adapter(nn.Module):
         A sum of both weights, computed for each micro-batch, would save one hundredth of an update, and be rounded
         where products are narrower than weights: most of what an update adds would be lost.
         """
-        out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b)
+        out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b, x.dtype)
         for place in self.places:
             if in_one_block():
                 out[:, place.outputs].addmm_(inner[:, place.inner], b[place.rows].t())

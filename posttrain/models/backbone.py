@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from posttrain.core.protocols import Model
@@ -29,6 +30,11 @@ class Backbone(Model, Protocol):
     @property
     def family(self) -> str:
         """Its model_type."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its arithmetic between products; its matrices may be held in a narrower one."""
         ...
 
     @property

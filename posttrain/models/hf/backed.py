@@ -133,6 +133,10 @@ class Backed(nn.Module):
         family: str = self.inner.config.model_type
         return family
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
+
     def matrices(self) -> list[str]:
         """See `posttrain.models.backbone.Backbone`."""
         return [name for name, _ in products(self.inner)]

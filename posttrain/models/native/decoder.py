@@ -128,7 +128,7 @@ class Decoder(nn.Module):
         `at` int64 [n]: return only these tokens' states, [n, hidden]. Behind its attention the last layer computes no
         others.
         """
-        x: Tensor = self.embed(tokens)
+        x: Tensor = self.embed(tokens).to(self.dtype)
         cos, sin = self.rotary(position, x.dtype)
         for layer in self.layers[:-1]:
             x = self._through(layer, x, cos, sin, attend)
@@ -162,6 +162,17 @@ class Decoder(nn.Module):
     @property
     def family(self) -> str:
         return self.config.family
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Freeze the model, with its matrices in a narrower type. Norms, biases and the residual stream keep theirs."""
+        self.requires_grad_(False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and "norm" not in name:
+                parameter.data = parameter.data.to(dtype)
 
     def matrices(self) -> list[str]:
         """See `posttrain.models.backbone.Backbone`."""
@@ -220,7 +231,7 @@ class Decoder(nn.Module):
 
     def empty_like(self) -> Decoder:
         with torch.device("meta"):  # no memory for weights that are about to be replaced
-            own = Decoder(self.config).to(self.head.dtype)
+            own = Decoder(self.config).to(self.dtype)
         own = own.to_empty(device=self.head.device)
         own.source, own.generation, own.eos_ids = self.source, self.generation, self.eos_ids
         return own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,31 @@ def test_recomputed_layers_give_the_same_bits(kind: str, in_place: bool, compile
     finally:
         build.use(True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["untied", "lora", "dora"])
+def test_recomputed_in_another_thread_they_are_the_same_bits(kind: str, precision: str) -> None:
+    """As on a GPU: torch computes gradients there in threads of its own, which know nothing of this one's settings."""
+
+    def found(recomputes: bool) -> list[Tensor]:
+        model = KINDS[kind]()
+        if recomputes:
+            model.recompute_layers()
+        with accumulating(), ThreadPoolExecutor(1) as other:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+                loss = loss_of(model, *laid())
+            (other.submit(loss.backward) if recomputes else _now(loss.backward)).result()
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    pairs = list(zip(found(True), found(False), strict=True))
+    assert len(pairs) > 4 and all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def _now(function: Callable[[], None]) -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(function())
+    return done
 
 
 @contextmanager

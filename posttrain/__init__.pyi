@@ -107,6 +107,10 @@ class ModelOptions(TypedDict, total=False):
     quantize: Literal["nf4", "int8"] | None
     """Keep the frozen weights in 4 bits (nf4, as QLoRA does) or 8 (int8); needs --lora. They are unpacked for each
     product."""
+    frozen_weights: Literal["float32", "bfloat16"]
+    """Type in which weights that are not trained are held: the base of LoRA, a reference, teachers, reward models and
+    judges of this machine. bfloat16 takes half the memory, and loses nothing of a checkpoint stored in bfloat16: with
+    --precision bfloat16, products are the same. Norms, biases and adapters stay in float32."""
     rslora: bool
     """Scale adapters by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
     dora: bool
@@ -132,6 +136,10 @@ class OptimizerOptions(TypedDict, total=False):
     tokens_per_microbatch: int | None
     """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a CPU
     (512 for models of 50 million parameters and more), 8192 elsewhere. Results do not depend on it."""
+    recompute: Literal["none", "layers"]
+    """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
+    which costs a second forward pass. Results do not depend on it. Models through transformers also recompute their
+    layers by themselves where activations would not fit."""
     router_balance: float
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""

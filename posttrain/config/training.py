@@ -41,6 +41,10 @@ class ModelGroup(OptionGroup, group="model"):
     quantize: Literal["nf4", "int8"] | None = None
     """Keep the frozen weights in 4 bits (nf4, as QLoRA does) or 8 (int8); needs --lora. They are unpacked for each
     product."""
+    frozen_weights: Literal["float32", "bfloat16"] = "float32"
+    """Type in which weights that are not trained are held: the base of LoRA, a reference, teachers, reward models and
+    judges of this machine. bfloat16 takes half the memory, and loses nothing of a checkpoint stored in bfloat16: with
+    --precision bfloat16, products are the same. Norms, biases and adapters stay in float32."""
     rslora: bool = False
     """Scale adapters by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
     dora: bool = False
@@ -68,6 +72,10 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
     tokens_per_microbatch: int | None = option(None, above=0)
     """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a
     CPU (512 for models of 50 million parameters and more), 8192 elsewhere. Results do not depend on it."""
+    recompute: Literal["none", "layers"] = option("none", on_resume="free")
+    """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
+    which costs a second forward pass. Results do not depend on it. Models through transformers also recompute their
+    layers by themselves where activations would not fit."""
     router_balance: float = option(0.0, least=0)
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from posttrain.core.protocols import Model
@@ -28,6 +29,11 @@ class Backbone(Model, Protocol):
     @property
     def family(self) -> str:
         """Its model_type."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its arithmetic between products; its matrices may be held in a narrower one."""
         ...
 
     @property
@@ -107,6 +113,12 @@ class Backbone(Model, Protocol):
     def native(self) -> bool:
         """Whether tokens are flat and attention is plugged in from outside: the engine with our KV cache can sample
         from it.
+        """
+        ...
+
+    def recompute_layers(self) -> None:
+        """Keep only the input of each layer for a backward pass, and compute the layer again there. Raises UserError
+        where that is impossible.
         """
         ...
 

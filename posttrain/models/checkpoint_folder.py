@@ -58,9 +58,11 @@ def load_model(
     device: str | torch.device = "cpu",
     shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
+    matrices: torch.dtype | None = None,
 ) -> Model:
     """Load a checkpoint folder (or a Hugging Face model by name), its parameters of this dtype on this device.
 
+    `matrices`: the type of matrices, if narrower: the decoder is then frozen. Its arithmetic remains that of `dtype`.
     `shard`: keep one of `shares` shares of a decoder's rows in this process; of a native decoder only these are read.
 
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
@@ -73,21 +75,24 @@ def load_model(
 
         if shard is not None:
             raise UserError(f"--shard requires plain weights, and {folder} is an adapter: posttrain merge it first")
-        return load_adapted(folder, dtype, device)
+        return load_adapted(folder, dtype, device, matrices)
     source = read_json(folder / "config.json")
     kind = source.get("model_type")
     if not isinstance(kind, str):
         raise unsupported(folder, kind, LOADERS)
     if kind == OURS:
         raise reward_model_error(folder, OURS)
-    loader = LOADERS.get(kind, _load_other)
+    loader: Callable[..., Model] = LOADERS.get(kind, _load_other)
+    narrow = {} if matrices is None else {"matrices": matrices}
+    if narrow and loader not in (_load_decoder, _load_other):
+        raise UserError(f"--frozen-weights narrows the matrices of a decoder, and a {kind} is none: leave it out")
     try:
         if shard is not None and loader is _load_decoder:
             return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)
-        model = loader(folder, source, dtype, torch.device(device))
+        model = loader(folder, source, dtype, torch.device(device), **narrow)
     except NotNativeError as error:
         try:
-            model = _load_other(folder, source, dtype, torch.device(device))
+            model = _load_other(folder, source, dtype, torch.device(device), matrices=matrices)
         except UserError:
             raise error from None
     if shard is not None:
@@ -119,9 +124,11 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
     return model, None if score is None else score[0].float()
 
 
-def load_headless(folder: Path, device: str | torch.device = "cpu") -> tuple[Decoder | Backed, dict[str, Tensor]]:
+def load_headless(
+    folder: Path, device: str | torch.device = "cpu", matrices: torch.dtype | None = None
+) -> tuple[Decoder | Backed, dict[str, Tensor]]:
     """Load the decoder of a checkpoint folder, without an output head of its own, and the heads that are there, by
-    name.
+    name. `matrices`: see `load_model`.
     """
     source = of_backbone(read_json(folder / "config.json"))
     config, kind = None, source.get("model_type")
@@ -131,9 +138,9 @@ def load_headless(folder: Path, device: str | torch.device = "cpu") -> tuple[Dec
         with suppress(NotNativeError):
             config = read_config(folder, source)
     if config is None:
-        other = _load_other(folder, source, torch.float32, torch.device(device), headless=True)
+        other = _load_other(folder, source, torch.float32, torch.device(device), True, matrices)
         return other, _read_heads(folder)
-    model = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device))
+    model = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device), matrices=matrices)
     found = read_weights(model, folder, also=HEADS)
     model.generation = read_json(folder / "generation_config.json", optional=True)
     model.eos_ids = read_eos_ids(folder, source, model.generation, config.vocab)
@@ -165,11 +172,12 @@ def _load_decoder(
     device: torch.device,
     shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
+    matrices: torch.dtype | None = None,
 ) -> Decoder:
     config = read_config(folder, source)
     generation = read_json(folder / "generation_config.json", optional=True)
     eos_ids = read_eos_ids(folder, source, generation, config.vocab)
-    model = allocate(folder, config, dtype, device, shard, shares)
+    model = allocate(folder, config, dtype, device, shard, shares, matrices)
     read_weights(model, folder)
     model.source, model.generation, model.eos_ids = source, generation, eos_ids
     return model
@@ -182,23 +190,31 @@ def allocate(
     device: torch.device,
     shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
+    matrices: torch.dtype | None = None,
 ) -> Decoder:
     """Allocate the model with uninitialised weights. Raises UserError if there is no room for them."""
-    config.require_memory(dtype, device, str(folder / "config.json"), shares)
+    config.require_memory(matrices or dtype, device, str(folder / "config.json"), shares)
     with torch.device("meta"):  # no memory for weights that are about to be replaced
         model = Decoder(config).to(dtype)
+        if matrices is not None:
+            model.narrow(matrices)
     if shard is not None:
         shard(model)
     return model.to_empty(device=device)
 
 
 def _load_other(
-    folder: Path, source: dict[str, Any], dtype: torch.dtype, device: torch.device, headless: bool = False
+    folder: Path,
+    source: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    headless: bool = False,
+    matrices: torch.dtype | None = None,
 ) -> Backed:
     """Load by transformers, whose import takes seconds: only where it is needed."""
     from posttrain.models.hf.transformers_folder import load_backed
 
-    return load_backed(folder, source, dtype, device, headless)
+    return load_backed(folder, source, dtype, device, headless, matrices)
 
 
 LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], Model]] = dict.fromkeys(
@@ -273,7 +289,9 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
             raise UserError(f"{folder}: {name} has shape {list(found[name])}, config.json says {list(shape)}")
 
 
-def load_adapted(folder: Path, dtype: torch.dtype, device: str | torch.device) -> Backbone:
+def load_adapted(
+    folder: Path, dtype: torch.dtype, device: str | torch.device, matrices: torch.dtype | None = None
+) -> Backbone:
     """Load the base of a folder of adapters with these; only they are trainable. Raises UserError if it is another
     base.
     """
@@ -283,7 +301,7 @@ def load_adapted(folder: Path, dtype: torch.dtype, device: str | torch.device) -
             "pass this as --reward-model"
         )
     base = checked_base(folder)
-    model = load_model(base, dtype, device)
+    model = load_model(base, dtype, device, matrices=matrices)
     if not isinstance(model, Decoder | Backed):
         raise UserError(f"{folder} adapts {base}, a {type(model).__name__}, but adapters require a decoder")
     read_adapter(model, folder)

@@ -151,17 +151,29 @@ if TYPE_CHECKING:
 
 
 def new_reward_model(
-    folder: str | Path, shape: ScoreShape, seed: int, device: str | torch.device = "cpu"
+    folder: str | Path,
+    shape: ScoreShape,
+    seed: int,
+    device: str | torch.device = "cpu",
+    matrices: torch.dtype | None = None,
 ) -> RewardModel:
-    """Create a reward model whose backbone starts from a checkpoint; a head of the same shape in it is loaded."""
-    model, found = _read(folder, shape, seed, device)
+    """Create a reward model whose backbone starts from a checkpoint; a head of the same shape in it is loaded.
+
+    `matrices`: see `posttrain.models.checkpoint_folder.load_model`.
+    """
+    model, found = _read(folder, shape, seed, device, matrices)
     if SCORE in found and (INNER in found) == (shape.head == "mlp"):
         _fill_head(model, found, folder)
     return model
 
 
-def load_reward_model(folder: str | Path, device: str | torch.device = "cpu") -> RewardModel:
-    """Load the reward model of a folder. Raises UserError if it holds another kind of model, or a damaged one."""
+def load_reward_model(
+    folder: str | Path, device: str | torch.device = "cpu", matrices: torch.dtype | None = None
+) -> RewardModel:
+    """Load the reward model of a folder. Raises UserError if it holds another kind of model, or a damaged one.
+
+    `matrices`: see `posttrain.models.checkpoint_folder.load_model`.
+    """
     folder = checkpoint_folder(folder)
     source = read_note(folder) if is_adapter(folder) else read_json(folder / "config.json")
     shape = ScoreShape(source.get("posttrain_pooling", "last"), source.get("posttrain_head", "linear"))
@@ -170,7 +182,7 @@ def load_reward_model(folder: str | Path, device: str | torch.device = "cpu") ->
             f"{folder}: {NOTE if is_adapter(folder) else 'config.json'} has an unknown form of reward model: "
             f"{shown(shape.pooling)}, {shown(shape.head)}"
         )
-    model, found = _read(folder, shape, 0, device)
+    model, found = _read(folder, shape, 0, device, matrices)
     if SCORE not in found:
         raise UserError(
             f"{folder} is not a reward model: it has no {SCORE}; train one with posttrain reward-model, or give a "
@@ -185,12 +197,12 @@ def load_reward_model(folder: str | Path, device: str | torch.device = "cpu") ->
 
 
 def _read(
-    folder: str | Path, shape: ScoreShape, seed: int, device: str | torch.device
+    folder: str | Path, shape: ScoreShape, seed: int, device: str | torch.device, matrices: torch.dtype | None
 ) -> tuple[RewardModel, dict[str, Tensor]]:
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
-        return _read_adapted(folder, shape, seed, device)
-    backbone, found = load_headless(folder, device)
+        return _read_adapted(folder, shape, seed, device, matrices)
+    backbone, found = load_headless(folder, device, matrices)
     if "score.bias" in found:
         raise UserError(f"{folder}: its head has a bias, which is not supported here or by transformers")
     source = of_backbone(read_json(folder / "config.json"))
@@ -199,10 +211,10 @@ def _read(
 
 
 def _read_adapted(
-    folder: Path, shape: ScoreShape, seed: int, device: str | torch.device
+    folder: Path, shape: ScoreShape, seed: int, device: str | torch.device, matrices: torch.dtype | None
 ) -> tuple[RewardModel, dict[str, Tensor]]:
     """Load the base of a folder of adapters with these, and the head: the folder's, or else the base's."""
-    model, found = _read(checked_base(folder), shape, seed, device)
+    model, found = _read(checked_base(folder), shape, seed, device, matrices)
     fields = Fields(folder / NOTE, read_note(folder))
     vocab = model.config.vocab
     _grow(model.backbone, fields.whole("vocab_size", vocab, VOCAB_MOST, vocab))

@@ -54,14 +54,20 @@ class GenerativeJudge:
     A vote is 1 or 0 by the recipe's words, the probability of the first of them, or a number of its scale.
     """
 
-    def __init__(self, recipe: Generative, name: str = "judge", device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        recipe: Generative,
+        name: str = "judge",
+        device: str | torch.device = "cpu",
+        matrices: torch.dtype | None = None,
+    ) -> None:
         """Load the judge. Raises UserError if there is no such folder, or if its model can produce no verdict that
-        could be parsed.
+        could be parsed. `matrices`: see `posttrain.models.checkpoint_folder.load_model`.
         """
         self.recipe, self.name = recipe, name
         try:
             self.folder = checkpoint_folder(resolve(recipe.model))
-            self.model: Model = load_model(self.folder, device=device).requires_grad_(False)
+            self.model: Model = load_model(self.folder, device=device, matrices=matrices).requires_grad_(False)
             self.tokenizer = Tokenizer.load(self.folder)
         except UserError as error:
             raise UserError(f"{name}: model {error}") from error

@@ -55,9 +55,11 @@ class RewardModelService:
     its scores, it is added.
     """
 
-    def __init__(self, folder: str | Path, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, folder: str | Path, device: str | torch.device = "cpu", matrices: torch.dtype | None = None
+    ) -> None:
         """Load the reward model. Raises UserError if there is no such folder, if it is of an unsupported family, or has
-        no score head.
+        no score head. `matrices`: see `posttrain.models.checkpoint_folder.load_model`.
         """
         self.folder = checkpoint_folder(folder)
         read_json(described_in(self.folder) / "config.json")
@@ -66,7 +68,7 @@ class RewardModelService:
                 f"--reward-model {folder} has no score head ({SCORE}): it is a language model, not a reward model; give a "
                 "run of posttrain reward-model, or a sequence-classification checkpoint of one label"
             )
-        self.model = load_reward_model(self.folder, device).requires_grad_(False)
+        self.model = load_reward_model(self.folder, device, matrices).requires_grad_(False)
         self.device = torch.device(device)
         self.tokenizer = Tokenizer.load(self.folder)
         self.eos_ids = self.model.eos_ids or tuple(id for id in [self.tokenizer.eos_id] if id is not None)

@@ -106,6 +106,11 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
         soft != isinstance(algorithm.surrogate, ExpectedQ) or soft != isinstance(algorithm.advantage, Earned),
         "action values, their expectation and what a token earns belong together: see posttrain algorithms sac",
     )
+    yield (
+        run.recompute != "none" and algorithm.trust_region is not None,
+        "its second derivatives need the activations of all layers at once: leave out --recompute, and lower "
+        "--tokens-per-microbatch",
+    )
     yield soft and algorithm.entropy is None, "its temperature must be above 0: tune it with --entropy-target"
     yield soft and algorithm.select is not None, "its critic learns from every token: leave out --top-entropy"
     yield (

@@ -32,12 +32,16 @@ from posttrain.models.adapters.lora import (
 from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.training.frozen_weights import frozen_type, refuse_useless
 
 
-def held_model(config: Training, folder: Path, device: torch.device, world: World) -> Model:
-    """Load the model of a folder for the learner; with `--shard` this process's rows of it, and no more is ever read."""
+def held_model(config: Training, folder: Path, device: torch.device, world: World, frozen: bool = False) -> Model:
+    """Load the model of a folder for the learner; with `--shard` this process's rows of it, and no more is ever read.
+
+    `frozen`: it is not trained.
+    """
     if not config.shard:
-        model = load_model(folder, device=device)
+        model = load_model(folder, device=device, matrices=frozen_type(config) if frozen else None)
         if model.decoder is not None and not config.train_vision:
             model.decoder.freeze_vision()
         return model
@@ -51,12 +55,13 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
 
     Raises UserError where the options contradict the adapter in the folder.
     """
+    matrices = frozen_type(config)
     if config.lora is None and not is_adapter(folder):
         _refuse_without_lora(config)
         model = held_model(config, folder, device, world)
     else:
         _refuse_shards(config)  # before anything is read
-        model = load_model(folder, device=device)
+        model = load_model(folder, device=device, matrices=matrices)
         adapt(config, decoder_of(model), folder)
     if config.train_vision and (model.decoder is None or not model.decoder.sees):
         raise UserError(f"--train-vision has no effect: the model in {folder} reads text alone; leave it out")
@@ -69,6 +74,7 @@ def adapt(config: Training, decoder: Backbone, folder: Path) -> None:
         return _refuse_without_lora(config)
     _refuse_shards(config)
     if decoder.lora is not None:
+        frozen_type(config, decoder.lora.quantize)
         _refuse_other(config, decoder, folder)
         return
     assert config.lora is not None
@@ -94,7 +100,7 @@ def reference(config: Training, model: Model, start: Path, world: World, moves: 
     `moves`: it is replaced by the policy from time to time.
     """
     if model.decoder is None or model.decoder.lora is None:
-        return held_model(config, start, model.head.device, world).requires_grad_(False)
+        return held_model(config, start, model.head.device, world, frozen=True).requires_grad_(False)
     other = _beside_adapters(config, model.decoder, start, moves)
     other.replays = False  # it routes by itself
     return other
@@ -170,6 +176,9 @@ def new_learner(
     losses = RouterLosses(config.router_balance, config.router_z)
     if losses and (model.decoder is None or model.decoder.routers is None):
         raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
+    refuse_useless(config, model, options.get("others", {}))
+    if config.recompute == "layers":
+        _recompute_layers(model, options.get("critic"))
     if not config.shard:
         return DataParallelLearner(
             model, optimization, precision=config.precision, world=world, router_losses=losses, **options
@@ -186,6 +195,16 @@ def new_learner(
 
     assert isinstance(world, Processes), "one process alone was refused"
     return FSDPLearner(model, optimization, precision=config.precision, world=world, **options)
+
+
+def _recompute_layers(model: Model, critic: Any) -> None:
+    """Let the decoders that learn recompute their layers. Raises UserError where there are none."""
+    if not (decoders := decoders_in(cast(nn.Module, model))):
+        raise UserError(
+            f"--recompute layers is of a decoder's layers, and a {type(model).__name__} is none: leave it out"
+        )
+    for decoder in [*decoders, *(decoders_in(critic) if critic is not None else [])]:
+        decoder.recompute_layers()
 
 
 def replay_experts(config: RL, model: Model) -> None:

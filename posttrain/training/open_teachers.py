@@ -17,6 +17,7 @@ from posttrain.core.types import Task, UserError
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
+from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.open_learner import held_model
 from posttrain.training.setup import parameters
 from posttrain.training.sources.teacher_targets import NAMED, TEACHER, Teachers
@@ -65,7 +66,10 @@ def load_teachers(
             folder = resolve(where)
             _check_tokens(tokenizer, Tokenizer.load(folder), f"{option} {where}")
             alone = len(list(named_teachers(config))) == 1  # of several each process holds all
-            model = held_model(config, folder, device, world) if alone else load_model(folder, device=device)
+            if alone:
+                model = held_model(config, folder, device, world, frozen=True)
+            else:
+                model = load_model(folder, device=device, matrices=frozen_type(config))
             models[name] = model.requires_grad_(False)
             size = f"{parameters(models[name]):,} parameters, context {models[name].config.context}"
             lines.append(f"{option} {where}: {size}; its logits are divided by {algorithm.teacher.temperature:g}")

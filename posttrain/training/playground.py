@@ -34,6 +34,7 @@ from posttrain.runs.chat_choice import Chatting, chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.terminal.notices import warn
 from posttrain.services.judge_recipe import Generative, Recipe, read_recipe
+from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.setup import rehearse
 
 
@@ -153,7 +154,7 @@ def open_services(
 
     A resumed run may continue with an endpoint that is down: its journal has the answers until it stopped.
     """
-    services = Services()
+    services, matrices = Services(), frozen_type(config)
     try:
         recipes = _recipes(config)
         _ask_endpoints(recipes, services, resumed)
@@ -161,12 +162,12 @@ def open_services(
         for name, model in named_services(getattr(config, "reward_model", ()), "reward-model"):
             from posttrain.services.reward_model_service import RewardModelService
 
-            services.named[name] = RewardModelService(resolve(model), device)
+            services.named[name] = RewardModelService(resolve(model), device, matrices)
         for name, recipe in recipes.items():
             if isinstance(recipe, Generative):
                 from posttrain.services.generative_judge import GenerativeJudge
 
-                services.named[name] = GenerativeJudge(recipe, name, device)
+                services.named[name] = GenerativeJudge(recipe, name, device, matrices)
     except BaseException:
         services.close()
         raise

@@ -98,6 +98,7 @@ def ranks(rank: int, port: int, size: int, out: Path) -> None:
 
 def runs_of_two(out: Path, rank: int, together: Processes) -> None:
     play(out / "two", out / "start", **SHARDED)
+    play(out / "two, recomputed", out / "start", recompute="layers", **SHARDED)
     play(out / "half", out / "start", HALF, **SHARDED)
     go_on(out / "half", out / "half, the same", **SHARDED)
     go_on(out / "half", out / "half, whole", shard=False)
@@ -157,7 +158,7 @@ def test_run_sharded_to_three_is_that_of_one_process(runs: Path, name: str) -> N
     check_whole(runs, name)
 
 
-@pytest.mark.parametrize("name", ["two", "half, whole", "half of one, in two", "half, in one"])
+@pytest.mark.parametrize("name", ["two", "two, recomputed", "half, whole", "half of one, in two", "half, in one"])
 def test_sharded_run_is_that_of_one_process_also_resumed_with_others(runs: Path, name: str) -> None:
     check_whole(runs, name)
 

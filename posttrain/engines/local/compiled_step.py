@@ -47,7 +47,8 @@ def logits_in_blocks(model: Decoder, hidden: Tensor) -> Tensor:
 
 def supported(model: Decoder, dtype: torch.dtype) -> bool:
     """Return whether this model, with products of `dtype`, can be decoded by compiled code here. May compile it."""
-    if model.head.device.type != "cpu" or any(p.dtype != torch.float32 for p in model.parameters()):
+    types = {p.dtype for p in model.parameters()}  # matrices that are frozen may be held in bfloat16
+    if model.head.device.type != "cpu" or model.dtype != torch.float32 or types - {torch.float32, torch.bfloat16}:
         return False
     library = binder.decode()
     return library is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and library.bf16))
@@ -66,12 +67,12 @@ def panels(weight: Tensor, dtype: torch.dtype, lanes: int) -> Tensor:
     """Pack a weight [outputs, K] for products of `dtype`: panels of two vectors of outputs, in bfloat16 of pairs of
     inputs.
     """
-    width = 2 * lanes
+    width, weight = 2 * lanes, weight.to(dtype)
     outputs = _round_up(weight.shape[0], width)
     if dtype == torch.float32:
         padded = _padded(weight, outputs, weight.shape[1])
         return padded.view(outputs // width, width, -1).transpose(1, 2).contiguous()
-    padded = _padded(weight.to(dtype), outputs, _round_up(weight.shape[1]))
+    padded = _padded(weight, outputs, _round_up(weight.shape[1]))
     return padded.view(outputs // width, width, -1, 2).transpose(1, 2).contiguous()
 
 
@@ -104,7 +105,7 @@ class PackedModel:
             dtype=int(dtype == torch.bfloat16),
             eps=config.norm_eps,
             layer=address,
-            embedding=decoder.embed.weight.data_ptr(),
+            embedding=self._hold(decoder.embed.weight.detach().float()),
             norm=self._vector(decoder.norm.weight),
             head=self._linear(decoder.head.weight, None, torch.float32),
         )

@@ -82,7 +82,7 @@ class LocalEngine:
         self._resumed: dict[int, CachedPrefixes] = {}  # by id of the waiting request that continues it
         self._prefix_of: dict[int, PromptPrefix] = {}  # of running requests to be kept
         self._rows = RunningBatch(self.device)
-        self.dtype = torch.bfloat16 if precision == "bfloat16" else model.head.dtype
+        self.dtype = torch.bfloat16 if precision == "bfloat16" else model.dtype
         self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
         self.batch_invariant = self._compiled is not None and compiles()
         self._cache = self._new_cache()

@@ -127,7 +127,7 @@ def open_pool(
     with ExitStack() as opened:
         own = Path(opened.enter_context(TempFolder("engines")))
         alive = min(ALIVE_SECONDS, seconds / 4)
-        dtype = dtype_of(precision) if kind == "vllm" else model.head.dtype
+        dtype = dtype_of(precision) if kind == "vllm" else backbone_of(model).dtype
         weight_layout = vllm_layout(model, dtype) if kind == "vllm" else WeightLayout(model, dtype, named_weights)
         files = Files(many.folder or own / "weights", many.rank, weight_layout)
         places: list[EnginePlace] = [Listening(address, token, files, alive) for address in many.addresses]

@@ -104,7 +104,7 @@ def attach(decoder: Backbone, lora: LoRA, adapts: Callable[[str], bool]) -> None
             if adapts(stored):
                 pieces.append((stored, slice(begin, end)))
         outputs, inputs = linear.weight.shape
-        needed += lora.rank * sum(inputs + rows.stop - rows.start for _, rows in pieces) * decoder.head.dtype.itemsize
+        needed += lora.rank * sum(inputs + rows.stop - rows.start for _, rows in pieces) * decoder.dtype.itemsize
         if needed > room:
             raise UserError(
                 f"adapters of rank {lora.rank:,} take more than the {in_gib(room)} of memory that are free: take a smaller "
@@ -112,9 +112,8 @@ def attach(decoder: Backbone, lora: LoRA, adapts: Callable[[str], bool]) -> None
             )
         if pieces:
             with torch.device(linear.weight.device):
-                linear.adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale, lora.dora).to(
-                    linear.weight.dtype
-                )
+                adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale, lora.dora)
+            linear.adapter = adapter.to(decoder.dtype)
     if lora.quantize:
         require(lora.quantize)
         for name, linear, _ in list(decoder.linears()):
@@ -178,6 +177,6 @@ def merge(decoder: Backbone) -> None:
             if isinstance(linear, QuantizedLinear):
                 decoder.set_submodule(name, linear.restored())
             elif linear.adapter is not None:
-                linear.weight.copy_(linear.merged())
+                linear.weight.data = linear.merged()  # a weight that was held in a narrower type would round it
                 linear.adapter = None
     decoder.lora = None

@@ -76,6 +76,7 @@ class Backed(nn.Module):
         self.vision = vision  # None: text-only
         self.activation_room = math.inf  # bytes that activations kept for a backward pass may take ...
         self.kept_per_token = 0.0  # ... and bytes of them per token; beyond that, layers are recomputed
+        self.recomputes = False  # whether they always are
         self.rows_attention = "sdpa"  # attention in row mode, and for sampling with a cache
         self.eos_ids: tuple[int, ...] = ()
         self.lora: LoRA | None = None  # settings of its adapters; its own weights are then frozen
@@ -110,7 +111,7 @@ class Backed(nn.Module):
         if self.vision is None and layout.media:
             raise UserError(f"{type(self.inner).__name__} is text-only, and got a picture: use a vision-language model")
         graded = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        with self._computed_twice() if graded and self._too_much(layout) else nullcontext():
+        with self._computed_twice() if graded and (self.recomputes or self._too_much(layout)) else nullcontext():
             return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
 
     def forward(self, **given: Any) -> Tensor:
@@ -131,6 +132,10 @@ class Backed(nn.Module):
     def family(self) -> str:
         family: str = self.inner.config.model_type
         return family
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
 
     def matrices(self) -> list[str]:
         """See `posttrain.models.backbone.Backbone`."""
@@ -237,6 +242,14 @@ class Backed(nn.Module):
         other.find_routers()
         other.replays = self.replays
         return other
+
+    def recompute_layers(self) -> None:
+        if not _that_can_compute_twice(self.inner):
+            raise UserError(
+                f"--recompute layers needs layers that transformers can recompute (gradient checkpointing), and "
+                f"{type(self.inner).__name__} has none: leave it out, and lower --tokens-per-microbatch"
+            )
+        self.recomputes = True
 
     def prepare_shards(self) -> None:
         """Prepare the layers for sharding. Raises UserError where a gathered layer would lack a weight, or another

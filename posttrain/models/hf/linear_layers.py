@@ -60,6 +60,23 @@ def open_products(inner: Any, wanted: Callable[[str], bool]) -> None:
             inner.set_submodule(name, LinearOfRows(layer))
 
 
+def narrow_products(inner: Any, dtype: torch.dtype) -> None:
+    """Freeze a model, with the weights of linear layers in a narrower type; those that share one with others keep it.
+
+    Raises UserError where there is no such layer.
+    """
+    places = _places_of_weights(inner)
+    open_products(inner, {name for name, layer in products(inner) if places[layer.weight] == 1}.__contains__)
+    ours = [layer for _, layer in products(inner) if isinstance(layer, Linear)]
+    if not ours:
+        raise UserError(
+            f"--frozen-weights narrows linear layers, and {type(inner).__name__} has none of its own: leave it out"
+        )
+    inner.requires_grad_(False)
+    for layer in ours:
+        layer.weight.data = layer.weight.data.to(dtype)
+
+
 def _places_of_weights(inner: nn.Module) -> Counter[Tensor]:
     """Count the places of the model in which each parameter is used. A block that several layers share is one place."""
     children = (child for parent in inner.modules() for child in parent._modules.values() if child is not None)

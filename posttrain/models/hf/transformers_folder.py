@@ -33,6 +33,7 @@ from posttrain.models.hf.backed import NAME, Backed, NotFlatError, Way, attendin
 from posttrain.models.hf.backed_writer import quiet
 from posttrain.models.hf.experts import watching
 from posttrain.models.hf.headless import let_head_go, names_of_head
+from posttrain.models.hf.linear_layers import narrow_products
 from posttrain.models.hf.probes import BEGINNING, PROBES, probe_ids
 from posttrain.models.hf.size_check import check_layers, check_room, other_shape
 from posttrain.models.hf.vision import Vision
@@ -57,17 +58,22 @@ def load_backed(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     headless: bool = False,
+    matrices: torch.dtype | None = None,
 ) -> Backed:
     """Load the model of a folder. Python code in it is run only where the environment sets TRUST=1.
 
-    `headless`: the output head may be absent or another one; only hidden states are used.
+    `headless`: the output head may be absent or another one; only hidden states are used. `matrices`: a narrower type of
+    the weights of linear layers.
 
     Raises UserError if transformers does not know its architecture, if it is not a decoder, if weights are missing or
     left over, or if its log-probabilities differ from those of its own forward.
     """
     trust = os.environ.get(TRUST) == "1"
     _check(folder, source, trust)
-    inner = _opened(folder, source, dtype, trust, headless).to(device)
+    inner = _opened(folder, source, dtype, trust, headless)
+    if matrices is not None:
+        narrow_products(inner, matrices)
+    inner = inner.to(device)
     for name, parameter in inner.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from posttrain.core.batch import Layout
 from posttrain.core.types import UserError
@@ -104,6 +105,7 @@ class Decoder(nn.Module):
         self.lora: LoRA | None = None  # settings of its adapters; its own weights are then frozen
         self.routers: Routers | None = None  # it has no experts
         self.replays = False
+        self.recomputes = False  # whether a backward pass computes layers again, instead of keeping their activations
         self.embed = Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
@@ -126,13 +128,21 @@ class Decoder(nn.Module):
         `at` int64 [n]: return only these tokens' states, [n, hidden]. Behind its attention the last layer computes no
         others.
         """
-        x: Tensor = self.embed(tokens)
+        x: Tensor = self.embed(tokens).to(self.dtype)
         cos, sin = self.rotary(position, x.dtype)
         for layer in self.layers[:-1]:
-            x = layer(x, cos, sin, attend)
-        x = self.layers[-1](x, cos, sin, attend, at)
+            x = self._through(layer, x, cos, sin, attend)
+        x = self._through(self.layers[-1], x, cos, sin, attend, at)
         x = self.norm(x)
         return x
+
+    def _through(self, layer: nn.Module, *given: Any) -> Tensor:
+        """Compute a layer; where layers are recomputed, only its inputs are kept for the backward pass."""
+        if self.recomputes and torch.is_grad_enabled():
+            kept: Tensor = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
+            return kept
+        out: Tensor = layer(*given)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, hidden] -> [n, vocab], in float32 at least. For few rows: a learner never holds all logits
@@ -152,6 +162,17 @@ class Decoder(nn.Module):
     @property
     def family(self) -> str:
         return self.config.family
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Freeze the model, with its matrices in a narrower type. Norms, biases and the residual stream keep theirs."""
+        self.requires_grad_(False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and "norm" not in name:
+                parameter.data = parameter.data.to(dtype)
 
     def matrices(self) -> list[str]:
         """See `posttrain.models.backbone.Backbone`."""
@@ -210,10 +231,13 @@ class Decoder(nn.Module):
 
     def empty_like(self) -> Decoder:
         with torch.device("meta"):  # no memory for weights that are about to be replaced
-            own = Decoder(self.config).to(self.head.dtype)
+            own = Decoder(self.config).to(self.dtype)
         own = own.to_empty(device=self.head.device)
         own.source, own.generation, own.eos_ids = self.source, self.generation, self.eos_ids
         return own
+
+    def recompute_layers(self) -> None:
+        self.recomputes = True
 
     def prepare_shards(self) -> None:
         """Do nothing: each layer has all weights that it uses."""

@@ -39,7 +39,7 @@ def save_model(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = dtype or model.head.dtype
+    dtype = dtype or model.dtype
     also = also or {}
     pieces = stored_pieces(model.config)
     shapes = {stored: shape for name, _ in model.named_parameters() for stored, shape in pieces.get(name, ())}

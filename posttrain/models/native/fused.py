@@ -25,6 +25,7 @@ from posttrain.models.native.linear import (
     add_product,
     before_scale,
     collected,
+    computed_with,
     learned,
     multiplied,
     narrowed,
@@ -150,7 +151,7 @@ def _library(x: Tensor) -> binder.LayerLibrary | GPULayer:
 def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
     """Compute linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
     own = learned(linear)
-    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, True, weight, *own):
+    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, True, weight, *computed_with(linear)):
         out: Tensor = _NormLinear.apply(x, weight, eps, linear, *own)
         return out
     return linear(rms_norm(x, weight, eps))
@@ -159,7 +160,7 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor
 def swiglu_linear(x: Tensor, linear: Linear) -> Tensor:
     """Compute linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
     own = learned(linear)
-    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, False, *own):
+    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, False, *computed_with(linear)):
         out: Tensor = _SwiGLULinear.apply(x, linear, *own)
         return out
     return linear(swiglu(x))

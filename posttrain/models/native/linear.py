@@ -166,7 +166,7 @@ class Adapter(nn.Module):
         A sum of both weights, computed for each micro-batch, would save one hundredth of an update, and be rounded
         where products are narrower than weights: most of what an update adds would be lost.
         """
-        out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b)
+        out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b, x.dtype)
         for place in self.places:
             if in_one_block():
                 out[:, place.outputs].addmm_(inner[:, place.inner], b[place.rows].t())
@@ -176,7 +176,8 @@ class Adapter(nn.Module):
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return a copy of the weight with the adapter merged."""
-        whole, weight = weight, weight.detach().clone()
+        whole, wide = weight, torch.promote_types(weight.dtype, self.a.dtype)
+        weight = weight.detach().to(wide, copy=True)
         for place in self.places:
             weight[place.outputs].addmm_(self.b.detach()[place.rows], self.a.detach()[place.inner], alpha=self.scale)
         return weight if self.magnitude is None else self.scaled(weight.t(), whole).t().contiguous()
@@ -290,9 +291,11 @@ def in_blocks(rows: int) -> Iterator[None]:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute functional.linear, in blocks where these are set."""
+    """Compute functional.linear, in blocks where these are set. A weight that is held in a narrower type is widened."""
     block = _ways().block
     if block is None:
+        if weight.dtype.itemsize < x.dtype.itemsize and not torch.is_autocast_enabled(x.device.type):
+            weight = weight.to(x.dtype)
         return functional.linear(x, weight, bias)
     dtype = product_type(x)
     x, transposed = x.to(dtype), weight.to(dtype).t()
@@ -362,6 +365,12 @@ def learned(linear: Linear) -> tuple[Tensor | None, ...]:
     return linear.bias, linear.parameter, *(() if adapter is None else (adapter.a, adapter.b, adapter.magnitude))
 
 
+def computed_with(linear: Linear) -> tuple[Tensor | None, ...]:
+    """Return the tensors of a product that have to be of the type of arithmetic: a frozen weight may be narrower."""
+    frozen = linear.parameter is not None and not linear.parameter.requires_grad
+    return tuple(x for x in learned(linear) if not (frozen and x is linear.parameter))
+
+
 def in_one_block() -> bool:
     return _ways().block is None
 
@@ -373,11 +382,12 @@ def product_type(x: Tensor) -> torch.dtype:
 
 
 def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a weight in the type of products, cast once while gradients accumulate. `dtype`: theirs, where autocast
+    """Return a weight in the type of products, narrowed once while gradients accumulate. `dtype`: theirs, where autocast
     has ended.
     """
     dtype, known = dtype or product_type(weight), _ways().narrowed
-    if weight.dtype == dtype or known is None or not _ways().keeps or not isinstance(weight, nn.Parameter):
+    kept = known is not None and _ways().keeps and isinstance(weight, nn.Parameter)
+    if known is None or not kept or weight.dtype.itemsize <= dtype.itemsize:  # a wider copy is never kept
         return weight.to(dtype)
     if weight not in known:
         known[weight] = weight.to(dtype)

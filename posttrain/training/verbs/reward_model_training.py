@@ -20,12 +20,14 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.checkpoint_summary import outline
 from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder
+from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.open_learner import adapt, new_learner
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
@@ -97,10 +99,12 @@ def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) ->
     assert folder
     tokenizer, _, ends = outline(folder, run.config.chat_template)
     run.chat = chatting(run.config, folder, tokenizer, ends)
+    adapted = run.config.lora is not None or is_adapter(folder)
+    matrices = frozen_type(run.config) if adapted else None
     if run.checkpoint:
-        model = load_reward_model(folder, device)
+        model = load_reward_model(folder, device, matrices)
     else:
-        model = new_reward_model(folder, shape, seed_of(run.config.seed, "score"), device)
+        model = new_reward_model(folder, shape, seed_of(run.config.seed, "score"), device, matrices)
     tokenizer = settle(model, tokenizer, end_tokens(model, tokenizer))
     adapt(run.config, model.backbone, folder)
     return model, tokenizer

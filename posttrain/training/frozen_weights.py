@@ -1,0 +1,39 @@
+"""The type in which a run holds the weights that it does not train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from posttrain.config.service_options import SCORERS
+from posttrain.config.training import Training
+from posttrain.core.protocols import Model
+from posttrain.core.types import UserError
+from posttrain.models.adapters.lora import is_adapted
+
+
+def frozen_type(config: Any, packed: str = "") -> torch.dtype | None:
+    """Return the type of matrices that are not trained, where it is not that of all weights.
+
+    `packed`: how an adapter that is continued has its frozen weights quantized. Raises UserError where
+    `--frozen-weights` contradicts other options.
+    """
+    if getattr(config, "frozen_weights", "float32") == "float32":
+        return None
+    if config.shard:
+        raise UserError("--frozen-weights bfloat16 holds whole matrices: leave out --shard, or this")
+    if packed := packed or config.quantize:
+        raise UserError(f"--quantize {packed} holds frozen weights in less than bfloat16: leave out --frozen-weights")
+    return torch.bfloat16
+
+
+def refuse_useless(config: Training, model: Model, others: Mapping[str, Model]) -> None:
+    """Raise UserError where `--frozen-weights` is given, and nothing is frozen."""
+    services = [name for kind in SCORERS for name in getattr(config, kind, ())]
+    if frozen_type(config) is not None and not (is_adapted(model) or others or services):
+        raise UserError(
+            "--frozen-weights bfloat16 has no effect: all weights are trained, with no reference, teacher or reward model "
+            "beside them; leave it out, or train adapters with --lora RANK"
+        )

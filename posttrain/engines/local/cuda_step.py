@@ -29,9 +29,11 @@ from posttrain.models.native.fused import rms_norm
 
 GRAPHS = 64
 """Graphs that are kept; the least recently used one is dropped first."""
-RESTING_SHARE = 1 / 4
-"""Of a card's memory. What takes less is kept while nothing runs, because capturing again costs more time than it is
-worth.
+COPIED_SHARE = 1 / 4
+"""Of a card's memory. A model whose copies would take more is decoded without them."""
+RESTING_SHARE = 1 / 8
+"""Of a card's memory. Copies and a cache that take less are kept while nothing runs: capturing again costs more time than
+that memory is worth to an update.
 """
 
 
@@ -39,7 +41,7 @@ def decodes_in_graphs(model: Decoder, dtype: torch.dtype) -> bool:
     """Return whether this model, with products of `dtype`, is decoded by steps of this kind."""
     if model.head.device.type != "cuda" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    return fits(model) and 2 * model.config.parameters < RESTING_SHARE * memory_of(model.head.device)
+    return fits(model) and 2 * model.config.parameters < COPIED_SHARE * memory_of(model.head.device)
 
 
 def fits(model: Decoder) -> bool:
@@ -195,7 +197,8 @@ class CudaStep:
         place = (rows.before[:count] + rows.count[:count] - 1).clamp(0, cache.own.shape[4] - 1)
         position = rows.length[:count].clamp(0, len(self._rotary) - 1)
         # the slot in each seat; rows that are not in use take the one behind the last
-        seat = torch.where(row < 0, prompts * widest, row * widest + number)
+        # (masked_fill takes a number along; torch.where would copy it from the host, which a capture forbids)
+        seat = (row * widest + number).masked_fill_(row < 0, prompts * widest)
         holder = torch.zeros(prompts * widest + 1, dtype=torch.int64, device=device).scatter_(0, seat, slot)
         holder = holder[:-1].view(prompts, 1, widest, 1)
         head = torch.arange(kept, device=device).view(1, kept, 1, 1)

@@ -282,11 +282,14 @@ def test_what_is_kept_while_nothing_runs_is_seen_by_no_reply(
     tokenizer: Tokenizer, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, (prompts, how) = tiny(tokenizer, context=CONTEXT), mixed(20)
+    model.eos_ids = (10**6,)
     expected = complete(stepping(model, tokenizer), prompts, how)
-    long = complete(stepping(model, tokenizer), [[9] * 100], [Sampling(max_tokens=299)])
+    few = complete(stepping(model, tokenizer), prompts[:3], how[:3])
     engine = stepping(model, tokenizer)
     monkeypatch.setattr(CudaStep, "may_rest", lambda self, cache: stays)
-    assert_same(long, complete(engine, [[9] * 100], [Sampling(max_tokens=299)]))  # its place is beyond a smaller cache
+    long = [Sampling(seed=i, max_tokens=299) for i in range(8)]
+    complete(engine, [[9] * 100] * 8, long)  # leaves all slots at places beyond a smaller cache
+    assert_same(few, complete(engine, prompts[:3], how[:3]))  # of four rows, one of which is such a slot
     for _ in range(2):
         assert_same(expected, complete(engine, prompts, how))
         assert bool(engine._cache.own.numel()) == stays

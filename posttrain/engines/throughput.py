@@ -16,11 +16,11 @@ class Throughput:
         self._seconds: dict[int, float] = {}
         self._read_tokens, self._read_seconds = 0, 0.0
 
-    def decoded(self, running: int, seconds: float) -> None:
-        """Count a decoding step with `running` requests."""
+    def decoded(self, running: int, seconds: float, steps: int = 1) -> None:
+        """Count decoding steps with `running` requests; seconds of all of them."""
         power = running.bit_length()
-        self._steps[power] = self._steps.get(power, 0) + 1
-        self._rows[power] = self._rows.get(power, 0) + running
+        self._steps[power] = self._steps.get(power, 0) + steps
+        self._rows[power] = self._rows.get(power, 0) + steps * running
         self._seconds[power] = self._seconds.get(power, 0.0) + seconds
 
     def read(self, tokens: int, seconds: float) -> None:

@@ -27,12 +27,14 @@ from torch import Tensor
 from posttrain.core.protocols import Engine, Paced
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.compiled_step import CompiledStep, Given, PackedCache, logits_in_blocks, supported
+from posttrain.engines.local.cuda_step import CudaStep, decodes_in_graphs
 from posttrain.engines.local.engine_weights import copy_weights
 from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
 from posttrain.engines.local.prompt_layout import PromptBlocks
 from posttrain.engines.local.running_batch import RunningBatch
 from posttrain.engines.local.sampler import sample, uniform
+from posttrain.engines.local.step_cache import StepCache, token_bucket
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.throughput import Throughput
 from posttrain.models.native.attention import SegmentAttention, each_alone, filled
@@ -44,6 +46,10 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
 POLL_STEPS = 4  # of decoding, after which the caller may handle other events
+LOOK_STEPS = 8
+"""Steps of decoding on CUDA between two looks at which requests have ended: each look waits for the card, which then waits
+for the next launch.
+"""
 
 
 class LocalEngine:
@@ -84,6 +90,7 @@ class LocalEngine:
         self._rows = RunningBatch(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.dtype
         self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
+        self._cuda = CudaStep(model, self.dtype, self.eos) if decodes_in_graphs(model, self.dtype) else None
         self.batch_invariant = self._compiled is not None and compiles()
         self._cache = self._new_cache()
 
@@ -143,14 +150,13 @@ class LocalEngine:
                 admitting = bool(self.waiting) and (not count or free >= max(1, self.slots // 8))
                 if admitting:
                     self._admit(free)
-                else:
-                    self._decode()
+                steps = 0 if admitting else self._decode()
                 done = self._finished()  # synchronises with the device, so the clock may be read
                 seconds = time.perf_counter() - began
                 if admitting:
                     self._pace.read(self.computed - computed, seconds)
                 else:
-                    self._pace.decoded(count, seconds)
+                    self._pace.decoded(count, seconds, steps)
                 if done:
                     if self.rests and not self.running and not self.waiting:
                         self._rest()
@@ -167,21 +173,32 @@ class LocalEngine:
         self._resumed.clear()
         self._prefix_of.clear()
         self.running.clear()
-        self._rest()
+        self._free()
 
     def _rest(self) -> None:
         """Free the memory that an update can use, since nothing runs."""
+        if self._cuda is not None and isinstance(self._cache, StepCache) and self._cuda.may_rest(self._cache):
+            return
+        self._free()
+
+    def _free(self) -> None:
         self._cache = self._new_cache()
         self._forget_copies()
+        if self._cuda is not None:
+            self._cuda.free()
 
     def _forget_copies(self) -> None:
-        """Free copies of the weights: they may have changed, or nothing runs."""
+        """Make copies of the weights anew: they may have changed, or nothing runs."""
         if self._compiled is not None:
             self._compiled.forget()
+        if self._cuda is not None:
+            self._cuda.changed()
 
     def _new_cache(self) -> KVCache:
         if self._compiled is not None:
             return PackedCache(self.model.config, self.dtype, self.device)
+        if self._cuda is not None:
+            return StepCache(self.model.config, self.dtype, self.device, self.slots)
         # a processor's attention of few queries is faster in float32, though it reads more
         return KVCache(
             self.model.config,
@@ -206,6 +223,8 @@ class LocalEngine:
             len({r.prompt for r in requests}),
             max(len(r.prompt) for r in requests),
         )
+        if self._cuda is not None:  # few sizes, so that graphs stay valid
+            self._rows.reserve(self._cache.own.shape[2], token_bucket(max(r.budget(self.context) for r in requests)))
         self._cache.admit([r.prompt for r in requests], self.prefixes)
         first = len(self.running)
         self.running.extend(requests)
@@ -291,9 +310,16 @@ class LocalEngine:
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
-    def _decode(self) -> None:
-        """Decode one token of every running request."""
+    def _decode(self) -> int:
+        """Decode one token of every running request, or a few on CUDA. Return how many."""
         count, rows = len(self.running), self._rows
+        if self._cuda is not None:
+            assert isinstance(self._cache, StepCache)
+            # text is looked at after every token, by the host
+            steps = 1 if rows.any_stop else min(LOOK_STEPS, rows.left(count))
+            self.computed += steps * count
+            self._cuda(self._cache, rows, count, steps)
+            return steps
         self.computed += count
         if self._compiled is not None:
             assert isinstance(self._cache, PackedCache)
@@ -301,11 +327,12 @@ class LocalEngine:
             rows.longest += 1
             if left is not None:
                 self._choose(*left)
-            return
+            return 1
         attend = self._cache.step((rows.before + rows.count)[:count] - 1, rows.longest)
         hidden = self.model(rows.token[:count], rows.length[:count], attend)
         rows.advance(count)
         self._choose(self.model.logits(hidden), slice(0, count))
+        return 1
 
     def _choose(self, logits: Tensor, rows: slice | Tensor) -> None:
         """Sample the next token of these slots from logits [rows, V] and note which requests are finished."""

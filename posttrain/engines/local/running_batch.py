@@ -69,10 +69,33 @@ class RunningBatch:
         self._asked: list[_Asked] = []  # [size]
         self._note()
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all tensors: `reserve` alone replaces them."""
+        return (self.slot, self.tokens, self.logp, *(getattr(self, name) for name in self._COLUMNS))
+
+    def reserve(self, slots: int, tokens: int) -> None:
+        """Make room for that many requests, and tokens sampled of each. Slots that are not in use count as ended."""
+        have, width = self.tokens.shape
+        if slots > have:
+            for name in self._COLUMNS:
+                column = getattr(self, name)
+                more = torch.full((slots - have,), name == "ended", dtype=column.dtype, device=self.device)
+                setattr(self, name, torch.cat((column, more)))
+            self.slot = torch.arange(slots, device=self.device)
+        if slots > have or tokens > width:
+            for name in ("tokens", "logp"):
+                table = getattr(self, name)
+                grown = torch.zeros(max(slots, have), max(tokens, width), dtype=table.dtype, device=self.device)
+                grown[:have, :width] = table
+                setattr(self, name, grown)
+
     def append(self, requests: list[Request], context: int) -> None:
         sampling = [r.sampling for r in requests]
         asked = [_Asked.of(s) for s in sampling]
         budget = [r.budget(context) for r in requests]
+        total = self.size + len(requests)
+        self.reserve(total, max(budget))
         new = {
             "token": torch.tensor([r.own[-1] if r.own else 0 for r in requests]),
             "length": torch.tensor([len(r.prompt) + max(0, len(r.own) - 1) for r in requests]),
@@ -87,15 +110,8 @@ class RunningBatch:
             "ended": torch.zeros(len(requests), dtype=torch.bool),
         }
         for name, column in new.items():
-            setattr(self, name, torch.cat([getattr(self, name)[: self.size], column.to(self.device)]))
-        total, width = self.size + len(requests), max(self.tokens.shape[1], max(budget))
-        for name in ("tokens", "logp"):
-            table = getattr(self, name)
-            grown = torch.zeros(total, width, dtype=table.dtype, device=self.device)
-            grown[: self.size, : table.shape[1]] = table[: self.size]
-            setattr(self, name, grown)
+            getattr(self, name)[self.size : total] = column.to(self.device)
         self.size = total
-        self.slot = torch.arange(total, device=self.device)
         # a new request samples its first token before anything is decoded; a continued one by decoding
         self.longest = max(self.longest, *(max(1, len(r.own)) for r in requests))
         self._asked += asked
@@ -110,6 +126,23 @@ class RunningBatch:
         sampled = count + 1  # a new tensor: `count` is a view of what is written next
         self.count[rows] = sampled
         self.ended[rows] = eos | (sampled >= self.budget[rows])
+
+    def go_on(self, count: int, token: Tensor, logp: Tensor, eos: Tensor) -> None:
+        """Do what `advance` and `record` do for those of the first `count` requests that have not ended; the others stay
+        as they are. Without a synchronisation, and `longest` is the caller's.
+        """
+        ended, active = self.ended[:count], ~self.ended[:count]
+        at = self.count[:count].clamp_max(self.tokens.shape[1] - 1)[:, None]
+        for table, new in ((self.tokens[:count], token), (self.logp[:count], logp)):
+            table.scatter_(1, at, torch.where(active[:, None], new[:, None], table.gather(1, at)))
+        self.token[:count].copy_(torch.where(active, token, self.token[:count]))
+        self.length[:count].add_(active)
+        self.count[:count].add_(active)
+        ended.logical_or_(eos & active).logical_or_(self.count[:count] >= self.budget[:count])
+
+    def left(self, count: int) -> int:
+        """Return the most tokens that one of the first `count` requests may still sample."""
+        return int((self.budget - self.count)[:count].masked_fill(self.ended[:count], 0).max())
 
     def advance(self, count: int) -> None:
         """Advance the first `count` requests: their last token is in the cache, and the next one is about to be
@@ -128,6 +161,7 @@ class RunningBatch:
             for old, new in zip(source, to, strict=True):
                 self._asked[new] = self._asked[old]
         del self._asked[count:]
+        self.ended[count:] = True
         self.size = count
         self.longest = int((self.before + self.count)[:count].max()) if count else 0
         self._note()

@@ -1,0 +1,345 @@
+"""Decoding steps on CUDA: each is one graph, which samples too and reads nothing from the host.
+
+Launched one by one, the kernels of a step take several times as long as they run. A graph is launched at once; it reads
+and writes the tensors whose addresses it captured, with the shapes that it captured. So shapes are rounded up, and rows
+beyond the running requests count as ended: such a row is computed as any other, but changes nothing that is read.
+
+The same code runs uncaptured on every device.
+
+    B    rows    L    own tokens seen    G    prompts    W    requests of the most used prompt    P    tokens of a prompt
+    H    key heads    R    query heads per key head    V    vocabulary
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from posttrain.engines.local.running_batch import RunningBatch
+from posttrain.engines.local.sampler import sample, uniform
+from posttrain.engines.local.step_cache import StepCache, row_bucket, token_bucket
+from posttrain.engines.local.step_weights import LayerWeights, StepWeights
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.fused import rms_norm
+
+GRAPHS = 64
+"""Graphs that are kept; the least recently used one is dropped first."""
+COPIED_SHARE = 1 / 4
+"""Of a card's memory. A model whose copies would take more is decoded without them."""
+RESTING_SHARE = 1 / 8
+"""Of a card's memory. Copies and a cache that take less are kept while nothing runs: capturing again costs more time than
+that memory is worth to an update.
+"""
+
+
+def decodes_in_graphs(model: Decoder, dtype: torch.dtype) -> bool:
+    """Return whether this model, with products of `dtype`, is decoded by steps of this kind."""
+    if model.head.device.type != "cuda" or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return fits(model) and 2 * model.config.parameters < COPIED_SHARE * memory_of(model.head.device)
+
+
+def fits(model: Decoder) -> bool:
+    """Return whether the model is of plain float32 weights: copies of quantized ones would undo what they save."""
+    return all(p.dtype == torch.float32 for p in model.parameters()) and all(
+        linear.parameter is not None for _, linear, _ in model.linears()
+    )
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the memory of a card in bytes; 0 for a processor."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+class Shape(NamedTuple):
+    """What a graph is captured for."""
+
+    rows: int  # B
+    own: int  # L
+    prompts: int  # G
+    widest: int  # W
+    prompt: int  # P
+    tempered: bool
+    greedy: bool
+    top_p: bool
+    top_k: bool
+
+
+class _Seen(NamedTuple):
+    """What each row sees, the same for all layers."""
+
+    rotation: Tensor  # float32 [B, 2, 1, size]: cos and sin
+    slot: Tensor  # int64 [B]
+    place: Tensor  # int64 [B], of the new token among the row's own
+    queries: (
+        Tensor  # int64 [B * H * R + G * H * W * R], index into heads [B * (H * R + 2 H)]: once by row, once by prompt
+    )
+    members: Tensor  # int64 [G * H * W], index into [B * H]
+    seat: Tensor  # int64 [B * H], index into [G * H * W]
+    mask: Tensor  # float32 [B, 1, L + P], added to the scores
+
+
+class CudaStep:
+    """Decoding steps of one model. It holds copies of its weights, and graphs, until `free`.
+
+    `capture`: whether steps are captured in graphs; only on CUDA, where it is the default.
+    """
+
+    def __init__(self, model: Decoder, dtype: torch.dtype, eos: Tensor, capture: bool | None = None) -> None:
+        self._decoder, self._dtype, self._eos = model, dtype, eos
+        self.device = model.head.device
+        self._weights: StepWeights | None = None
+        self._changed = False
+        self._rotary: Tensor | None = None  # float32 [positions, 2, 1, size]
+        capture = self.device.type == "cuda" if capture is None else capture
+        self.graphs = Graphs(self.device) if capture else None
+
+    def changed(self) -> None:
+        """Note that weights may have changed."""
+        self._changed = True
+
+    def free(self) -> None:
+        """Free copies and graphs."""
+        self._weights = self._rotary = None
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def may_rest(self, cache: StepCache) -> bool:
+        """Return whether copies, cache and graphs are small enough to be kept while nothing runs."""
+        copies = 0 if self._weights is None else self._weights.bytes
+        return copies + cache.bytes <= RESTING_SHARE * memory_of(self.device)
+
+    def __call__(self, cache: StepCache, rows: RunningBatch, count: int, steps: int) -> None:
+        """Decode up to `steps` tokens of the first `count` requests: those that have ended stay as they are."""
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            weights = self._current()
+            cache.seat()
+            self._rotate(cache.positions)
+            if self.graphs is not None:
+                self.graphs.check(self._addresses(cache, rows, weights))
+            for _ in range(steps):
+                shape = self.shape(cache, rows, count)
+                if self.graphs is None:
+                    self._step(shape, cache, rows, weights)
+                else:
+                    self.graphs.run(shape, lambda shape=shape: self._step(shape, cache, rows, weights))  # type: ignore[misc]
+                rows.longest += 1
+
+    def shape(self, cache: StepCache, rows: RunningBatch, count: int) -> Shape:
+        """Return the rounded sizes of the next step; no more than there is memory for."""
+        return Shape(
+            min(row_bucket(count), cache.own.shape[2]),
+            min(token_bucket(rows.longest), cache.own.shape[4]),
+            min(row_bucket(len(cache.row)), cache.shared.shape[2]),
+            row_bucket(cache.widest),
+            min(token_bucket(cache.prompt_tokens), cache.shared.shape[4]),
+            rows.any_tempered,
+            rows.any_greedy,
+            rows.any_top_p,
+            rows.any_top_k,
+        )
+
+    def _current(self) -> StepWeights:
+        if self._weights is None or not self._weights.same(self._changed):
+            self._weights = StepWeights(self._decoder, self._dtype)
+        else:
+            self._weights.refresh(self._changed)
+        self._changed = False
+        return self._weights
+
+    def _rotate(self, positions: int) -> None:
+        """Make the tables of the rotary embedding, for at least that many positions."""
+        if self._rotary is None or len(self._rotary) < positions:
+            tables = self._decoder.rotary(torch.arange(positions, device=self.device), torch.float32)
+            self._rotary = torch.stack(tables, 1)
+
+    def _addresses(self, cache: StepCache, rows: RunningBatch, weights: StepWeights) -> tuple[object, ...]:
+        """Return what graphs depend on besides the shape: where tensors are, and how they are laid out."""
+        assert self._rotary is not None
+        tensors = (cache.own, cache.shared, cache.seats, self._rotary, *rows.tensors)
+        return (id(weights), *((x.data_ptr(), x.shape) for x in tensors))
+
+    # -- the step: no synchronisation, and no tensor that outlives it but those of the cache and the rows -------------
+
+    def _step(self, shape: Shape, cache: StepCache, rows: RunningBatch, weights: StepWeights) -> None:
+        """Compute and sample the next token of every row that has not ended."""
+        seen = self._see(shape, cache, rows)
+        x = functional.embedding(rows.token[: shape.rows], weights.embedding)
+        for number, layer in enumerate(weights.layers):
+            x = self._layer(number, layer, x, seen, shape, cache)
+        hidden = rms_norm(x, weights.norm, self._decoder.config.norm_eps)
+        logits = head_logits(hidden.to(self._dtype), weights.head)
+        chosen = slice(0, shape.rows)
+        temperature = rows.temperature[chosen]
+        token, logp = sample(
+            logits,
+            uniform(rows.seed[chosen], rows.count[chosen]),
+            temperature if shape.tempered else None,
+            rows.top_p[chosen] if shape.top_p else None,
+            rows.top_k[chosen] if shape.top_k else None,
+            temperature == 0 if shape.greedy else None,
+        )
+        rows.go_on(shape.rows, token, logp, (token[:, None] == self._eos).any(-1))
+
+    def _see(self, shape: Shape, cache: StepCache, rows: RunningBatch) -> _Seen:
+        assert self._rotary is not None
+        count, (own, prompts, widest, prompt) = shape.rows, shape[1:5]
+        config, device = self._decoder.config, self.device
+        heads, kept = config.heads + 2 * config.kv_heads, config.kv_heads
+        row, number, length = cache.seats[:, :count]
+        slot = rows.slot[:count]
+        # a row that is not in use may have been left anywhere, also in a larger cache
+        place = (rows.before[:count] + rows.count[:count] - 1).clamp(0, cache.own.shape[4] - 1)
+        position = rows.length[:count].clamp(0, len(self._rotary) - 1)
+        # the slot in each seat; rows that are not in use take the one behind the last
+        # (masked_fill takes a number along; torch.where would copy it from the host, which a capture forbids)
+        seat = (row * widest + number).masked_fill_(row < 0, prompts * widest)
+        holder = torch.zeros(prompts * widest + 1, dtype=torch.int64, device=device).scatter_(0, seat, slot)
+        holder = holder[:-1].view(prompts, 1, widest, 1)
+        head = torch.arange(kept, device=device).view(1, kept, 1, 1)
+        repeat = torch.arange(config.heads // kept, device=device)
+        query = head * len(repeat) + repeat  # [1, H, 1, R]
+        by_row = (slot.view(count, 1, 1, 1) * heads + query).flatten()
+        by_prompt = (holder * heads + query).flatten()
+        visible = torch.cat(
+            (
+                torch.arange(own, device=device) <= place[:, None],
+                torch.arange(prompt, device=device) < length[:, None],
+            ),
+            1,
+        )
+        mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))
+        return _Seen(
+            self._rotary.index_select(0, position),
+            slot,
+            place,
+            torch.cat((by_row, by_prompt)),
+            (holder * kept + head).flatten(),
+            ((row.clamp_min(0)[:, None] * kept + head.flatten()) * widest + number[:, None]).flatten(),
+            mask[:, None],
+        )
+
+    def _layer(
+        self, number: int, layer: LayerWeights, x: Tensor, seen: _Seen, shape: Shape, cache: StepCache
+    ) -> Tensor:
+        """Compute [B, hidden] -> [B, hidden], float32."""
+        config, dtype = self._decoder.config, self._dtype
+        turned, kept, size = config.heads + config.kv_heads, config.kv_heads, config.head_size
+        qkv = layer.qkv(rms_norm(x, layer.attention_norm, config.norm_eps).to(dtype)).view(len(x), -1, size)
+        qk = qkv[:, :turned]
+        turning = qk if layer.qk_norm is None else rms_norm(qk.float(), layer.qk_norm, config.norm_eps)
+        cos, sin = seen.rotation.unbind(1)
+        # written over what it came from, so that q, k and v stay together: the rotated halves are a copy already
+        torch.addcmul(turning * cos, turning.roll(size // 2, -1), sin, out=qk)
+        keys_values = qkv[:, config.heads :].view(len(x), 2, kept, size)
+        cache.own[:, number][:, seen.slot, :, seen.place] = keys_values
+        x = x + layer.o(self._attend(number, qkv, seen, shape, cache))
+        gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, config.norm_eps).to(dtype)).chunk(2, -1)
+        return x + layer.down(functional.silu(gate).mul_(up))
+
+    def _attend(self, number: int, qkv: Tensor, seen: _Seen, shape: Shape, cache: StepCache) -> Tensor:
+        """Attend to the own tokens of each row, and to each prompt once for all of its rows, under one softmax: qkv
+        [B, H R + 2 H, size] -> [B, H R size].
+        """
+        config = self._decoder.config
+        count, kept, size = shape.rows, config.kv_heads, config.head_size
+        repeat, pairs = config.heads // kept, shape.prompts * kept
+        own_keys, own_values = cache.own[:, number, :count, :, : shape.own].flatten(1, 2)  # [B H, L, size]
+        keys, values = cache.shared[:, number, : shape.prompts, :, : shape.prompt].flatten(1, 2)  # [G H, P, size]
+        # The R query heads that share a key head become queries of it: nothing is repeated.
+        queries = qkv.view(-1, size).index_select(0, seen.queries)
+        by_row, by_prompt = queries.split((count * kept * repeat, len(queries) - count * kept * repeat))
+        to_own = wide_product(by_row.view(count * kept, repeat, size), own_keys.transpose(1, 2))
+        to_prompt = wide_product(by_prompt.view(pairs, -1, size), keys.transpose(1, 2))
+        to_prompt = to_prompt.view(-1, repeat, shape.prompt).index_select(0, seen.seat)  # [B H, R, P]
+        scores = torch.cat((to_own, to_prompt), -1)
+        by_head = scores.view(count, kept * repeat, -1)
+        torch.add(seen.mask, by_head, alpha=size**-0.5, out=by_head)
+        share = scores.softmax(-1).to(self._dtype)
+        to_own, to_prompt = share.split((shape.own, shape.prompt), -1)
+        to_prompt = to_prompt.index_select(0, seen.members).view(pairs, -1, shape.prompt)
+        from_own = wide_product(to_own, own_values)
+        from_prompt = wide_product(to_prompt, values).view(-1, repeat, size).index_select(0, seen.seat)
+        out = torch.empty_like(from_own, dtype=self._dtype)
+        return torch.add(from_own, from_prompt, out=out).view(count, -1)
+
+
+def wide_product(x: Tensor, y: Tensor) -> Tensor:
+    """Compute [n, a, b] x [n, b, c] -> float32 [n, a, c], in float32 also of narrower numbers."""
+    if x.dtype == torch.float32:
+        return torch.bmm(x, y)
+    if x.is_cuda:
+        return torch.bmm(x, y, out_dtype=torch.float32)
+    return torch.bmm(x.float(), y.float())
+
+
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Compute logits float32 [B, V] of hidden [B, hidden] and the output head [V, hidden], both of the type of
+    products.
+    """
+    if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden.float() @ weight.t().float()
+
+
+class Graphs:
+    """Captured graphs by shape. They share one pool of memory: they run one after the other, and what one leaves there
+    is not read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._known: OrderedDict[Shape, torch.cuda.CUDAGraph | None] = OrderedDict()  # None: it ran once, uncaptured
+        self._addresses: tuple[object, ...] = ()
+
+    def __len__(self) -> int:
+        return sum(graph is not None for graph in self._known.values())
+
+    def clear(self) -> None:
+        if self._known:
+            torch.cuda.synchronize(self._device)  # none of them may be running
+            self._known.clear()
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def check(self, addresses: tuple[object, ...]) -> None:
+        """Drop the graphs if tensors that they read are elsewhere now."""
+        if addresses != self._addresses:
+            self.clear()
+            self._addresses = addresses
+
+    def run(self, shape: Shape, step: Callable[[], None]) -> None:
+        """Run a step. The first of a shape runs as it is: libraries set themselves up then, which cannot be captured."""
+        if shape not in self._known:
+            self._warm(step)
+            self._known[shape] = None
+        else:
+            graph = self._known[shape]
+            if graph is None:
+                graph = self._known[shape] = self._captured(step)
+            graph.replay()
+        self._known.move_to_end(shape)
+        if len(self._known) > GRAPHS:
+            torch.cuda.synchronize(self._device)
+            self._known.popitem(last=False)
+
+    def _warm(self, step: Callable[[], None]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            step()
+        current.wait_stream(self._stream)
+
+    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture a step. It does not run by that."""
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use the card meanwhile: a learner, or environments
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            step()
+        return graph

@@ -41,12 +41,14 @@ def decodes_in_graphs(model: Decoder, dtype: torch.dtype) -> bool:
     """Return whether this model, with products of `dtype`, is decoded by steps of this kind."""
     if model.head.device.type != "cuda" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    return fits(model) and 2 * model.config.parameters < COPIED_SHARE * memory_of(model.head.device)
+    return fits(model, dtype) and 2 * model.config.parameters < COPIED_SHARE * memory_of(model.head.device)
 
 
-def fits(model: Decoder) -> bool:
-    """Return whether the model is of plain float32 weights: copies of quantized ones would undo what they save."""
-    return all(p.dtype == torch.float32 for p in model.parameters()) and all(
+def fits(model: Decoder, dtype: torch.dtype) -> bool:
+    """Return whether the model is of plain weights, in float32 or in the type of its products: copies of quantized ones
+    would undo what they save.
+    """
+    return all(p.dtype in (torch.float32, dtype) for p in model.parameters()) and all(
         linear.parameter is not None for _, linear, _ in model.linears()
     )
 
@@ -169,7 +171,7 @@ class CudaStep:
     def _step(self, shape: Shape, cache: StepCache, rows: RunningBatch, weights: StepWeights) -> None:
         """Compute and sample the next token of every row that has not ended."""
         seen = self._see(shape, cache, rows)
-        x = functional.embedding(rows.token[: shape.rows], weights.embedding)
+        x = functional.embedding(rows.token[: shape.rows], weights.embedding).float()
         for number, layer in enumerate(weights.layers):
             x = self._layer(number, layer, x, seen, shape, cache)
         hidden = rms_norm(x, weights.norm, self._decoder.config.norm_eps)

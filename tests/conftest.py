@@ -33,6 +33,11 @@ def bare(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trainer, "curves", lambda folder: None)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def bare_trainings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

@@ -108,7 +108,8 @@ def run(folder: Path, words: str) -> None:
 
 def played(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
     """Run posttrain with these words in this folder, with the package beside this file."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     return subprocess.run(
         [sys.executable, "-m", "posttrain", *words.split()], cwd=folder, env=environment, capture_output=True, text=True
     )

@@ -33,8 +33,10 @@ from posttrain.models.reward_model import RewardModel
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.training_run import run_training
 
-BOUNDS = {"float32": 1e-4, "float64": 1e-10, "bfloat16": 3e-2}
-"""Largest relative difference: of vectors, |a - b| / |a| in the Euclidean norm."""
+BOUNDS = {"float32": 1e-4, "float64": 1e-6, "bfloat16": 3e-2}
+"""Largest relative difference: of vectors, |a - b| / |a| in the Euclidean norm. Also in float64 the angles of the rotary
+embedding are float32, and their sines are not the same to the last bit.
+"""
 COLUMNS = ("log-probabilities", "entropies", "loss", "gradients")
 GREEDY = 24  # tokens
 

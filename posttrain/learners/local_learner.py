@@ -24,6 +24,7 @@ from posttrain.core.token_probe import sink_of
 from posttrain.core.types import UserError
 from posttrain.learners.adamw import AdamW
 from posttrain.learners.natural_gradient import TrustRegion, search
+from posttrain.learners.repeated_bits import repeated_bits
 from posttrain.learners.router_losses import RouterLosses, Routing
 from posttrain.models.adapters.lora import frozen_copy
 from posttrain.models.backbone import Backbone
@@ -167,7 +168,7 @@ class LocalLearner:
             batches = self._with_old(batches)
         routed = self._mixture()
         routing = None if routed is None else Routing(cast(Any, routed), self.router_losses, self.world, batches)
-        with accumulating(keeps=self._keeps):
+        with accumulating(keeps=self._keeps), repeated_bits():
             if routing is None:
                 self._accumulate(batches, objective, stats)
             else:

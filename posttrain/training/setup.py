@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -28,6 +27,8 @@ from posttrain.envs.play.load_env import is_generator_env, load_converter, load_
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
 from posttrain.learners.local_learner import Optimization
+from posttrain.learners.repeated_bits import repeat_bits
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.terminal.notices import tell, warn
@@ -39,6 +40,8 @@ TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word 
 READ_FOR_UNKNOWN = 20  # tasks
 MOST_UNKNOWN = 0.01  # share of their tokens that may be unknown to the tokenizer
 LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are smaller
+GPU_TOKENS = 8192  # of a micro-batch on a GPU, where the size of its activations is not known
+ACTIVATION_SHARE = 0.2  # of a GPU's memory, for the activations of a micro-batch
 MOST_BEYOND = 1.05  # times the vocabulary: some checkpoints lack a few tokens that are never used in texts
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
 
@@ -52,17 +55,6 @@ def prepare(config: Training | Evaluation | Sample) -> torch.device:
     if device.type == "cuda":
         repeat_bits(config.deterministic)
     return device
-
-
-def repeat_bits(wanted: bool) -> None:
-    """Set whether a GPU computes sums in the same order each time, where torch knows a way.
-
-    torch lists running sums among those without one. Those of single rows, which sampling needs, have one order anyway.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products may share their workspace
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
 
 
 def use_threads(count: int | None) -> None:
@@ -95,13 +87,27 @@ def choose_device(name: str) -> torch.device:
 def microbatch_tokens(config: Training, model: Model) -> int:
     """Return the tokens of a micro-batch. On a CPU larger ones would leave its caches: more memory, and slower.
 
-    Of a large model fewer: products with its matrices are as fast with 512 rows, and activations take half the memory.
+    Of a large model fewer: products with its matrices are as fast with 512 rows, and activations take half the memory. On a
+    GPU as many as keep their activations within a share of its memory: few tokens do not occupy it.
     """
     if config.tokens_per_microbatch is not None:
         return config.tokens_per_microbatch
-    if model.head.device.type != "cpu":
-        return 8192
-    return 1024 if parameters(model) < LARGE_MODEL else 512
+    device = model.head.device
+    if device.type == "cpu":
+        return 1024 if parameters(model) < LARGE_MODEL else 512
+    shape = model.config
+    if device.type != "cuda" or not isinstance(shape, DecoderConfig):
+        return GPU_TOKENS
+    return tokens_of_activations(shape, torch.cuda.get_device_properties(device).total_memory * ACTIVATION_SHARE)
+
+
+def tokens_of_activations(shape: DecoderConfig, room: float) -> int:
+    """Return how many tokens keep their activations within so many bytes, in bfloat16 with a float32 residual stream: a
+    multiple of 1,024 of at most 32,768.
+    """
+    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_size
+    of_layer = 12 * shape.hidden + 4 * shape.intermediate + 4 * attention
+    return max(1024, min(32_768, int(room / (shape.layers * of_layer)) // 1024 * 1024))
 
 
 def load_tasks(

@@ -321,8 +321,6 @@ def test_buckets_are_no_smaller_and_at_most_twice_what_they_hold() -> None:
 
 # -- captured ----------------------------------------------------------------------------------------------------------
 
-on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
-
 
 def on_a_card(tokenizer: Tokenizer) -> Decoder:
     return tiny(tokenizer, context=CONTEXT).to("cuda")
@@ -333,7 +331,7 @@ def uncaptured(engine: LocalEngine) -> LocalEngine:
     return engine
 
 
-@on_card
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_captured_steps_are_the_uncaptured_ones(tokenizer: Tokenizer, precision: str) -> None:
     model, (prompts, how) = on_a_card(tokenizer), mixed(40)
@@ -346,18 +344,18 @@ def test_captured_steps_are_the_uncaptured_ones(tokenizer: Tokenizer, precision:
         assert_same(complete(plain(model, tokenizer, slots=16), prompts, how), expected, atol=1e-4)
 
 
-@on_card
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_no_graph_reads_weights_of_before(tokenizer: Tokenizer, precision: str) -> None:
     changed_weights_are_used(on_a_card(tokenizer), tokenizer, precision)
 
 
-@on_card
+@pytest.mark.gpu
 def test_no_graph_reads_a_cache_of_before(tokenizer: Tokenizer) -> None:
     cache_grows_in_the_middle(on_a_card(tokenizer), tokenizer)
 
 
-@on_card
+@pytest.mark.gpu
 def test_few_graphs_are_kept(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.engines.local.cuda_step.GRAPHS", 3)
     model, (prompts, how) = on_a_card(tokenizer), mixed(40)

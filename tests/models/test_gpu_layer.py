@@ -15,7 +15,6 @@ from posttrain.models.native.kernels import binder, gpu_layer
 from posttrain.models.native.kernels.gpu_layer import GPULayer
 from posttrain.models.native.linear import accumulating
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BACKWARD = ("rms_norm_backward", "swiglu_backward", "rope_backward")
 OPERATIONS = ("rms_norm", "rms_norm again", "swiglu", "rope", *BACKWARD)
 ROWS, SIZE, HEADS, ROTATED = 7, 32, 5, 4
@@ -68,7 +67,7 @@ def test_each_operation_fills_what_compiled_code_fills(operation: str, dtype: to
     assert close(done(GPULayer(), operation, dtype), done(binder.layer(), operation, dtype))
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_each_operation_compiled_for_a_gpu_fills_what_it_does_uncompiled(

@@ -25,7 +25,6 @@ from posttrain.models.native.segments import Forest
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 DEPTH = 5
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_compiler = pytest.mark.skipif(binder.attention() is None, reason="needs a C compiler")
 
 
@@ -158,7 +157,7 @@ def test_a_tree_through_kernels_for_ragged_sequences_equals_its_transcripts_apar
     assert torch.allclose(gradient, right, rtol=1e-10, atol=1e-10)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1)])
 @pytest.mark.parametrize("size", [8, 64, 128])
 def test_a_tree_through_flash_kernels_equals_its_transcripts_apart(heads: tuple[int, int], size: int) -> None:

@@ -1,55 +1,52 @@
-"""Sizes decide micro-batches, and a learning rate that is too low for a size is named before the first step."""
+"""What a device decides: the size of micro-batches, and how its sums are added up."""
 
 from __future__ import annotations
 
+import os
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import tiny
-from digit_tasks import TASKS, digits
 
-import posttrain
 from posttrain.config.training import RL
+from posttrain.learners import repeated_bits as bits
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training import setup
-from posttrain.training.setup import rate_note
+from posttrain.training.setup import microbatch_tokens, tokens_of_activations
+
+QWEN_1B = DecoderConfig(
+    vocab=151936, hidden=1536, layers=28, heads=12, kv_heads=2, head_size=128, intermediate=8960, context=4096,
+)  # fmt: skip
+GIB = 1 << 30
 
 
-@pytest.mark.parametrize(
-    ("lr", "adapted", "size", "named"),
-    [
-        (1e-6, False, 135_000_000, "1e-5 is usual"),
-        (3e-6, False, 135_000_000, None),
-        (1e-5, True, 135_000_000, "1e-4 to 1e-3 with --lora"),
-        (1e-4, True, 135_000_000, None),
-        (1e-5, False, 100_000, "1e-3 is usual"),
-        (1e-3, False, 100_000, None),
-        (1e-6, False, 7_000_000_000, None),
-    ],
-)
-def test_rate_that_learned_nothing_at_this_size_is_named(
-    lr: float, adapted: bool, size: int, named: str | None
+def test_micro_batches_of_a_gpu_take_a_share_of_its_memory(tokenizer: Tokenizer) -> None:
+    # a token keeps in each layer 12 bytes of each state, 4 of each activation, 4 of each number of q, k and v
+    of_token = 28 * (12 * 1536 + 4 * 8960 + 4 * 16 * 128)
+    for room in (4 * GIB, 15.5 * GIB):
+        tokens = tokens_of_activations(QWEN_1B, room)
+        assert tokens % 1024 == 0 and tokens * of_token <= room < (tokens + 1024) * of_token
+    assert tokens_of_activations(QWEN_1B, 0.1 * GIB) == 1024
+    assert tokens_of_activations(replace(QWEN_1B, layers=2), 80 * GIB) == 32_768
+    assert microbatch_tokens(RL(), tiny(tokenizer)) == 1024
+    assert microbatch_tokens(RL(tokens_per_microbatch=77), tiny(tokenizer)) == 77
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_sums_have_one_order_within_updates_alone_and_only_if_wanted(
+    wanted: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    note = rate_note(lr, adapted, size)
-    assert named in note[0] if named else note == []
-
-
-def test_a_run_says_it_unless_a_trust_region_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    start = tmp_path / "start"
-    shown = [{**task, "response": "1"} for task in TASKS]
-    posttrain.sft(
-        shown, out=str(start), steps=1, rows=2, layers=1, hidden=16, heads=2, tokenizer="characters", quiet=True
-    )
-    for algorithm, said in (("grpo", 1), ("trpo", 0)):
-        posttrain.rl(TASKS, digits, str(start), algorithm=algorithm, out=str(tmp_path / algorithm), steps=1, prompts=1,
-                     group=2, max_tokens=2, env_workers=0)  # fmt: skip
-        assert capsys.readouterr().out.count("parameters little") == said
-
-
-@pytest.mark.parametrize(("given", "large", "tokens"), [(None, False, 1024), (None, True, 512), (77, True, 77)])
-def test_microbatches_of_a_large_model_have_half_the_tokens_on_a_cpu(
-    given: int | None, large: bool, tokens: int, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny(tokenizer)
-    monkeypatch.setattr(setup, "LARGE_MODEL", setup.parameters(model) + (not large))
-    assert setup.microbatch_tokens(RL(tokens_per_microbatch=given), model) == tokens
+    monkeypatch.setattr(bits, "_wanted", False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with warnings.catch_warnings():
+        bits.repeat_bits(wanted)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ["CUBLAS_WORKSPACE_CONFIG"])
+    seen: list[bool] = []
+    learner = LocalLearner(tiny(tokenizer), Optimization())
+    monkeypatch.setattr(learner, "_accumulate", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
+    learner.update([], lambda *_: None)  # type: ignore[arg-type]
+    assert seen == [wanted] and not torch.are_deterministic_algorithms_enabled()

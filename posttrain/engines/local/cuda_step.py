@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ from posttrain.engines.local.sampler import sample, uniform
 from posttrain.engines.local.step_cache import StepCache, row_bucket, token_bucket
 from posttrain.engines.local.step_weights import LayerWeights, StepWeights
 from posttrain.models.native.decoder import Decoder
-from posttrain.models.native.fused import rms_norm
+from posttrain.models.native.kernels import build
+from posttrain.models.native.kernels.gpu_layer import compiled
 
+LARGE_MODEL = 100_000_000
+"""Parameters from which what is between the products is compiled: that takes some ten seconds, once."""
 GRAPHS = 64
 """Graphs that are kept; the least recently used one is dropped first."""
 COPIED_SHARE = 1 / 4
@@ -100,6 +103,10 @@ class CudaStep:
         self._rotary: Tensor | None = None  # float32 [positions, 2, 1, size]
         capture = self.device.type == "cuda" if capture is None else capture
         self.graphs = Graphs(self.device) if capture else None
+        large = self.graphs is not None and build.used() and model.config.parameters >= LARGE_MODEL
+        self._fused: Callable[[Callable[..., Any]], Callable[..., Any]] = (
+            compiled if large else lambda function: function
+        )
 
     def changed(self) -> None:
         """Note that weights may have changed."""
@@ -172,10 +179,11 @@ class CudaStep:
         """Compute and sample the next token of every row that has not ended."""
         seen = self._see(shape, cache, rows)
         x = functional.embedding(rows.token[: shape.rows], weights.embedding).float()
+        more = torch.zeros_like(x, dtype=self._dtype)
         for number, layer in enumerate(weights.layers):
-            x = self._layer(number, layer, x, seen, shape, cache)
-        hidden = rms_norm(x, weights.norm, self._decoder.config.norm_eps)
-        logits = head_logits(hidden.to(self._dtype), weights.head)
+            x, more = self._layer(number, layer, x, more, seen, shape, cache)
+        _, hidden = self._entered(x, more, weights.norm)
+        logits = head_logits(hidden, weights.head)
         chosen = slice(0, shape.rows)
         temperature = rows.temperature[chosen]
         token, logp = sample(
@@ -227,22 +235,24 @@ class CudaStep:
         )
 
     def _layer(
-        self, number: int, layer: LayerWeights, x: Tensor, seen: _Seen, shape: Shape, cache: StepCache
-    ) -> Tensor:
-        """Compute [B, hidden] -> [B, hidden], float32."""
-        config, dtype = self._decoder.config, self._dtype
-        turned, kept, size = config.heads + config.kv_heads, config.kv_heads, config.head_size
-        qkv = layer.qkv(rms_norm(x, layer.attention_norm, config.norm_eps).to(dtype)).view(len(x), -1, size)
-        qk = qkv[:, :turned]
-        turning = qk if layer.qk_norm is None else rms_norm(qk.float(), layer.qk_norm, config.norm_eps)
-        cos, sin = seen.rotation.unbind(1)
-        # written over what it came from, so that q, k and v stay together: the rotated halves are a copy already
-        torch.addcmul(turning * cos, turning.roll(size // 2, -1), sin, out=qk)
+        self, number: int, layer: LayerWeights, x: Tensor, more: Tensor, seen: _Seen, shape: Shape, cache: StepCache
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the residual stream float32 [B, hidden], and what is yet to be added to it, from both before the
+        layer.
+        """
+        config, kept, size = self._decoder.config, self._decoder.config.kv_heads, self._decoder.config.head_size
+        x, normed = self._entered(x, more, layer.attention_norm)
+        turn = self._fused(_turned)
+        qkv = turn(layer.qkv(normed).view(len(x), -1, size), seen.rotation, kept, layer.qk_norm, config.norm_eps)
         keys_values = qkv[:, config.heads :].view(len(x), 2, kept, size)
         cache.own[:, number][:, seen.slot, :, seen.place] = keys_values
-        x = x + layer.o(self._attend(number, qkv, seen, shape, cache))
-        gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, config.norm_eps).to(dtype)).chunk(2, -1)
-        return x + layer.down(functional.silu(gate).mul_(up))
+        x, normed = self._entered(x, layer.o(self._attend(number, qkv, seen, shape, cache)), layer.mlp_norm)
+        return x, layer.down(self._fused(_swiglu)(layer.gate_up(normed)))
+
+    def _entered(self, x: Tensor, more: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + more, float32, and the same normed, in the type of products."""
+        found: tuple[Tensor, Tensor] = self._fused(_added_normed)(x, more, weight, self._decoder.config.norm_eps)
+        return found
 
     def _attend(self, number: int, qkv: Tensor, seen: _Seen, shape: Shape, cache: StepCache) -> Tensor:
         """Attend to the own tokens of each row, and to each prompt once for all of its rows, under one softmax: qkv
@@ -258,17 +268,50 @@ class CudaStep:
         by_row, by_prompt = queries.split((count * kept * repeat, len(queries) - count * kept * repeat))
         to_own = wide_product(by_row.view(count * kept, repeat, size), own_keys.transpose(1, 2))
         to_prompt = wide_product(by_prompt.view(pairs, -1, size), keys.transpose(1, 2))
-        to_prompt = to_prompt.view(-1, repeat, shape.prompt).index_select(0, seen.seat)  # [B H, R, P]
-        scores = torch.cat((to_own, to_prompt), -1)
-        by_head = scores.view(count, kept * repeat, -1)
-        torch.add(seen.mask, by_head, alpha=size**-0.5, out=by_head)
-        share = scores.softmax(-1).to(self._dtype)
+        to_prompt = to_prompt.view(-1, repeat, shape.prompt)
+        share = self._fused(_shares)(to_own, to_prompt, seen.seat, seen.mask, size**-0.5, self._dtype)
         to_own, to_prompt = share.split((shape.own, shape.prompt), -1)
         to_prompt = to_prompt.index_select(0, seen.members).view(pairs, -1, shape.prompt)
         from_own = wide_product(to_own, own_values)
-        from_prompt = wide_product(to_prompt, values).view(-1, repeat, size).index_select(0, seen.seat)
-        out = torch.empty_like(from_own, dtype=self._dtype)
-        return torch.add(from_own, from_prompt, out=out).view(count, -1)
+        from_prompt = wide_product(to_prompt, values).view(-1, repeat, size)
+        summed: Tensor = self._fused(_summed)(from_own, from_prompt, seen.seat, self._dtype)
+        return summed.view(count, -1)
+
+
+# -- what is between the products, each one kernel where it is compiled --------------------------------------------------
+
+
+def _added_normed(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x = x + more
+    return x, (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(more.dtype)
+
+
+def _turned(qkv: Tensor, rotation: Tensor, kept: int, qk_norm: Tensor | None, eps: float) -> Tensor:
+    """Rotate the heads of q and k, after their norm where they have one: qkv [B, H R + 2 H, size]."""
+    qk, v = qkv[:, :-kept].float(), qkv[:, -kept:]
+    if qk_norm is not None:
+        qk = qk * (qk.square().mean(-1, keepdim=True) + eps).rsqrt() * qk_norm
+    cos, sin = rotation.unbind(1)
+    turned = qk * cos + qk.roll(qk.shape[-1] // 2, -1) * sin
+    return torch.cat((turned.to(qkv.dtype), v), 1)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, -1)
+    return (functional.silu(gate) * up).to(x.dtype)
+
+
+def _shares(to_own: Tensor, to_prompt: Tensor, seat: Tensor, mask: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return the softmax [B H, R, L + P] of the scores of own tokens [B H, R, L] and of those of prompts
+    [G H W, R, P].
+    """
+    scores = torch.cat((to_own, to_prompt.index_select(0, seat)), -1) * scale
+    by_head = scores.view(len(mask), -1, scores.shape[-1]) + mask
+    return by_head.softmax(-1).to(dtype).view_as(scores)
+
+
+def _summed(from_own: Tensor, from_prompt: Tensor, seat: Tensor, dtype: torch.dtype) -> Tensor:
+    return (from_own + from_prompt.index_select(0, seat)).to(dtype)
 
 
 def wide_product(x: Tensor, y: Tensor) -> Tensor:

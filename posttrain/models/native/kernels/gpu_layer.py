@@ -70,14 +70,18 @@ def fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
     """
     if x.numel() < LEAST_NUMBERS or not x.is_cuda or not build.used():
         return function
-    return _compiled(function)
+    return compiled(function)
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], any_size: bool = False) -> Callable[..., Any]:
+    """Return a function of tensors on a GPU as one kernel, for any number of rows; where none can be compiled, as it is.
+
+    `any_size`: other dimensions change from call to call too.
+    """
     if not _can_compile():
         return function
-    compiled: Callable[..., Any] = torch.compile(function)
+    whole: Callable[..., Any] = torch.compile(function, dynamic=True if any_size else None)
 
     def run(*arguments: Any) -> Any:
         rows = arguments[0].shape[0]
@@ -86,7 +90,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
                 torch._dynamo.maybe_mark_dynamic(x, 0)  # one kernel for any number of them
         # the same kernels in forward and backward passes: only the first are under autocast
         with torch.autocast("cuda", enabled=False):
-            return compiled(*arguments)
+            return whole(*arguments)
 
     return run
 

@@ -103,10 +103,7 @@ class CudaStep:
         self._rotary: Tensor | None = None  # float32 [positions, 2, 1, size]
         capture = self.device.type == "cuda" if capture is None else capture
         self.graphs = Graphs(self.device) if capture else None
-        large = self.graphs is not None and build.used() and model.config.parameters >= LARGE_MODEL
-        self._fused: Callable[[Callable[..., Any]], Callable[..., Any]] = (
-            compiled if large else lambda function: function
-        )
+        self._compiles = self.graphs is not None and build.used() and model.config.parameters >= LARGE_MODEL
 
     def changed(self) -> None:
         """Note that weights may have changed."""
@@ -249,6 +246,9 @@ class CudaStep:
         x, normed = self._entered(x, layer.o(self._attend(number, qkv, seen, shape, cache)), layer.mlp_norm)
         return x, layer.down(self._fused(_swiglu)(layer.gate_up(normed)))
 
+    def _fused(self, function: Callable[..., Any], any_size: bool = False) -> Callable[..., Any]:
+        return compiled(function, any_size) if self._compiles else function
+
     def _entered(self, x: Tensor, more: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + more, float32, and the same normed, in the type of products."""
         found: tuple[Tensor, Tensor] = self._fused(_added_normed)(x, more, weight, self._decoder.config.norm_eps)
@@ -269,12 +269,12 @@ class CudaStep:
         to_own = wide_product(by_row.view(count * kept, repeat, size), own_keys.transpose(1, 2))
         to_prompt = wide_product(by_prompt.view(pairs, -1, size), keys.transpose(1, 2))
         to_prompt = to_prompt.view(-1, repeat, shape.prompt)
-        share = self._fused(_shares)(to_own, to_prompt, seen.seat, seen.mask, size**-0.5, self._dtype)
+        share = self._fused(_shares, any_size=True)(to_own, to_prompt, seen.seat, seen.mask, size**-0.5, self._dtype)
         to_own, to_prompt = share.split((shape.own, shape.prompt), -1)
         to_prompt = to_prompt.index_select(0, seen.members).view(pairs, -1, shape.prompt)
         from_own = wide_product(to_own, own_values)
         from_prompt = wide_product(to_prompt, values).view(-1, repeat, size)
-        summed: Tensor = self._fused(_summed)(from_own, from_prompt, seen.seat, self._dtype)
+        summed: Tensor = self._fused(_summed, any_size=True)(from_own, from_prompt, seen.seat, self._dtype)
         return summed.view(count, -1)
 
 

@@ -269,7 +269,8 @@ class CudaStep:
         to_own = wide_product(by_row.view(count * kept, repeat, size), own_keys.transpose(1, 2))
         to_prompt = wide_product(by_prompt.view(pairs, -1, size), keys.transpose(1, 2))
         to_prompt = to_prompt.view(-1, repeat, shape.prompt)
-        share = self._fused(_shares, any_size=True)(to_own, to_prompt, seen.seat, seen.mask, size**-0.5, self._dtype)
+        scores = self._fused(_scores, any_size=True)(to_own, to_prompt, seen.seat, seen.mask, size**-0.5)
+        share = scores.softmax(-1).to(self._dtype)  # torch's kernel reads them once
         to_own, to_prompt = share.split((shape.own, shape.prompt), -1)
         to_prompt = to_prompt.index_select(0, seen.members).view(pairs, -1, shape.prompt)
         from_own = wide_product(to_own, own_values)
@@ -301,13 +302,10 @@ def _swiglu(x: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(x.dtype)
 
 
-def _shares(to_own: Tensor, to_prompt: Tensor, seat: Tensor, mask: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return the softmax [B H, R, L + P] of the scores of own tokens [B H, R, L] and of those of prompts
-    [G H W, R, P].
-    """
+def _scores(to_own: Tensor, to_prompt: Tensor, seat: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return the scores [B H, R, L + P] of own tokens [B H, R, L] and of those of prompts [G H W, R, P]."""
     scores = torch.cat((to_own, to_prompt.index_select(0, seat)), -1) * scale
-    by_head = scores.view(len(mask), -1, scores.shape[-1]) + mask
-    return by_head.softmax(-1).to(dtype).view_as(scores)
+    return (scores.view(len(mask), -1, scores.shape[-1]) + mask).view_as(scores)
 
 
 def _summed(from_own: Tensor, from_prompt: Tensor, seat: Tensor, dtype: torch.dtype) -> Tensor:

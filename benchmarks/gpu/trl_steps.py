@@ -35,7 +35,7 @@ def trl(setting: Setting, found: Findings) -> None:
         table.notes.append("TRL cannot be imported here: pip install trl==1.16.0 measures it too.")
         return
     folder = model_folder("0.5b", setting)
-    sampled, given = (Work(4, 4, 8), Work(8, 1, 200)) if setting.tiny else (Work(16, 16, 512), Work(64, 1, 512))
+    sampled, given = (Work(4, 4, 8), Work(8, 1, 200)) if setting.tiny else (Work(16, 16, 256), Work(64, 1, 512))
     with found.trying("GRPO"):
         vllm = bool(importlib.util.find_spec("vllm"))
         whole, label = sampled.prompts * sampled.group, f"TRL, {'vLLM' if vllm else 'transformers'} samples"
@@ -52,7 +52,7 @@ def trl(setting: Setting, found: Findings) -> None:
 
 
 def _sizes(setting: Setting, whole: int) -> list[int]:
-    return [whole // 2] if setting.tiny else [size for size in (8, 16, 32) if size <= whole]
+    return [whole // 2] if setting.tiny else [size for size in (16, 32) if size <= whole]
 
 
 def _beside(

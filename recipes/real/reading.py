@@ -19,7 +19,7 @@ from hashlib import sha256
 from typing import Any
 
 import posttrain
-from recipes.real.study import Figures, Study, options, read, run, shuffled
+from recipes.real.study import Figures, Study, finished, options, read, run, shuffled
 
 Row = dict[str, Any]
 
@@ -52,12 +52,12 @@ class Reading:
     def sft(self, arm: str, rows: list[Row]) -> str:
         options = {"rows": self.prompts, "epochs": 1, "chat": True, **RATE}
         common = self.study.common(arm, self.seed)
-        return str(posttrain.sft(rows, model=self.study.model, **options, **common).path)
+        return finished(posttrain.sft(rows, model=self.study.model, **options, **common))
 
     def grpo(self, arm: str, model: str, tasks: list[Row], **rate: float) -> str:
         size = {"prompts": self.prompts, "group": 8, "max_tokens": LONGEST, "steps": len(tasks) // self.prompts}
         options = {"algorithm": "grpo", "kl": 0.0, **size, **RATE, **rate}
-        return str(posttrain.rl(tasks, REWARD, model, **options, **self.study.common(arm, self.seed)).path)
+        return finished(posttrain.rl(tasks, REWARD, model, **options, **self.study.common(arm, self.seed)))
 
     def measured(self, model: str) -> Figures:
         rollouts = self.study.evaluate(self.unseen, REWARD, model, max_tokens=LONGEST).rollouts

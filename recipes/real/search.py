@@ -27,7 +27,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index
 from posttrain.verify.short_answer import contains_answer
 from recipes import search_qa
-from recipes.real.study import Figures, Study, conversation, options, run, shuffled
+from recipes.real.study import Figures, Study, conversation, finished, options, run, shuffled
 
 Row = dict[str, Any]
 
@@ -65,7 +65,7 @@ class Searching:
         first = self.learned[: 4 * self.demonstrations]  # the search does not answer all of them
         rows = search_qa.imitation_rows(self.index, first, not arm.startswith(WITHOUT), SIZE)[: self.demonstrations]
         options = {"rows": 8, "epochs": 1, "lr": SFT_LR, "warmup": 3, "schedule": "linear", **self.env(arm)}
-        return str(posttrain.sft(rows, model=self.study.model, **options, **self.study.common(arm, self.seed)).path)
+        return finished(posttrain.sft(rows, model=self.study.model, **options, **self.study.common(arm, self.seed)))
 
     def grpo(self, arm: str) -> str:
         start = str(self.study.folder(arm.replace("GRPO", "SFT"), self.seed))
@@ -80,7 +80,7 @@ class Searching:
             **self.env(arm),
         }
         size = {"steps": self.steps, "prompts": self.prompts}
-        return str(posttrain.rl(tasks, model=start, **options, **size, **self.study.common(arm, self.seed)).path)
+        return finished(posttrain.rl(tasks, model=start, **options, **size, **self.study.common(arm, self.seed)))
 
     def measured(self, arm: str, model: str) -> Figures:
         rollouts = self.study.evaluate(self.unseen, model=model, max_tokens=LONGEST, **self.env(arm)).rollouts

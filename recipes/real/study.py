@@ -26,6 +26,7 @@ from posttrain.cli.real_model import fetched
 from posttrain.core.intervals import student_interval
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import SpanKind
+from posttrain.training.trainer import Run
 from recipes.pages import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +180,13 @@ def conversation(rollout: Rollout, limit: int = 700) -> list[str]:
         lines.append(f"[{who}] {'... ' * (len(text) > limit)}{text[-limit:]}")
     rewards = ", ".join(f"{name} {value:.2g}" for name, value in rollout.rewards.items())
     return [*lines, f"[reward] {rollout.reward if rollout.reward is not None else 'invalid'}: {rewards}", "```", ""]
+
+
+def finished(run: Run) -> str:
+    """The folder of a run. Raises UserError if it was interrupted: its figures would pass for those of a whole one."""
+    if run.interrupted or run.stopped:
+        raise UserError(f"{run.path} did not reach its end: start the recipe again, which repeats this arm")
+    return str(run.path)
 
 
 def run(recipe: Callable[[], None]) -> None:

@@ -196,7 +196,7 @@ def test_direction_without_curvature_or_gradient_is_no_step() -> None:
     settings: dict[str, Any] = {"delta": 0.01, "iterations": 3, "damping": 0.0, "halvings": 3}
     for gradient, product in ((torch.ones(4), lambda v: -v), (torch.zeros(4), lambda v: v)):
         found = search(gradient, product, lambda step: (1.0, 0.0), **settings)
-        assert found == replace(found, gain=0.0, kl=0.0, halvings=-1) and not found.step.any()
+        assert (found.gain, found.kl, found.halvings) == (0.0, 0.0, -1) and not found.step.any()
 
 
 def test_learner_leaves_the_weights_bit_for_bit_when_no_step_is_good() -> None:

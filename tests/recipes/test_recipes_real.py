@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from retrieved import ROWS, write_rows
 
 import posttrain
 from posttrain import UserError
+from posttrain.training.trainer import Run
 
 SEARCHED = [
     ("rome", "squad", "What lies on the Tiber?", "Rome"), ("paris", "squad", "Which river is Paris on?", "Seine"),
@@ -114,7 +115,7 @@ def test_arms_see_other_rows_with_another_seed_and_practise_nothing_that_was_dem
         def work(*given: Any, out: str, **_: Any) -> Any:
             if "without" not in out:
                 seen[verb, out.rpartition("-")[2]] = [row["id"] for row in given[0]]
-            return SimpleNamespace(path=out)
+            return Run(out, None)
 
         return work
 
@@ -163,3 +164,11 @@ def test_results_under_other_settings_are_refused(model: Path, tmp_path: Path) -
     assert again.once("GRPO", 0, lambda: {"exact": 0.9})["exact"] == 0.5
     with pytest.raises(UserError, match="other settings"):
         study.Study(given, {"steps": 3})
+
+
+def test_an_interrupted_run_is_no_result(tmp_path: Path) -> None:
+    study = recipe_module("real.study")
+    assert study.finished(Run(tmp_path, None)) == str(tmp_path)
+    for run in (Run(tmp_path, None, interrupted=True), Run(tmp_path, None, stopped="collapsed")):
+        with pytest.raises(UserError, match="did not reach its end"):
+            study.finished(run)

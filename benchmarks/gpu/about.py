@@ -42,13 +42,12 @@ def described(setting: Setting) -> dict[str, str]:
     found = {"device": "processor", "cores": str(os.cpu_count())}
     if setting.cuda:
         card = torch.cuda.get_device_properties(0)
-        found = {
+        found |= {
             "device": card.name,
             "memory": f"{card.total_memory / 1e9:.1f} GB",
             "capability": f"{card.major}.{card.minor}, {card.multi_processor_count} multiprocessors",
             "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "CUDA": str(torch.version.cuda),
-            **found,
         }
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     python: dict[str, Any] = {"Python": platform.python_version()}

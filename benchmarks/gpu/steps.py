@@ -182,7 +182,8 @@ def _fitted(setting: Setting, found: Findings, table: Table, folder: Path, work:
                 full = True
                 raise
             add_steps(setting, table, label, laps, memory, work.flops(shape_of("7b", setting)) * 2 / 3)
-            table.notes.append(f"{label}: goal {FITS.judge(memory)}")
+            told = FITS.judge(memory) if long else "of replies of 4,096 tokens is not judged: --long measures it"
+            table.notes.append(f"{label}: goal {told}")
             found.figures[f"7B LoRA, {label}: GB"] = memory
         if not full:
             return

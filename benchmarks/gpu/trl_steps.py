@@ -43,7 +43,8 @@ def trl(setting: Setting, found: Findings) -> None:
         ratio = _beside(
             setting, found, table, "GRPO", grpo(setting, folder, sampled), label, make, _sizes(setting, whole)
         )
-        table.notes.append(f"GRPO: goal, of TRL with vLLM, {GOAL.judge(ratio)}{'' if vllm else ' (here without vLLM)'}")
+        told = GOAL.judge(ratio) if vllm else "not judged: vLLM is not installed here"
+        table.notes.append(f"GRPO: goal beside TRL with vLLM, {told}")
     with found.trying("SFT"):
         _beside(
             setting, found, table, "SFT", sft(setting, folder, given), "TRL",

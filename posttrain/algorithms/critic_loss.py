@@ -78,7 +78,8 @@ class Value(CriticLoss):
         error = (outputs.value - batch.returns).square()
         if self.clip is not None:
             assert batch.value is not None
-            moved = batch.value + (outputs.value - batch.value).clamp(-self.clip, self.clip)
+            # a value within the range stays as it is: a sum of its distance would be rounded, and count as clipped
+            moved = outputs.value.clamp(batch.value - self.clip, batch.value + self.clip)
             bounded = (moved - batch.returns).square()
             stats.add("value/clipped", (bounded > error).sum().item(), error.numel())
             error = torch.maximum(error, bounded)

@@ -245,6 +245,15 @@ def test_golden_value_loss(value: float, loss: float, slope: float, clipped: flo
     assert stats["value/clipped"] == (clipped, 1.0) and stats["value/loss"] == (pytest.approx(loss), 1.0)
 
 
+def test_no_value_within_the_clip_counts_as_clipped_by_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, new = (0.1 * torch.rand(4000, generator=generator) for _ in range(2))
+    returns = torch.randn(4000, generator=generator)
+    batch, stats = flat_batch(new, value=old, returns=returns), Stats()
+    loss = Value(clip=0.2)(Outputs(new, value=new), batch, stats)
+    assert stats["value/clipped"] == (0.0, 4000.0) and torch.equal(loss, (new - returns).square() / 2)
+
+
 def test_golden_soft_action_values() -> None:
     """y_t = r_t + gamma (Q'_(t+1) + alpha H_(t+1)) within a rollout, r_t alone after its last token."""
     q = torch.stack([doubles(1.0, 2.0, 3.0), doubles(0.0, 2.5, 7.0)]).requires_grad_()

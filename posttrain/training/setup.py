@@ -102,12 +102,10 @@ def microbatch_tokens(config: Training, model: Model) -> int:
 
 
 def tokens_of_activations(shape: DecoderConfig, room: float) -> int:
-    """Return how many tokens keep their activations within so many bytes, in bfloat16 with a float32 residual stream: a
-    multiple of 1,024 of at most 32,768.
+    """Return how many tokens keep their activations within so many bytes, in bfloat16: a multiple of 1,024 of at most
+    32,768.
     """
-    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_size
-    of_layer = 12 * shape.hidden + 4 * shape.intermediate + 4 * attention
-    return max(1024, min(32_768, int(room / (shape.layers * of_layer)) // 1024 * 1024))
+    return max(1024, min(32_768, int(room / shape.activation_bytes(narrow=True)) // 1024 * 1024))
 
 
 def load_tasks(

@@ -13,14 +13,17 @@ from typing import Any, Generic
 import torch
 
 from posttrain.config.resolve import AnyTraining, validate
+from posttrain.config.training import RL, Training
 from posttrain.config.verbs import VERBS, load
 from posttrain.core.batch import Stats
 from posttrain.core.protocols import Learner, Objective, Source
 from posttrain.core.types import Outcome
+from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.distributed_setup import open_world
-from posttrain.training.setup import prepare
+from posttrain.training.memory_estimate import SamplingSize, memory_lines
+from posttrain.training.setup import microbatch_tokens, prepare
 from posttrain.training.trainer import Run, Trainer
 
 
@@ -65,11 +68,24 @@ def run_training(config: AnyTraining, rows: Any = None, env: Callable[..., Any] 
     build: Callable[[RunContext[AnyTraining]], RunParts] = load(VERBS[config.verb].function)
     with open_world(config) as world, begin(config, rows, env, world) as run, ExitStack() as resources:
         validate(run.config)
-        parts = build(RunContext(run, prepare(run.config), resources, rows, env))
+        device = prepare(run.config)
+        parts = build(RunContext(run, device, resources, rows, env))
         trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, parts.measure, parts.steps)
         for part in parts.notifiers:
             part.say = trainer.display.note
-        ended = trainer.run(parts.objective, parts.sizes, parts.formula)
+        sizes = [*parts.sizes, *_memory(run.config, parts.learner, device)]
+        ended = trainer.run(parts.objective, sizes, parts.formula)
         if parts.finish is not None and not world.rank:
             ended.notes = tuple(parts.finish(ended))
         return ended
+
+
+def _memory(config: Training, learner: Learner, device: torch.device) -> list[str]:
+    """Describe the memory that the run takes of a GPU, where it is not spread over several."""
+    if device.type != "cuda" or config.shard or not isinstance(learner, LocalLearner):
+        return []
+    sampling = None
+    if isinstance(config, RL) and config.engine == "local" and not config.replicas:
+        sampling = SamplingSize(min(config.slots, config.prompts * config.group), config.max_tokens)
+    tokens = microbatch_tokens(config, learner.model)
+    return memory_lines(learner, tokens, config.recompute != "none", sampling, device)

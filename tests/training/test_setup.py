@@ -25,8 +25,8 @@ GIB = 1 << 30
 
 
 def test_micro_batches_of_a_gpu_take_a_share_of_its_memory(tokenizer: Tokenizer) -> None:
-    # a token keeps in each layer 12 bytes of each state, 4 of each activation, 4 of each number of q, k and v
-    of_token = 28 * (12 * 1536 + 4 * 8960 + 4 * 16 * 128)
+    # a token keeps in each layer two float32 states, and in bfloat16 gate and up, q, k, v and what attention returns
+    of_token = 28 * (2 * 4 * 1536 + 2 * (2 * 8960 + (12 + 2 + 2 + 12) * 128))
     for room in (4 * GIB, 15.5 * GIB):
         tokens = tokens_of_activations(QWEN_1B, room)
         assert tokens % 1024 == 0 and tokens * of_token <= room < (tokens + 1024) * of_token

@@ -83,6 +83,18 @@ class DecoderConfig:
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         return ends + self.layers * (attention + mlp + biases + norms)
 
+    def activation_bytes(self, narrow: bool, recompute: bool = False) -> int:
+        """Count the bytes that an update keeps of a token for its backward pass, with compiled operations.
+
+        A layer keeps the residual stream at both of its norms, q, k, v, what attention returns, and what goes into SwiGLU.
+        `narrow`: products are in bfloat16; the residual stream is float32 all the same. `recompute`: a layer keeps its
+        input alone, and one layer at a time keeps the rest.
+        """
+        number = 2 if narrow else 4
+        products = 2 * self.intermediate + 2 * (self.heads + self.kv_heads) * self.head_size
+        of_layer = 2 * 4 * self.hidden + number * products
+        return self.layers * 4 * self.hidden + of_layer if recompute else self.layers * of_layer
+
     def require_memory(self, dtype: torch.dtype, device: torch.device, what: str, shares: int = 1) -> None:
         """Raise UserError if the weights alone, or one of `shares` shares of them, are more than `device` has room for.
 

@@ -1,0 +1,134 @@
+"""Memory of a GPU that a run takes at its peak, which is within an update: estimated before the first step.
+
+Weights are counted; gradients, moments and copies follow from them, activations from the model's shape and the tokens of a
+micro-batch. Within 10% of what was measured on an H200 (`tests/training/test_memory_estimate.py` has the figures).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
+from posttrain.engines.local.step_cache import row_bucket, token_bucket
+from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.free_memory import in_gib
+from posttrain.models.losses.likelihood import GPU_LOGITS
+from posttrain.models.native.decoder_shape import DecoderConfig
+
+TIGHT = 0.95
+"""Share of a GPU's memory beyond which a run may not fit: fragments and libraries take some of it."""
+FEW_TOKENS = 1024  # of a micro-batch, below which a GPU waits for the host
+LORA_RANK = 16
+
+
+@dataclass(frozen=True)
+class SamplingSize:
+    """What the engine in the learner's process holds at once."""
+
+    requests: int
+    tokens: int  # of a reply, at most
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes by what takes them."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """Describe it in a line."""
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.parts.items() if size >= 0.05 * 2**30)
+        return f"memory of the GPU: about {in_gib(self.total)} at the peak ({parts})"
+
+
+def estimate_memory(
+    learner: LocalLearner, tokens: int, recompute: bool, sampling: SamplingSize | None, room: float
+) -> MemoryEstimate | None:
+    """Estimate the peak of an update on a GPU with `room` bytes, which the policy's engine shares. None: the model's
+    activations are not known. `tokens`: of a micro-batch.
+    """
+    shape = learner.model.config
+    if not isinstance(shape, DecoderConfig):
+        return None
+    narrow = learner.precision == "bfloat16"
+    learned = _unique(m for m in (learner.model, learner.critic) if m is not None)
+    trained = float(sum(p.nbytes for p in learned if p.requires_grad))
+    parts = {
+        "weights": float(sum(p.nbytes for p in _unique((learner.model, learner.critic, *learner.others.values())))),
+        "gradients": trained,
+        "moments": 2 * trained,
+        "copies in bfloat16": sum(2.0 * p.numel() for p in learned if p.dtype == torch.float32 and p.ndim == 2)
+        * narrow,
+        "activations": float(tokens * shape.activation_bytes(narrow, recompute)),
+        "logits": 8.0 * GPU_LOGITS,
+    }
+    if sampling is not None:
+        engine = _engine_bytes(learner.model, shape, sampling, narrow, room)
+        if engine <= RESTING_SHARE * room:  # else it is freed before an update
+            parts["engine"] = engine
+    return MemoryEstimate(parts)
+
+
+def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:
+    """Return the parameters of these modules, shared ones once."""
+    return list({id(p): p for m in modules if m is not None for p in cast(nn.Module, m).parameters()}.values())
+
+
+def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: bool, room: float) -> float:
+    """Return the bytes of a decoding step's weights and cache, see `posttrain.engines.local.cuda_step`."""
+    number = 2 if narrow else 4
+    own = shape.vocab * shape.hidden if all(p.dtype != torch.float32 for p in (model.head.weight,)) else 0
+    copied = number * (shape.parameters - own * (1 if shape.tied else 2)) if narrow else 0
+    if 2 * shape.parameters >= COPIED_SHARE * room:
+        copied = 0  # it is decoded without them
+    numbers = 2 * shape.layers * shape.kv_heads * shape.head_size
+    return float(copied + row_bucket(size.requests) * token_bucket(size.tokens) * numbers * number)
+
+
+def memory_lines(
+    learner: LocalLearner, tokens: int, recompute: bool, sampling: SamplingSize | None, device: torch.device
+) -> list[str]:
+    """Describe the estimate for a GPU, and what would help where it may not fit; nothing on a processor."""
+    if device.type != "cuda":
+        return []
+    room = float(torch.cuda.get_device_properties(device).total_memory)
+    found = estimate_memory(learner, tokens, recompute, sampling, room)
+    return [] if found is None else [str(found), *advice(found, learner, tokens, recompute, sampling, room)]
+
+
+def advice(
+    found: MemoryEstimate,
+    learner: LocalLearner,
+    tokens: int,
+    recompute: bool,
+    sampling: SamplingSize | None,
+    room: float,
+) -> list[str]:
+    """Return a line that names the options which save memory, where the estimate is more than the GPU has; else []."""
+    if found.total <= TIGHT * room:
+        return []
+    ways = []
+    if not recompute and (less := estimate_memory(learner, tokens, True, sampling, room)) is not None:
+        ways.append(f"--recompute layers ({in_gib(less.total)})")
+    fewer = max(FEW_TOKENS, tokens // 4)
+    if fewer < tokens and (less := estimate_memory(learner, fewer, recompute, sampling, room)) is not None:
+        ways.append(f"--tokens-per-microbatch {fewer} ({in_gib(less.total)})")
+    if learner.model.decoder is not None and learner.model.decoder.lora is None:
+        ways.append(f"--lora {LORA_RANK} with --frozen-weights bfloat16 ({in_gib(_with_adapters(found))})")
+    told = f": {', '.join(ways)} would take less" if ways else ""
+    return [f"this may not fit into the GPU's {in_gib(room)}{told}"]
+
+
+def _with_adapters(found: MemoryEstimate) -> float:
+    """Return the total with frozen weights in half as many bytes, and next to no gradients, moments and copies."""
+    gone = found.parts["gradients"] + found.parts["moments"] + found.parts["copies in bfloat16"]
+    return found.total - gone - found.parts["weights"] / 2

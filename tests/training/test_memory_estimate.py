@@ -1,0 +1,98 @@
+"""The memory that a run takes of a GPU is known before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny
+from layouts import segments
+from torch import nn
+
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.adapters.lora import LoRA, attach
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.linear import accumulating
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.memory_estimate import SamplingSize, advice, estimate_memory
+
+QWEN = DecoderConfig(
+    vocab=151936, hidden=896, layers=24, heads=14, kv_heads=2, head_size=64, intermediate=4864, context=4096,
+    rope_theta=1e6, qkv_bias=True, tied=True,
+)  # fmt: skip
+QWEN_1B = replace(QWEN, hidden=1536, layers=28, heads=12, head_size=128, intermediate=8960)
+QWEN_7B = replace(
+    QWEN, vocab=152064, hidden=3584, layers=28, heads=28, kv_heads=4, head_size=128, intermediate=18944, tied=False
+)
+H200 = 150.1e9
+REPLIES = SamplingSize(256, 512)
+
+
+def learner_of(shape: DecoderConfig, adapted: bool = False) -> LocalLearner:
+    """A learner without memory: of shapes alone."""
+    with torch.device("meta"):
+        model = Decoder(replace(shape, family="qwen2"))
+        if adapted:
+            attach(model, LoRA(rank=16, alpha=32.0), lambda name: True)
+    for module in model.modules() if adapted else ():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 2 and not parameter.requires_grad:
+                setattr(module, name, nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False))
+    return LocalLearner(model, Optimization(), precision="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "sampling", "adapted", "measured"),
+    [
+        (QWEN, 32_768, REPLIES, False, 37.9e9),  # GRPO
+        (QWEN_1B, 16_384, REPLIES, False, 61.9e9),  # GRPO
+        (QWEN_1B, 16_384, None, False, 54.8e9),  # SFT
+        (QWEN_7B, 7_168, SamplingSize(32, 1024), True, 36.1e9),  # GRPO, --lora 16 --frozen-weights bfloat16 --recompute
+    ],
+)
+def test_the_estimate_is_within_a_tenth_of_the_peak_that_an_h200_had(
+    shape: DecoderConfig, tokens: int, sampling: SamplingSize | None, adapted: bool, measured: float
+) -> None:
+    found = estimate_memory(learner_of(shape, adapted), tokens, adapted, sampling, H200)
+    assert found is not None and abs(found.total - measured) < 0.1 * measured, str(found)
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_activations_are_those_that_an_update_keeps(narrow: bool, recompute: bool, tokenizer: Tokenizer) -> None:
+    model = tiny(tokenizer)
+    shape = replace(model.config, hidden=256, layers=6, heads=4, kv_heads=2, head_size=64, intermediate=768, vocab=64)
+    model = Decoder(shape)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.0, 0.1)
+    model.recomputes = recompute
+    layout, sizes = segments(*[(64, -1)] * 8), dict[int, int]()
+    own = {p.data_ptr() for p in model.parameters()}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if x.ndim >= 2 and x.data_ptr() not in own and x.untyped_storage().data_ptr() not in own:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with (
+        accumulating(),
+        torch.autocast("cpu", torch.bfloat16, enabled=narrow),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+    ):
+        kept = model.hidden(layout, torch.arange(512))
+    expected = 512 * shape.activation_bytes(narrow, recompute)
+    found = sum(sizes.values()) + (512 * (shape.activation_bytes(narrow) // shape.layers) if recompute else 0)
+    assert kept.requires_grad and 0.9 * expected < found < 1.1 * expected, (found, expected)
+
+
+def test_a_run_that_may_not_fit_is_shown_what_would_take_less() -> None:
+    learner = learner_of(QWEN_1B)
+    found = estimate_memory(learner, 16_384, False, REPLIES, 48e9)
+    assert found is not None
+    [line] = advice(found, learner, 16_384, False, REPLIES, 48e9)
+    assert all(f"{way} (" in line for way in ("--recompute layers", "--tokens-per-microbatch 4096", "--lora 16 with "
+                                               "--frozen-weights bfloat16"))  # fmt: skip
+    assert advice(found, learner, 16_384, False, REPLIES, H200) == []
+    assert str(found).startswith("memory of the GPU: about ") and "activations 2" in str(found)

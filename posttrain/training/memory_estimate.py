@@ -28,7 +28,7 @@ LORA_RANK = 16
 
 @dataclass(frozen=True)
 class SamplingSize:
-    """What the engine in the learner's process holds at once."""
+    """Requests of the engine in the learner's process that run at once."""
 
     requests: int
     tokens: int  # of a reply, at most

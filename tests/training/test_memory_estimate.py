@@ -84,7 +84,7 @@ def test_activations_are_those_that_an_update_keeps(narrow: bool, recompute: boo
         kept = model.hidden(layout, torch.arange(512))
     expected = 512 * shape.activation_bytes(narrow, recompute)
     found = sum(sizes.values()) + (512 * (shape.activation_bytes(narrow) // shape.layers) if recompute else 0)
-    assert kept.requires_grad and 0.9 * expected < found < 1.1 * expected, (found, expected)
+    assert kept.requires_grad and 0.85 * expected < found < 1.15 * expected, (found, expected)
 
 
 def test_a_run_that_may_not_fit_is_shown_what_would_take_less() -> None:

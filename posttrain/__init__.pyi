@@ -135,7 +135,8 @@ class OptimizerOptions(TypedDict, total=False):
     """Clip gradients to this norm (0: no clipping)."""
     tokens_per_microbatch: int | None
     """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a CPU
-    (512 for models of 50 million parameters and more), 8192 elsewhere. Results do not depend on it."""
+    (512 for models of 50 million parameters and more); on a GPU as many as keep their activations within a fifth of its
+    memory. Results do not depend on it."""
     recompute: Literal["none", "layers"]
     """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
     which costs a second forward pass. Results do not depend on it. Models through transformers also recompute their
@@ -218,6 +219,9 @@ class RunOptions(TypedDict, total=False):
     """Reaction to trouble: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped updates.
     stop saves a checkpoint first. After 5 steps in a row whose gradients were all not finite, the run stops, unless
     this is off."""
+    profile: str
+    """Steps to profile with torch's profiler, such as 3:5. The folder profile gets a table by kind of work and kernel,
+    and a trace of each phase for ui.perfetto.dev."""
     quiet: bool
     """Show no progress."""
 

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from findings import Findings, Setting
 from sampling import bench_of, wanted_of
 from tables import number
 from torch.profiler import ProfilerActivity, profile
 
-KINDS = {
-    "attention": r"flash|fmha|sdpa|attention|softmax_warp",
-    "matrix products": r"gemm|gemv|cutlass|cublas|nvjet|splitK|mm_|aten::(mm|addmm|bmm)\b",
-    "optimizer": r"adam|multi_tensor|foreach",
-    "head and likelihood": r"logsumexp|cumsum|scan|sort|searchsorted|argmax|reduce|nll|likelihood|softmax",
-    "copies, gather, scatter": r"memcpy|memset|copy|cat|index|gather|scatter|embedding|fill",
-    "elementwise, norms": r"triton_|elementwise|vectorized|norm|silu|mul|add|rope|_kernel",
-}
-"""Kind of work -> what the names of its kernels (on a processor: operations) hold; the first that fits counts."""
-OTHER, IDLE = "other", "idle: wall minus busy"
-TOP = 15
+from posttrain.training.step_profiler import KINDS, OTHER, TOP, by_kind, kernels, kind_of
+
+IDLE = "idle: wall minus busy"
 
 
 def profiling(setting: Setting, found: Findings) -> None:
@@ -54,22 +45,17 @@ def _phase(setting: Setting, found: Findings, shares: Any, name: str, action: Ca
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.cuda else [])]
     with profile(activities=activities) as profiler:
         wall = _seconds(setting, action)
-    kernels = _kernels(setting, profiler)
-    by_kind = dict.fromkeys([*KINDS, OTHER], 0.0)
-    for kernel, spent, _ in kernels:
-        by_kind[kind_of(kernel)] += spent
-    busy = sum(by_kind.values())
-    shares.add(name, number(1000 * wall), *(number(1000 * s) for s in by_kind.values()), number(1000 * (wall - busy)))
+    found_kernels = kernels(profiler, setting.cuda)
+    spent_by_kind = by_kind(found_kernels)
+    busy = sum(spent_by_kind.values())
+    spent_on = (number(1000 * s) for s in spent_by_kind.values())
+    shares.add(name, number(1000 * wall), *spent_on, number(1000 * (wall - busy)))
     shares.notes.append(f"{name}: {number(1000 * bare)} ms without the profiler.")
     found.figures[f"{name}: busy, share of wall without the profiler"] = busy / bare
     table = found.table(f"The {TOP} kernels of {name}", "kernel", "kind", "ms", "share of busy, %", "launches")
-    for kernel, spent, count in kernels[:TOP]:
+    for kernel, spent, count in found_kernels[:TOP]:
         shown = re.sub(r"\s+", " ", kernel).replace("|", "/")[:110]
         table.add(f"`{shown}`", kind_of(kernel), number(1000 * spent), number(100 * spent / busy), count)
-
-
-def kind_of(kernel: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), OTHER)
 
 
 def _seconds(setting: Setting, action: Callable[[], Any]) -> float:
@@ -77,17 +63,3 @@ def _seconds(setting: Setting, action: Callable[[], Any]) -> float:
     action()
     setting.wait()
     return time.perf_counter() - begin
-
-
-def _kernels(setting: Setting, profiler: Any) -> Sequence[tuple[str, float, int]]:
-    """(name, seconds, launches) of the device's kernels, the longest first; of a processor's operations."""
-    found = []
-    for event in profiler.key_averages():
-        # rows of operations, and of annotations such as an optimizer's step, repeat the time of the kernels in them
-        marked = getattr(event, "is_user_annotation", False) or event.key.startswith("Optimizer.")
-        if setting.cuda and (marked or event.device_type != torch.autograd.DeviceType.CUDA):
-            continue
-        spent = event.self_device_time_total if setting.cuda else event.self_cpu_time_total
-        if spent:
-            found.append((event.key, spent / 1e6, event.count))
-    return sorted(found, key=lambda row: -row[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -70,7 +71,18 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_sample(config)
 
 
+def profiled_steps(text: str) -> range:
+    """Return the steps of `--profile`: "3:5" is steps 3, 4 and 5, and "3" is step 3. Raises UserError for other texts."""
+    found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise UserError(f"--profile {text:.40} is not a range of steps: write FIRST:LAST, such as 3:5")
+    return range(first, last + 1)
+
+
 def _validate_record(config: Training) -> None:
+    if config.profile:
+        profiled_steps(config.profile)
     if not config.record_after:
         return
     if config.record == "tokens":

@@ -71,7 +71,8 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
     """Clip gradients to this norm (0: no clipping)."""
     tokens_per_microbatch: int | None = option(None, above=0)
     """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a
-    CPU (512 for models of 50 million parameters and more), 8192 elsewhere. Results do not depend on it."""
+    CPU (512 for models of 50 million parameters and more); on a GPU as many as keep their activations within a fifth
+    of its memory. Results do not depend on it."""
     recompute: Literal["none", "layers"] = option("none", on_resume="free")
     """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
     which costs a second forward pass. Results do not depend on it. Models through transformers also recompute their
@@ -125,6 +126,9 @@ class RunGroup(OptionGroup, group="record"):
     """Reaction to trouble: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped updates.
     stop saves a checkpoint first. After 5 steps in a row whose gradients were all not finite, the run stops, unless
     this is off."""
+    profile: str = option("", value="FIRST:LAST", on_resume="anew")
+    """Steps to profile with torch's profiler, such as 3:5. The folder profile gets a table by kind of work and kernel,
+    and a trace of each phase for ui.perfetto.dev."""
     quiet: bool = option(False, on_resume="anew")
     """Show no progress."""
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -43,8 +43,12 @@ def train(
     first: int,
     steps: int,
     interrupted: Callable[[], bool] = lambda: False,
+    phase: Callable[[int, str], AbstractContextManager[None]] = lambda number, name: nullcontext(),
 ) -> int:
-    """Run steps `first` to `steps`; returns the number of the last one done. Stops early after an interruption."""
+    """Run steps `first` to `steps`; returns the number of the last one done. Stops early after an interruption.
+
+    `phase` gives a context for each phase of a step, "rollout" and "update".
+    """
     gc.collect()
     gc.freeze()  # models and libraries stay: without this, full collections walk through all of them every few steps
     before = gc.get_threshold()
@@ -53,14 +57,16 @@ def train(
     while number < steps:
         number += 1
         begin, fed = time.perf_counter(), 0
-        step = source.produce(number)
+        with phase(number, "rollout"):
+            step = source.produce(number)
         produced = time.perf_counter()
         stats = Stats(step.stats)
         stats.add("updates", len(step.updates))
-        for build in step.updates:
-            batches = build()
-            fed += sum(batch.layout.tokens.numel() for batch in batches)
-            stats.merge(learner.update(batches, objective))
+        with phase(number, "update"):
+            for build in step.updates:
+                batches = build()
+                fed += sum(batch.layout.tokens.numel() for batch in batches)
+                stats.merge(learner.update(batches, objective))
         source.learned(step, stats)
         between, updated = begin - updated, time.perf_counter()
         seconds = {"rollout": produced - begin, "update": updated - produced}

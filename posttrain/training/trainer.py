@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.resolve import as_dict
+from posttrain.config.resolve import as_dict, profiled_steps
 from posttrain.config.training import Training
 from posttrain.core.batch import Stats
 from posttrain.core.pictures import FOLDER, PICTURES
@@ -32,6 +32,7 @@ from posttrain.runs.terminal.display import Display
 from posttrain.runs.terminal.notices import tell
 from posttrain.system.worker_thread import WorkerThread
 from posttrain.training.loop import FinishedStep, interruptible, train
+from posttrain.training.step_profiler import StepProfiler
 
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
 RECENT_STEPS = 5  # steps that it is measured over
@@ -184,7 +185,12 @@ class Trainer:
                 first=first,
                 steps=self.steps,
                 interrupted=lambda: self._stop(interrupted()),
+                **({"phase": self._profiler().phase} if self.config.profile and not self.world.rank else {}),
             )
+
+    def _profiler(self) -> StepProfiler:
+        steps = profiled_steps(self.config.profile)
+        return StepProfiler(self.folder / "profile", steps, self.learner, self.display.note)
 
     def _stop(self, asked: bool) -> bool:
         """Whether to end after this step: if any process was interrupted, all end."""

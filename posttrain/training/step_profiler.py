@@ -27,8 +27,8 @@ TOP = 15  # kernels of a phase that are listed
 
 
 class StepProfiler:
-    """Profiler of the phases of some steps. It writes into `folder` after each phase, and tells `say` where after the
-    last step.
+    """Profiler of the phases of some steps. It writes into `folder` after each phase, and calls `say` with the place after
+    the last step.
     """
 
     def __init__(self, folder: Path, steps: range, learner: Any, say: Callable[[str], None]) -> None:

@@ -30,7 +30,8 @@ def test_a_profile_has_the_steps_asked_for_and_changes_no_number(tmp_path: Path,
     assert run.metrics == plain.metrics
     traces = sorted(file.name for file in (run.path / "profile").glob("*.json.gz"))
     assert traces == [f"step-{step}-{phase}.json.gz" for step in (2, 3) for phase in ("rollout", "update")]
-    assert json.loads(gzip.open(run.path / "profile" / traces[0]).read())["traceEvents"]
+    trace = gzip.decompress((run.path / "profile" / traces[0]).read_bytes())
+    assert json.loads(trace)["traceEvents"]
     page = (run.path / "profile" / "profile.md").read_text()
     titles = [line for line in page.splitlines() if line.startswith("## ")]
     assert titles == [f"## step {step}, {phase}" for step in (2, 3) for phase in ("rollout", "update")]

@@ -179,6 +179,8 @@ class ProcessesOptions(TypedDict, total=False):
     processes: int
     """Training processes on this machine, data parallel: each holds the whole model unless --shard. On several
     machines, start one process each with torchrun."""
+    learner_devices: tuple[int, ...]
+    """GPUs of the training processes, one each, by their numbers: 0 1. Default: the first ones."""
     shard: bool
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
     collective_timeout: float
@@ -359,6 +361,9 @@ class EngineOptions(ReplicaOptions, total=False):
 
     engine: Literal["local", "vllm"]
     """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
+    engine_devices: tuple[int, ...]
+    """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: those that no training
+    process uses; if there are none, the same."""
     engine_cache: float
     """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine
     computes dropped entries again, to the same bits."""

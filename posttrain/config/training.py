@@ -91,6 +91,8 @@ class ProcessesGroup(OptionGroup, group="scale"):
     processes: int = option(1, above=0, most=1024, first_hour=True, on_resume="anew")
     """Training processes on this machine, data parallel: each holds the whole model unless --shard. On several
     machines, start one process each with torchrun."""
+    learner_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
+    """GPUs of the training processes, one each, by their numbers: 0 1. Default: the first ones."""
     shard: bool = option(False, on_resume="anew")
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
     collective_timeout: float = option(600.0, above=0, most=86_400, value="SECONDS", on_resume="anew")
@@ -228,6 +230,9 @@ class EngineGroup(ReplicaGroup, group="scale"):
 
     engine: Literal["local", "vllm"] = option("local", first_hour=True)
     """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
+    engine_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
+    """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: those that no training
+    process uses; if there are none, the same."""
     engine_cache: float = option(4.0, above=0, value="GIB")
     """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine computes
     dropped entries again, to the same bits."""

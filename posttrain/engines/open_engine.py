@@ -12,6 +12,7 @@ from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.pool.replicas import Many, open_pool
 from posttrain.engines.vllm.vllm_engine import VLLMEngine
 from posttrain.engines.vllm.vllm_worker import POLL_STEPS
+from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
@@ -45,6 +46,9 @@ def open_engine(
         )
     if many:
         return open_pool(kind, model, tokenizer, slots, precision, many, cache_gib=cache_gib, seconds=seconds)
+    gpu = None
+    if model.head.device.type == "cuda":
+        gpu = GPUPlacement.here(many.learner_devices, many.devices).engine(0)
     return VLLMEngine(
         model,
         tokenizer,
@@ -55,4 +59,5 @@ def open_engine(
         step_seconds=seconds,
         poll_steps=POLL_STEPS if serving else None,
         adapter_alone=many.weight_sync == "adapter",
+        gpu=gpu,
     )

@@ -17,13 +17,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from posttrain.core.protocols import Lasting, World
 from posttrain.core.types import UserError
+from posttrain.models.gpu_placement import GPUPlacement
 
 FAILED = "failed"  # the store's entry of the first process that fails: its exit code, and the reason
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01  # seconds between checks for readiness
@@ -160,7 +160,7 @@ _runs = count()
 """Number of runs in this process: each run's calls have names of their own."""
 
 
-def joined(device: str, timeout: float) -> Processes:
+def joined(device: str, timeout: float, learner_devices: tuple[int, ...] = ()) -> Processes:
     """Join the processes that torchrun or --processes has started, for one run."""
     kept = _shared_store(timeout)
     # torchrun's outlives a restart, and entries of the attempt before must not be read again
@@ -168,7 +168,7 @@ def joined(device: str, timeout: float) -> Processes:
     store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
         dist.init_process_group(
-            backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()),
+            backend(device, GPUPlacement.here(learner_devices)),
             store=PrefixStore("group", store),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
@@ -178,15 +178,15 @@ def joined(device: str, timeout: float) -> Processes:
     return Processes(PrefixStore(f"run {next(_runs)}", store), timeout, lasting=PrefixStore("posttrain", kept))
 
 
-def backend(device: str, processes: int, gpus: int) -> str:
-    """Return torch.distributed's backends for so many processes of this machine, which has so many GPUs.
+def backend(device: str, placement: GPUPlacement) -> str:
+    """Return torch.distributed's backends for the processes of this machine.
 
     Where processes share a GPU, as in a trial on a small machine, Gloo sums through the host's memory: NCCL refuses them.
     """
-    if not (device.startswith("cuda") or (device == "auto" and gpus)):
+    if not (device.startswith("cuda") or (device == "auto" and placement.gpus)):
         return "gloo"
-    alone = processes == 1 or (processes <= gpus and ":" not in device)
-    return "cpu:gloo,cuda:nccl" if alone else "cpu:gloo,cuda:gloo"
+    shared = placement.learners > 1 and (":" in device or placement.shared)
+    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
 
 
 def _leave() -> None:

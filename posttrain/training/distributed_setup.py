@@ -51,7 +51,7 @@ def open_world(config: Training) -> Iterator[World]:
             left.enter_context(redirect_stdout(nowhere))
             left.enter_context(redirect_stderr(nowhere))
         left.enter_context(held())
-        world = joined(config.device, config.collective_timeout)
+        world = joined(config.device, config.collective_timeout, config.learner_devices)
         try:
             yield world
             world.gather(None)  # no process leaves while another one may still fail

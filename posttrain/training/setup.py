@@ -28,6 +28,7 @@ from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.repeated_bits import repeat_bits
+from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ def prepare(config: Training | Evaluation | Sample) -> torch.device:
     use_threads(config.threads)
     build.use(config.compiled)
     torch.manual_seed(config.seed if isinstance(config.seed, int) else config.seed[0])
-    device = choose_device(config.device)
+    device = choose_device(config.device, getattr(config, "learner_devices", ()))
     if device.type == "cuda":
         repeat_bits(config.deterministic)
     return device
@@ -66,16 +67,20 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, learner_devices: tuple[int, ...] = ()) -> torch.device:
     """Return the device of that name; "auto": a CUDA device if there is one. Raises UserError if it cannot be used.
 
     Of several processes of a machine each takes a CUDA device of its own, as far as there are enough.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and (place := os.environ.get("LOCAL_RANK")) and torch.cuda.device_count():
-        name = f"cuda:{int(place) % torch.cuda.device_count()}"
-        torch.cuda.set_device(name)
+        name = "cuda" if torch.cuda.is_available() or learner_devices else "cpu"
+    if learner_devices and name != "cuda":
+        raise UserError(f"--learner-devices names GPUs, and --device {name} something else: leave one of them out")
+    if name == "cuda" and ("LOCAL_RANK" in os.environ or learner_devices):
+        placement = GPUPlacement.here(learner_devices)
+        if placement.gpus:
+            name = f"cuda:{placement.learner()}"
+            torch.cuda.set_device(name)
     try:
         probe = torch.zeros(1, device=name)
         probe.item()  # "meta" holds no numbers

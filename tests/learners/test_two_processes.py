@@ -21,6 +21,7 @@ from posttrain.core.batch import Batch, Scores
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import Rollout
 from posttrain.learners.process_group import FIRST_PAUSE, LONGEST_PAUSE, Processes, backend
+from posttrain.models.gpu_placement import GPUPlacement
 
 GROUPS, SIZE = 3, 2
 SPLITS = {"two groups and one": 4, "all and none": 6, "none and all": 0}
@@ -180,4 +181,4 @@ def test_pauses_between_looks_for_the_others_double_up_to_the_longest(monkeypatc
     ],
 )
 def test_processes_that_share_a_gpu_sum_through_gloo(device: str, processes: int, gpus: int, wanted: str) -> None:
-    assert backend(device, processes, gpus) == wanted
+    assert backend(device, GPUPlacement(gpus, processes)) == wanted

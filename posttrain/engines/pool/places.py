@@ -14,6 +14,7 @@ from posttrain.engines.pool.pool_member import EngineLink
 from posttrain.engines.pool.pool_protocol import PROOF_SECONDS, Gone, Wire, host_and_port, keep_alive, prove
 from posttrain.engines.vllm.vllm_engine import environment
 from posttrain.engines.weight_sync import SharedMemory, Transport
+from posttrain.models.gpu_placement import visible_name
 
 
 def environment_of(setup: dict[str, Any]) -> dict[str, str]:
@@ -37,7 +38,7 @@ class LocalProcess:
         if self.setup.get("transfer") == "ipc":
             own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles, which come from us
         if self.setup["engine"] == "vllm" and device.type == "cuda":
-            own["CUDA_VISIBLE_DEVICES"] = str(device.index or 0)
+            own["CUDA_VISIBLE_DEVICES"] = visible_name(device.index or 0)
         return _ProcessLink(EngineProcess(WORKER, "engine", [self.memory.descriptor], own), self.setup)
 
 

@@ -28,6 +28,7 @@ from posttrain.engines.vllm.vllm_engine import (
 )
 from posttrain.engines.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
 from posttrain.engines.weight_sync import Files, SharedMemory, Transport, WeightLayout
+from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.json_files import write_json
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -53,6 +54,8 @@ class Many:
         "copied"  # transport of the weight sync to processes of this machine
     )
     rank: int = 0  # rank of the process whose engines these are
+    devices: tuple[int, ...] = ()  # GPUs of the processes
+    learner_devices: tuple[int, ...] = ()  # and of the learners
 
     def __bool__(self) -> bool:
         return bool(self.replicas or self.addresses)
@@ -147,7 +150,8 @@ def open_pool(
                 if many.weight_sync in ("nccl", "ipc"):
                     transport = CardToCard(many.weight_sync, weight_layout, seconds)
                     setup["transfer"] = many.weight_sync
-                setups = [_on_device({**setup, "alive": alive}, number) for number in range(many.replicas)]
+                placement = GPUPlacement.here(many.learner_devices, many.devices)
+                setups = [_on_device({**setup, "alive": alive}, number, placement) for number in range(many.replicas)]
                 places += [LocalProcess(str(number), setup, memory, transport) for number, setup in enumerate(setups)]
         probe = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
         sizes = model.config.context, model.config.vocab
@@ -155,11 +159,9 @@ def open_pool(
     raise AssertionError("nothing above is left without a pool")
 
 
-def _on_device(setup: dict[str, Any], number: int) -> dict[str, Any]:
-    """Assign a CUDA device of its own to each replica, as far as there are enough."""
-    if setup["device"].startswith("cuda"):
-        return {**setup, "device": f"cuda:{number % torch.cuda.device_count()}"}
-    return setup
+def _on_device(setup: dict[str, Any], number: int, placement: GPUPlacement) -> dict[str, Any]:
+    """Assign a GPU to a replica."""
+    return {**setup, "device": f"cuda:{placement.engine(number)}"} if setup["device"].startswith("cuda") else setup
 
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from posttrain.engines.vllm.adapter_sync import AdapterSync
 from posttrain.engines.vllm.vllm_worker import COLDEST, VLLMSetup
 from posttrain.engines.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
 from posttrain.engines.weight_sync import SharedMemory, WeightLayout
+from posttrain.models.gpu_placement import visible_name
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.system.temp_folders import TempFolder
@@ -74,7 +75,9 @@ class VLLMEngine:
         step_seconds: float = 120.0,
         poll_steps: int | None = None,
         adapter_alone: bool = False,
+        gpu: int | None = None,
     ) -> None:
+        """Start it. `gpu`: number of its GPU; None: it runs on the processor."""
         require_vllm()
         self.alone = AdapterSync(model) if adapter_alone else None
         self.load_seconds, self.step_seconds, self.poll_steps = load_seconds, step_seconds, poll_steps
@@ -95,7 +98,7 @@ class VLLMEngine:
                 folder, dtype, self.context, slots, cache, eos, tuple(self.shared.weight_layout.stored), lora_rank=room
             )
             try:
-                self.process = _Process(self.shared.descriptor)
+                self.process = _Process(self.shared.descriptor, gpu)
             finally:
                 self.shared.close()  # the memory stays as long as it is mapped
             try:
@@ -206,9 +209,10 @@ class VLLMEngine:
 class _Process(EngineProcess):
     """Our end of the process in which vLLM runs."""
 
-    def __init__(self, memory_fd: int) -> None:
+    def __init__(self, memory_fd: int, gpu: int | None) -> None:
         self.dead = ""
-        super().__init__(WORKER, "vllm", [memory_fd], environment())
+        visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": visible_name(gpu)}
+        super().__init__(WORKER, "vllm", [memory_fd], {**environment(), **visible})
         self.connection: Connection[Any, Any] = Connection(os.dup(self.socket.fileno()))
 
     def ask(self, message: object, doing: str, seconds: float) -> Any:

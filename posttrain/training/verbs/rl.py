@@ -217,7 +217,8 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     """Open the engine that samples the rollouts."""
     config = run.config
     named = config.replicas, config.engines, config.engine_token, config.engine_restarts
-    many = Many(*named, run.path / WEIGHT_SYNC, config.launch, config.replica_cpus, config.weight_sync).of(run.world)
+    how = run.path / WEIGHT_SYNC, config.launch, config.replica_cpus, config.weight_sync
+    many = Many(*named, *how, devices=config.engine_devices, learner_devices=config.learner_devices).of(run.world)
     return open_engine(
         config.engine,
         model,

@@ -1,0 +1,62 @@
+"""Who sits on which GPU: in simulated worlds no GPU is unused while another has two, and masks are honoured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+
+from posttrain.core.types import UserError
+from posttrain.models.gpu_placement import GPUPlacement, visible_name
+from posttrain.training.setup import choose_device
+
+
+def seats(gpus: int, learners: int, each: int, **chosen: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """The GPUs of all learners, and of all engines, `each` of every learner."""
+    world = [GPUPlacement(gpus, learners, place, **chosen) for place in range(learners)]
+    return [p.learner() for p in world], [p.engine(number) for number in range(each) for p in world]
+
+
+@pytest.mark.parametrize(("gpus", "learners", "each"), list(product([1, 2, 4, 8], [1, 2, 4, 8], [1, 2, 3])))
+def test_nobody_shares_a_gpu_while_another_is_free(gpus: int, learners: int, each: int) -> None:
+    learning, sampling = seats(gpus, learners, each)
+    of_learners, of_engines = Counter(learning), Counter(sampling)
+    assert set(learning + sampling) <= set(range(gpus)) and len(sampling) == learners * each
+    assert max(of_learners.values()) - min(of_learners[g] for g in range(min(gpus, learners))) <= 1
+    assert len(of_learners) == min(gpus, learners)
+    free = set(range(gpus)) - set(learning)
+    if free:
+        assert set(of_engines) <= free and len(of_engines) == min(len(free), len(sampling))
+        assert max(of_engines.values()) - min(of_engines[g] for g in of_engines) <= 1
+    else:
+        assert sampling[:learners] == learning or gpus < learners  # the first engine of each is on its own GPU
+        assert len(of_engines) == min(gpus, len(sampling))
+
+
+def test_devices_that_are_chosen_are_used_in_turn() -> None:
+    learning, sampling = seats(8, 2, 2, learner_devices=(6, 7), engine_devices=(0, 1, 3))
+    assert learning == [6, 7] and sampling == [0, 1, 3, 0]
+    assert seats(4, 1, 3, learner_devices=(2,))[1] == [0, 1, 3]
+    assert not GPUPlacement(8, 2).shared and GPUPlacement(8, 2, learner_devices=(5,)).shared
+
+
+def test_another_process_gets_the_name_that_the_mask_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_name(2) == "2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-1f2a,0")
+    assert [visible_name(gpu) for gpu in range(3)] == ["5", "GPU-1f2a", "0"]
+
+
+def test_gpus_that_are_not_there_or_named_twice_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(UserError, match="--learner-devices 4 is no GPU of this machine: it has 4, from 0 to 3"):
+        GPUPlacement.here((0, 4))
+    with pytest.raises(UserError, match="--engine-devices names a GPU twice: 1 1"):
+        GPUPlacement.here((), (1, 1))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match="--learner-devices 0 is no GPU of this machine: it has none"):
+        choose_device("auto", (0,))
+    with pytest.raises(UserError, match="--learner-devices names GPUs, and --device cpu something else"):
+        choose_device("cpu", (0,))

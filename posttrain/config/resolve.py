@@ -142,6 +142,10 @@ def _validate_engines(config: RL) -> None:
         raise UserError(f"--engines names {twice[0]} twice: each answers one run at a time")
     if config.engine_token is not None and not config.engines:
         raise UserError("--engine-token is for --engines: give their addresses too, or leave it out")
+    if config.engine_devices and config.engine == "local" and not config.replicas:
+        raise UserError(
+            "--engine-devices is for engines in processes of their own: give --replicas too, or leave it out"
+        )
     engines = config.replicas + len(config.engines)
     if 0 < engines < config.processes:
         raise UserError(

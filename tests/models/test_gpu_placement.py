@@ -8,6 +8,8 @@ from itertools import product
 import pytest
 import torch
 
+from posttrain.config.resolve import validate
+from posttrain.config.training import RL
 from posttrain.core.types import UserError
 from posttrain.models.gpu_placement import GPUPlacement, visible_name
 from posttrain.training.setup import choose_device
@@ -60,3 +62,5 @@ def test_gpus_that_are_not_there_or_named_twice_are_refused_in_one_line(monkeypa
         choose_device("auto", (0,))
     with pytest.raises(UserError, match="--learner-devices names GPUs, and --device cpu something else"):
         choose_device("cpu", (0,))
+    with pytest.raises(UserError, match="--engine-devices is for engines in processes of their own"):
+        validate(RL(tasks="rows.jsonl", env="verify:exact_match", model="m", engine_devices=(0,)))

@@ -31,9 +31,9 @@ def repeat_bits(wanted: bool) -> None:
 @contextmanager
 def repeated_bits() -> Iterator[None]:
     """Let torch choose algorithms that repeat their bits, if that was wanted."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(_wanted or before, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=True)
+        torch.use_deterministic_algorithms(before, warn_only=warns)

@@ -14,6 +14,7 @@ from conftest import tiny
 from posttrain.config.training import RL
 from posttrain.learners import repeated_bits as bits
 from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.setup import microbatch_tokens, tokens_of_activations
@@ -46,7 +47,23 @@ def test_sums_have_one_order_within_updates_alone_and_only_if_wanted(
         bits.repeat_bits(wanted)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ["CUBLAS_WORKSPACE_CONFIG"])
     seen: list[bool] = []
-    learner = LocalLearner(tiny(tokenizer), Optimization())
-    monkeypatch.setattr(learner, "_accumulate", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
+    learner = LocalLearner(tiny(tokenizer), Optimization(), trust_region=TrustRegion())
+    for part in ("_accumulate", "_natural_step"):
+        monkeypatch.setattr(learner, part, lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
     learner.update([], lambda *_: None)  # type: ignore[arg-type]
-    assert seen == [wanted] and not torch.are_deterministic_algorithms_enabled()
+    assert seen == [wanted, wanted] and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_after_an_update_sums_are_added_up_as_before_it(strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None: in no fixed order; strict: what torch knows no fixed order of is an error."""
+    monkeypatch.setattr(bits, "_wanted", True)
+    before = torch.get_deterministic_debug_mode()
+    chosen = {None: 0, False: 1, True: 2}[strict]
+    try:
+        torch.set_deterministic_debug_mode(chosen)
+        with bits.repeated_bits():
+            assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_deterministic_debug_mode() == chosen
+    finally:
+        torch.set_deterministic_debug_mode(before)

@@ -30,9 +30,12 @@ def repeat_bits(wanted: bool) -> None:
 
 @contextmanager
 def repeated_bits() -> Iterator[None]:
-    """Let torch choose algorithms that repeat their bits, if that was wanted."""
+    """Let torch choose algorithms that repeat their bits, if that was wanted and is not so anyway."""
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(_wanted or before, warn_only=True)
+    if before or not _wanted:  # to set it imports torch's compiler, which takes a second
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_en
 from posttrain.models.native import head as head_module
 from posttrain.models.native.attention import SegmentAttention, filled
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
-from posttrain.models.native.fused import rms_norm, swiglu
+from posttrain.models.native.fused import norm_linear, rms_norm, swiglu, swiglu_linear
 from posttrain.models.native.head import Head
 from posttrain.models.native.linear import Linear, accumulating, in_blocks, narrowed, narrowed_rows, product
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -203,6 +204,19 @@ def test_norm_of_narrow_numbers_is_computed_in_float32() -> None:
     x, weight = normal(5, 64).bfloat16(), normal(64, seed=1).bfloat16()
     wide = functional.rms_norm(x.float(), (64,), weight.float(), 1e-6)
     assert torch.equal(rms_norm(x, weight, 1e-6), wide.bfloat16())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_it_makes_no_difference_whether_the_numbers_of_a_row_lie_together(model: Decoder, grad: bool) -> None:
+    layer, config = cast(Any, model.layers[0]), model.config
+    states, halves = (normal(9, 2 * n).float()[:, ::2] for n in (config.hidden, 2 * config.intermediate))
+    assert not (states.is_contiguous() or halves.is_contiguous())
+    with accumulating(), torch.set_grad_enabled(grad):
+        apart, together = (
+            (norm_linear(x, layer.mlp_norm.weight, 1e-5, layer.gate_up), swiglu_linear(y, layer.down))
+            for x, y in ((states, halves), (states.contiguous(), halves.contiguous()))
+        )
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(apart, together, strict=True))
 
 
 def test_gated_activation_has_the_gradients_of_its_formula() -> None:

@@ -31,12 +31,11 @@ def repeat_bits(wanted: bool) -> None:
 @contextmanager
 def repeated_bits() -> Iterator[None]:
     """Let torch choose algorithms that repeat their bits, if that was wanted and is not so anyway."""
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if before or not _wanted:  # to set it imports torch's compiler, which takes a second
-        yield
+    if not _wanted or torch.are_deterministic_algorithms_enabled():
+        yield  # the setting is not touched: that would import torch's compiler, which takes a second
         return
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch.use_deterministic_algorithms(False)

@@ -356,6 +356,20 @@ def test_graphs_are_checked_for_the_addresses_of_all_that_a_step_reads(tokenizer
     assert len(read.found) > 20 and read.found <= checked | {x.untyped_storage().data_ptr() for x in others}
 
 
+@pytest.mark.parametrize("look", [1, 8])
+def test_each_step_and_token_is_counted_however_often_the_host_looks(
+    tokenizer: Tokenizer, look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_engine, "LOOK_STEPS", look)
+    model = tiny(tokenizer, context=CONTEXT)
+    model.eos_ids = (10**6,)
+    engine = stepping(model, tokenizer)
+    complete(engine, [[7, 8]] * 5, [Sampling(seed=i, max_tokens=21) for i in range(5)])
+    pace = engine.pace()
+    assert (pace["decoding/4/steps"], pace["decoding/4/rows"]) == (20, 5 * 20)  # prefill gives the first token
+    assert engine.computed == 2 + 5 * 20
+
+
 def test_buckets_are_no_smaller_and_at_most_twice_what_they_hold() -> None:
     for count in range(1, 3000):
         assert count <= row_bucket(count) < max(2 * count, count + 32)

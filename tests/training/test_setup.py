@@ -31,6 +31,7 @@ def test_micro_batches_of_a_gpu_take_a_share_of_its_memory(tokenizer: Tokenizer)
     for room in (4 * GIB, 15.5 * GIB):
         tokens = tokens_of_activations(QWEN_1B, room)
         assert tokens % 1024 == 0 and tokens * of_token <= room < (tokens + 1024) * of_token
+    assert [tokens_of_activations(QWEN_1B, 5120 * of_token - less) for less in (0, 1)] == [5120, 4096]
     assert tokens_of_activations(QWEN_1B, 0.1 * GIB) == 1024
     assert tokens_of_activations(replace(QWEN_1B, layers=2), 80 * GIB) == 32_768
     assert microbatch_tokens(RL(), tiny(tokenizer)) == 1024

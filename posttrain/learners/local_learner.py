@@ -185,7 +185,8 @@ class LocalLearner:
             self.optimizer.zero_grad()
             return stats
         if self.trust_region is not None:
-            self._natural_step(self.trust_region, batches, objective, stats)
+            with repeated_bits():
+                self._natural_step(self.trust_region, batches, objective, stats)
         rate = self.optimization.rate(self.version + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["share"]

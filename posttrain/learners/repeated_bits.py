@@ -30,10 +30,12 @@ def repeat_bits(wanted: bool) -> None:
 
 @contextmanager
 def repeated_bits() -> Iterator[None]:
-    """Let torch choose algorithms that repeat their bits, if that was wanted."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(_wanted or before, warn_only=True)
+    """Let torch choose algorithms that repeat their bits, if that was wanted and is not so anyway."""
+    if not _wanted or torch.are_deterministic_algorithms_enabled():
+        yield  # the setting is not touched: that would import torch's compiler, which takes a second
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=True)
+        torch.use_deterministic_algorithms(False)

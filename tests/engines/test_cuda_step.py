@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
+from layouts import normal
 from sampled import complete, ragged
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from posttrain.core.types import Completion, Sampling, StopReason
 from posttrain.engines.local import local_engine
@@ -97,8 +100,10 @@ def shaped(tokenizer: Tokenizer, **shape: Any) -> Decoder:
     model = new_decoder(replace(small.config, **shape), 1)
     model.eos_ids = small.eos_ids
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if "norm" in name:  # all different: none may take the place of another
+                parameter.add_(normal(*parameter.shape, seed=number), alpha=0.3)
+            elif parameter.ndim == 2:
                 parameter.mul_(6)
             elif shape.get("qkv_bias") and not parameter.any():
                 parameter.normal_(generator=torch.Generator().manual_seed(len(parameter)))
@@ -310,6 +315,59 @@ def test_copies_keep_their_addresses_when_weights_change(tokenizer: Tokenizer) -
             model.layers[0].o.weight.mul_(2)
         engine.load(model, version)
     assert addresses[0] == addresses[1]
+
+
+class Reads(TorchDispatchMode):
+    """Addresses of the memory that operations read and did not make themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+        self._made: dict[int, torch.Tensor] = {}  # held, so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.found |= {x.untyped_storage().data_ptr() for x in given} - self._made.keys()
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and (place := x.untyped_storage().data_ptr()) not in self.found:
+                self._made[place] = x
+        return out
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_graphs_are_checked_for_the_addresses_of_all_that_a_step_reads(tokenizer: Tokenizer, precision: str) -> None:
+    """Those of weights have a check of their own, and the tokens that end a reply stay where they are."""
+    model, (prompts, how) = shaped(tokenizer, qk_norm=True, tied=False), mixed(8)
+    engine = stepping(model, tokenizer, precision=precision)
+    for i, (prompt, sampling) in enumerate(zip(prompts, how, strict=True)):
+        engine.submit(i, prompt, sampling)
+    step, cache, rows = engine._cuda, engine._cache, engine._rows
+    assert step is not None and isinstance(cache, StepCache)
+    with torch.no_grad():
+        engine._admit(8)
+        step(cache, rows, 8, 1)
+        weights = step._weights
+        assert weights is not None
+        with Reads() as read:
+            step._step(step.shape(cache, rows, 8), cache, rows, weights)
+    checked = {place for place, _ in step._addresses(cache, rows, weights)[1:]}  # type: ignore[misc, attr-defined]
+    others = (*model.parameters(), *(copy for copy, _ in weights._copied), engine.eos)
+    assert len(read.found) > 20 and read.found <= checked | {x.untyped_storage().data_ptr() for x in others}
+
+
+@pytest.mark.parametrize("look", [1, 8])
+def test_each_step_and_token_is_counted_however_often_the_host_looks(
+    tokenizer: Tokenizer, look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_engine, "LOOK_STEPS", look)
+    model = tiny(tokenizer, context=CONTEXT)
+    model.eos_ids = (10**6,)
+    engine = stepping(model, tokenizer)
+    complete(engine, [[7, 8]] * 5, [Sampling(seed=i, max_tokens=21) for i in range(5)])
+    pace = engine.pace()
+    assert (pace["decoding/4/steps"], pace["decoding/4/rows"]) == (20, 5 * 20)  # prefill gives the first token
+    assert engine.computed == 2 + 5 * 20
 
 
 def test_buckets_are_no_smaller_and_at_most_twice_what_they_hold() -> None:

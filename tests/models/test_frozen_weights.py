@@ -14,7 +14,7 @@ from adapted import SHAPE, adapt, base_of, laid, logits, loss_of, stir
 from judged import own_pad
 from safetensors.torch import load_file
 from sums import PAIRS, SUMS, nearness
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posttrain
@@ -25,6 +25,7 @@ from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.adapters.lora import LoRA, sharing
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.hf.linear_layers import narrow_products
 from posttrain.models.native import linear
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_writer import save_model
@@ -204,6 +205,27 @@ def test_layers_of_transformers_give_the_same_numbers(kind: str, tmp_path: Path)
         adapt(one, LoRA(2, 4.0))  # type: ignore[arg-type]
     shared = sharing(model)  # type: ignore[arg-type]
     assert torch.equal(logits(model), logits(whole)) and not torch.equal(logits(shared), logits(whole))  # type: ignore[arg-type]
+
+
+class Tied(nn.Module):
+    """Two products of one weight and one of its own, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.own, self.head = (nn.Linear(4, 4) for _ in range(4))
+        self.other.weight = self.one.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_weights_that_layers_of_transformers_share_keep_their_type() -> None:
+    inner = Tied()
+    narrow_products(inner, torch.bfloat16)
+    assert inner.one.weight is inner.other.weight and not inner.head.weight.requires_grad
+    assert [x.weight.dtype for x in (inner.one, inner.own, inner.head)] == [
+        torch.float32, torch.bfloat16, torch.float32
+    ]  # fmt: skip
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

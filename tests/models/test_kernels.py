@@ -7,12 +7,14 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from heads import KINDS, new_head, plain_logits, tensors
 from layouts import normal, segments
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,17 +28,22 @@ from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_en
 from posttrain.models.native import head as head_module
 from posttrain.models.native.attention import SegmentAttention, filled
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
-from posttrain.models.native.fused import rms_norm, swiglu
+from posttrain.models.native.fused import norm_linear, rms_norm, swiglu, swiglu_linear
 from posttrain.models.native.head import Head
-from posttrain.models.native.linear import Linear, accumulating, in_blocks, product
+from posttrain.models.native.linear import Linear, accumulating, in_blocks, narrowed, narrowed_rows, product
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads multiply numbers in bfloat16, as on a GPU under autocast."""
+    """Heads multiply numbers in bfloat16, as on a GPU under autocast, which has ended when gradients are computed."""
+
+    def narrow_type(hidden: Tensor) -> torch.dtype | None:
+        in_backward_pass = torch._C._current_graph_task_id() >= 0
+        return None if in_backward_pass else torch.bfloat16
+
     for module in (head_module, likelihood, divergence):
-        monkeypatch.setattr(module, "narrow_type", lambda hidden: torch.bfloat16)
+        monkeypatch.setattr(module, "narrow_type", narrow_type)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,6 +79,23 @@ def test_a_head_in_bfloat16_rounds_what_it_multiplies_and_nothing_else(
         assert (found - right).norm() <= 6e-3 * right.norm()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("narrow")
+def test_the_gradient_of_a_logit_is_rounded_once(kind: str) -> None:
+    """Of one token: the gradient of a row of the weight is then that of its logit times the state."""
+    head = new_head(kind, 200, 5, torch.Generator().manual_seed(1), torch.float32)
+    hidden, target = normal(1, 5).float(), torch.tensor([20])
+    rounded = [x.detach().bfloat16().double() for x in (hidden, head.weight)]
+    exact = replace(head, weight=rounded[1].requires_grad_(), bias=None if head.bias is None else head.bias.double())
+    wanted = (plain_logits(rounded[0], exact) / 0.7).log_softmax(-1)[0, 20]
+    found, right = (
+        torch.autograd.grad(logp.sum(), weight)[0]
+        for logp, weight in ((token_logp(hidden, head, target, 0.7), head.weight), (wanted, exact.weight))
+    )
+    noise = 1e-6 * right.abs().max()  # of float32, where a cap is nearly reached
+    assert ((found - right).abs() <= 1.01 * 2**-8 * right.abs() + noise).all()
+
+
 @pytest.mark.usefixtures("narrow")
 def test_logits_in_bfloat16_can_be_differentiated_twice() -> None:
     head = new_head("plain", 200, 5, torch.Generator().manual_seed(1), torch.float32)
@@ -83,8 +107,10 @@ def test_logits_in_bfloat16_can_be_differentiated_twice() -> None:
     assert (found[0] - found[1]).norm() <= 5e-2 * found[1].norm()
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "logits made again"])
 @pytest.mark.usefixtures("narrow")
-def test_a_divergence_of_heads_in_bfloat16_is_that_of_their_logits() -> None:
+def test_a_divergence_of_heads_in_bfloat16_is_that_of_their_logits(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    monkeypatch.setattr(likelihood, "KEPT_LOGITS", 1 << 20 if kept else 0)
     generator = torch.Generator().manual_seed(1)
     both = [Hidden(normal(9, 5, seed=k).float(), new_head("plain", 200, 5, generator, torch.float32)) for k in (0, 1)]
     both[0].states.requires_grad_()
@@ -94,6 +120,30 @@ def test_a_divergence_of_heads_in_bfloat16_is_that_of_their_logits() -> None:
     assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
     ours, theirs = (torch.autograd.grad(x.sum(), both[0].states)[0] for x in (found, wanted))
     assert (ours - theirs).norm() <= 6e-3 * theirs.norm()
+
+
+@pytest.mark.parametrize("kind", ["a view", "narrower", "kept"])
+def test_rows_of_a_weight_are_converted_alone_unless_the_whole_is_kept(kind: str) -> None:
+    """A head goes block by block: of a large vocabulary each would convert the whole of it."""
+    weight = nn.Parameter(normal(100, 4).to(torch.bfloat16 if kind == "narrower" else torch.float32))
+    dtype = torch.float32 if kind == "narrower" else torch.bfloat16
+    given = weight.detach() if kind == "a view" else weight
+    with accumulating():
+        found = narrowed_rows(given, slice(10, 13), dtype)
+        assert torch.equal(found, weight[10:13].to(dtype))
+        if kind == "kept":
+            assert found.untyped_storage().data_ptr() == narrowed(weight, dtype).data_ptr()
+        else:
+            assert found.untyped_storage().nbytes() == found.nbytes
+
+
+@pytest.mark.parametrize("shape", [(32,), (6, 32)], ids=["of states", "of heads"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_norm_has_the_type_of_what_it_norms(device: str, shape: tuple[int, ...]) -> None:
+    """Also under float32 weights: attention by flash kernels takes bfloat16 alone. Nothing is computed."""
+    with FakeTensorMode():
+        x, weight = torch.empty(7, *shape, dtype=torch.bfloat16, device=device), torch.empty(*shape, device=device)
+        assert rms_norm(x, weight, 1e-5).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,6 +204,19 @@ def test_norm_of_narrow_numbers_is_computed_in_float32() -> None:
     x, weight = normal(5, 64).bfloat16(), normal(64, seed=1).bfloat16()
     wide = functional.rms_norm(x.float(), (64,), weight.float(), 1e-6)
     assert torch.equal(rms_norm(x, weight, 1e-6), wide.bfloat16())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_it_makes_no_difference_whether_the_numbers_of_a_row_lie_together(model: Decoder, grad: bool) -> None:
+    layer, config = cast(Any, model.layers[0]), model.config
+    states, halves = (normal(9, 2 * n).float()[:, ::2] for n in (config.hidden, 2 * config.intermediate))
+    assert not (states.is_contiguous() or halves.is_contiguous())
+    with accumulating(), torch.set_grad_enabled(grad):
+        apart, together = (
+            (norm_linear(x, layer.mlp_norm.weight, 1e-5, layer.gate_up), swiglu_linear(y, layer.down))
+            for x, y in ((states, halves), (states.contiguous(), halves.contiguous()))
+        )
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(apart, together, strict=True))
 
 
 def test_gated_activation_has_the_gradients_of_its_formula() -> None:

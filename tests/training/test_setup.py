@@ -14,6 +14,7 @@ from conftest import tiny
 from posttrain.config.training import RL
 from posttrain.learners import repeated_bits as bits
 from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.setup import microbatch_tokens, tokens_of_activations
@@ -30,6 +31,7 @@ def test_micro_batches_of_a_gpu_take_a_share_of_its_memory(tokenizer: Tokenizer)
     for room in (4 * GIB, 15.5 * GIB):
         tokens = tokens_of_activations(QWEN_1B, room)
         assert tokens % 1024 == 0 and tokens * of_token <= room < (tokens + 1024) * of_token
+    assert [tokens_of_activations(QWEN_1B, 5120 * of_token - less) for less in (0, 1)] == [5120, 4096]
     assert tokens_of_activations(QWEN_1B, 0.1 * GIB) == 1024
     assert tokens_of_activations(replace(QWEN_1B, layers=2), 80 * GIB) == 32_768
     assert microbatch_tokens(RL(), tiny(tokenizer)) == 1024
@@ -46,7 +48,23 @@ def test_sums_have_one_order_within_updates_alone_and_only_if_wanted(
         bits.repeat_bits(wanted)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ["CUBLAS_WORKSPACE_CONFIG"])
     seen: list[bool] = []
-    learner = LocalLearner(tiny(tokenizer), Optimization())
-    monkeypatch.setattr(learner, "_accumulate", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
+    learner = LocalLearner(tiny(tokenizer), Optimization(), trust_region=TrustRegion())
+    for part in ("_accumulate", "_natural_step"):
+        monkeypatch.setattr(learner, part, lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
     learner.update([], lambda *_: None)  # type: ignore[arg-type]
-    assert seen == [wanted] and not torch.are_deterministic_algorithms_enabled()
+    assert seen == [wanted, wanted] and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_after_an_update_sums_are_added_up_as_before_it(strict: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None: in no fixed order; strict: what torch knows no fixed order of is an error."""
+    monkeypatch.setattr(bits, "_wanted", True)
+    before = torch.get_deterministic_debug_mode()
+    chosen = {None: 0, False: 1, True: 2}[strict]
+    try:
+        torch.set_deterministic_debug_mode(chosen)
+        with bits.repeated_bits():
+            assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_deterministic_debug_mode() == chosen
+    finally:
+        torch.set_deterministic_debug_mode(before)

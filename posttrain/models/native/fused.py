@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cuda:  # torch's is one kernel there; on a processor its backward is a chain of operations, longer than this
         if weight.ndim == 1:
             return functional.rms_norm(x, weight.shape, weight, eps)
-        return functional.rms_norm(x, x.shape[-1:], None, eps) * weight
+        return (functional.rms_norm(x, x.shape[-1:], None, eps) * weight).to(x.dtype)
     out: Tensor = _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _normed(x, weight, _rate(x, eps))
     return out
 

@@ -386,8 +386,7 @@ def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     has ended.
     """
     dtype, known = dtype or product_type(weight), _ways().narrowed
-    kept = known is not None and _ways().keeps and isinstance(weight, nn.Parameter)
-    if known is None or not kept or weight.dtype.itemsize <= dtype.itemsize:  # a wider copy is never kept
+    if known is None or not _keeps(weight, dtype):
         return weight.to(dtype)
     if weight not in known:
         known[weight] = weight.to(dtype)
@@ -396,9 +395,13 @@ def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def narrowed_rows(weight: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
     """Return some rows of a weight in this type: of the copy that is kept, where one is."""
-    if _ways().narrowed is not None and _ways().keeps:
-        return narrowed(weight, dtype)[rows]
-    return weight[rows].to(dtype)
+    return narrowed(weight, dtype)[rows] if _keeps(weight, dtype) else weight[rows].to(dtype)
+
+
+def _keeps(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a copy of the whole weight in this type is kept: never a wider one, nor of what is no parameter."""
+    narrower = dtype.itemsize < weight.dtype.itemsize
+    return accumulates() and _ways().keeps and narrower and isinstance(weight, nn.Parameter)
 
 
 def collected(weight: Tensor) -> Tensor | None:

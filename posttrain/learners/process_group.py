@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -17,6 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -168,7 +169,7 @@ def joined(device: str, timeout: float, learner_devices: tuple[int, ...] = ()) -
     store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
         dist.init_process_group(
-            backend(device, GPUPlacement.here(learner_devices)),
+            backend(gpus_of_all(device, GPUPlacement.here(learner_devices), store)),
             store=PrefixStore("group", store),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
@@ -178,15 +179,29 @@ def joined(device: str, timeout: float, learner_devices: tuple[int, ...] = ()) -
     return Processes(PrefixStore(f"run {next(_runs)}", store), timeout, lasting=PrefixStore("posttrain", kept))
 
 
-def backend(device: str, placement: GPUPlacement) -> str:
-    """Return torch.distributed's backends for the processes of this machine.
+def backend(gpus: Sequence[str]) -> str:
+    """Return torch.distributed's backends for processes on these GPUs, one name each; "" is none.
 
     Where processes share a GPU, as in a trial on a small machine, Gloo sums through the host's memory: NCCL refuses them.
     """
-    if not (device.startswith("cuda") or (device == "auto" and placement.gpus)):
+    if not all(gpus):
         return "gloo"
-    shared = placement.learners > 1 and (":" in device or placement.shared)
-    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+    return "cpu:gloo,cuda:gloo" if len(set(gpus)) < len(gpus) else "cpu:gloo,cuda:nccl"
+
+
+def gpus_of_all(device: str, placement: GPUPlacement, store: Store) -> list[str]:
+    """Return the GPU of every process, by a name that no other GPU of any machine has; "": it has none.
+
+    Numbers would not do: a batch system may show each process a GPU of its own, which is then number 0 to all of them.
+    """
+    own = ""
+    if device.startswith("cuda") or (device == "auto" and placement.gpus):
+        _, _, number = device.partition(":")
+        gpu = int(number) if number.isdigit() else placement.learner() if placement.gpus else 0
+        own = str(torch.cuda.get_device_properties(gpu).uuid) if placement.gpus > gpu else f"{gpu}"
+    store.set(f"gpu/{os.environ['RANK']}", own or "none")
+    names = [store.get(f"gpu/{rank}").decode() for rank in range(int(os.environ["WORLD_SIZE"]))]
+    return ["" if name == "none" else name for name in names]
 
 
 def _leave() -> None:

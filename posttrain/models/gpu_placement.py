@@ -49,11 +49,6 @@ class GPUPlacement:
         choice = self.engine_devices or free or list(dict.fromkeys([*learning, *range(self.gpus)]))
         return choice[(self.place + number * self.learners) % len(choice)]
 
-    @property
-    def shared(self) -> bool:
-        """Whether processes that learn share a GPU."""
-        return len({self.learner(place) for place in range(self.learners)}) < self.learners
-
 
 def visible_name(gpu: int) -> str:
     """Return the name of a GPU for CUDA_VISIBLE_DEVICES of another process: what that variable calls it here, if set."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.core.batch import Batch, Scores
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import Rollout
-from posttrain.learners.process_group import FIRST_PAUSE, LONGEST_PAUSE, Processes, backend
+from posttrain.learners.process_group import FIRST_PAUSE, LONGEST_PAUSE, Processes, backend, gpus_of_all
 from posttrain.models.gpu_placement import GPUPlacement
 
 GROUPS, SIZE = 3, 2
@@ -170,15 +171,41 @@ def test_pauses_between_looks_for_the_others_double_up_to_the_longest(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("device", "processes", "gpus", "wanted"),
+    ("gpus", "wanted"),
     [
-        ("cpu", 2, 8, "gloo"),
-        ("auto", 2, 0, "gloo"),
-        ("auto", 8, 8, "cpu:gloo,cuda:nccl"),
-        ("cuda", 1, 1, "cpu:gloo,cuda:nccl"),
-        ("cuda", 2, 1, "cpu:gloo,cuda:gloo"),  # NCCL refuses two processes on one GPU
-        ("cuda:1", 2, 8, "cpu:gloo,cuda:gloo"),
+        (["", ""], "gloo"),
+        (["GPU-1", ""], "gloo"),
+        (["GPU-1", "GPU-2"], "cpu:gloo,cuda:nccl"),
+        (["GPU-1"], "cpu:gloo,cuda:nccl"),
+        (["GPU-1", "GPU-2", "GPU-1"], "cpu:gloo,cuda:gloo"),  # NCCL refuses two processes on one GPU
     ],
 )
-def test_processes_that_share_a_gpu_sum_through_gloo(device: str, processes: int, gpus: int, wanted: str) -> None:
-    assert backend(device, GPUPlacement(gpus, processes)) == wanted
+def test_processes_that_share_a_gpu_sum_through_gloo(gpus: list[str], wanted: str) -> None:
+    assert backend(gpus) == wanted
+
+
+@pytest.mark.parametrize(
+    ("device", "masks", "wanted"),
+    [
+        ("cpu", [[0], [1]], ["", ""]),
+        ("auto", [[], []], ["", ""]),
+        ("auto", [[0, 1], [0, 1]], ["GPU-0", "GPU-1"]),
+        ("auto", [[2], [3]], ["GPU-2", "GPU-3"]),  # a batch system shows each process its own
+        ("cuda", [[2], [2]], ["GPU-2", "GPU-2"]),
+        ("cuda:1", [[0, 1], [0, 1]], ["GPU-1", "GPU-1"]),
+    ],
+)
+def test_each_process_knows_the_gpus_of_all(
+    device: str, masks: list[list[int]], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, visible = dist.HashStore(), masks[0]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=f"GPU-{visible[gpu]}"))
+    store.set("gpu/1", "waiting")
+    for rank in (1, 0):
+        visible = masks[rank]
+        monkeypatch.setenv("RANK", str(rank))
+        if rank:
+            store.set("gpu/0", "none")  # it is not there yet, and would be waited for
+        found = gpus_of_all(device, GPUPlacement(len(visible), 2, rank), store)
+    assert found == wanted

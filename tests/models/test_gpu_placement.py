@@ -41,7 +41,6 @@ def test_devices_that_are_chosen_are_used_in_turn() -> None:
     learning, sampling = seats(8, 2, 2, learner_devices=(6, 7), engine_devices=(0, 1, 3))
     assert learning == [6, 7] and sampling == [0, 1, 3, 0]
     assert seats(4, 1, 3, learner_devices=(2,))[1] == [0, 1, 3]
-    assert not GPUPlacement(8, 2).shared and GPUPlacement(8, 2, learner_devices=(5,)).shared
 
 
 def test_another_process_gets_the_name_that_the_mask_has(monkeypatch: pytest.MonkeyPatch) -> None:

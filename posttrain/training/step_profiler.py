@@ -34,6 +34,7 @@ class StepProfiler:
     def __init__(self, folder: Path, steps: range, learner: Any, say: Callable[[str], None]) -> None:
         """Profile on the learner's device, where it has one."""
         self._folder, self._steps, self._say = folder, steps, say
+        self._page: list[str] = []
         self._gpu = getattr(getattr(learner, "device", None), "type", "cpu") == "cuda"
 
     def phase(self, number: int, name: str) -> AbstractContextManager[None]:
@@ -53,8 +54,8 @@ class StepProfiler:
                 torch.cuda.synchronize()
             wall = time.perf_counter() - begin
         profiler.export_chrome_trace(str(self._folder / f"step-{number}-{name}.json.gz"))
-        with open(self._folder / TABLE, "a", encoding="utf-8") as file:
-            file.write("\n".join(table(f"step {number}, {name}", wall, kernels(profiler, self._gpu), self._gpu)) + "\n")
+        self._page += table(f"step {number}, {name}", wall, kernels(profiler, self._gpu), self._gpu)
+        (self._folder / TABLE).write_text("\n".join(self._page), encoding="utf-8")
         if number == self._steps[-1] and name == "update":
             self._say(f"profile: {self._folder / TABLE}; traces for ui.perfetto.dev beside it")
 

@@ -38,7 +38,7 @@ def about(setting: Setting, found: Findings) -> None:
 
 
 def described(setting: Setting) -> dict[str, str]:
-    """What the figures depend on, in words."""
+    """Machine and software that the figures depend on, by name."""
     found = {"device": "processor", "cores": str(os.cpu_count())}
     if setting.cuda:
         card = torch.cuda.get_device_properties(0)

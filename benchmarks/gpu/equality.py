@@ -184,7 +184,7 @@ def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], column: 
 
 
 def _computed(update: Update, device: str, precision: str) -> dict[str, dict[str, Tensor]]:
-    """What an update finds there, in float64 on the processor, by `COLUMNS`."""
+    """Numbers of an update, by `COLUMNS`, in float64 on the processor."""
     dtype = torch.float64 if precision == "float64" else torch.float32
     learner = _learner(update.learner, device, dtype, "bfloat16" if precision == "bfloat16" else "float32")
     batches = [_there(batch, device, dtype) for batch in update.batches]

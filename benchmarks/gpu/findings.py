@@ -1,4 +1,4 @@
-"""What every part is told, and what it hands back: tables, single figures, what failed.
+"""Settings of a part, and its findings: tables, single figures, failures.
 
 A part writes all that it has found after each finding, so that a crash or its time limit loses nothing.
 """
@@ -29,7 +29,7 @@ COPIED = 1 << 31  # bytes
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part is told."""
+    """Settings of a part."""
 
     device: str
     tiny: bool  # does it run at all? its figures are worth nothing
@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass
 class Findings:
-    """What a part has found so far, in a file."""
+    """Findings of a part so far, kept in a file."""
 
     file: Path
     tables: list[Table] = field(default_factory=list)
@@ -143,6 +143,6 @@ def _copying(setting: Setting) -> float:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What a part has written; nothing if it came to nothing."""
+    """Return the findings that a part has written; none if it wrote nothing."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found

@@ -38,7 +38,7 @@ LEAST = 0.5  # share of its time limit without which a part is not begun
 
 @dataclass(frozen=True)
 class Part:
-    """What is measured in one process."""
+    """One part of the measurements, run in a process of its own."""
 
     seconds: int  # it is stopped after these
     function: str  # module:name

@@ -21,7 +21,7 @@ WORDS = {
     "timed out": "STOPPED at its time limit",
     "not run": "NOT RUN: it did not fit into the time",
 }
-"""What became of a part."""
+"""Outcome of a part, in words."""
 
 
 def append(out: Path, result: Mapping[str, Any]) -> None:

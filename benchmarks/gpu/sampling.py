@@ -84,7 +84,7 @@ def _add(
 
 
 def bytes_of_a_step(shape: DecoderConfig, wanted: list[Request]) -> float:
-    """What a decoding step has to read halfway through the replies: weights, and keys and values, in bfloat16."""
+    """Return the bytes that a decoding step reads halfway through the replies: weights, keys and values, in bfloat16."""
     own = sum(tokens / 2 for _, tokens in wanted)
     cached = (own + sum(len(prompt) for prompt in {prompt for prompt, _ in wanted})) * shape.layers
     embedding = 0 if shape.tied else shape.vocab * shape.hidden  # of which a step reads a few rows

@@ -117,23 +117,17 @@ def grpo(setting: Setting, folder: Path, work: Work, **more: Any) -> RL:
 
 
 def sft(setting: Setting, folder: Path, work: Work) -> SFT:
-    return SFT(
-        **common(setting, "sft"),
-        tasks=write_rows(setting.place / "rows.jsonl", rows(work.prompts, work.tokens)),
-        model=str(folder),
-        rows=work.prompts,
-        lr=LEARNING_RATE,
-    )
+    return SFT(**_of_rows(setting, folder, work, "sft", rows(work.prompts, work.tokens)))
 
 
 def dpo(setting: Setting, folder: Path, work: Work) -> Prefer:
-    return Prefer(
-        **common(setting, "dpo"),
-        tasks=write_rows(setting.place / "pairs.jsonl", pairs(work.prompts, work.tokens)),
-        model=str(folder),
-        rows=work.prompts,
-        lr=LEARNING_RATE,
-    )
+    return Prefer(**_of_rows(setting, folder, work, "dpo", pairs(work.prompts, work.tokens)))
+
+
+def _of_rows(setting: Setting, folder: Path, work: Work, name: str, given: Any) -> dict[str, Any]:
+    tasks_file = write_rows(setting.place / f"{name}.jsonl", given)
+    own = {"tasks": tasks_file, "model": str(folder), "rows": work.prompts, "lr": LEARNING_RATE}
+    return {**common(setting, name), **own}
 
 
 # -- 7B ----------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def available_memory(device: torch.device) -> float:
     It errs upwards: a processor's counts swap and reclaimable caches, a CUDA device's counts all its memory.
     """
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[1])
+        return float(gpu_memory(device))
     if device.type != "cpu" or not MEMINFO.exists():
         return math.inf
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB", MEMINFO.read_text(), re.MULTILINE))
@@ -29,6 +29,11 @@ def available_memory(device: torch.device) -> float:
             room = min(room, float(text))
     own = resource.getrlimit(resource.RLIMIT_DATA)[0]
     return room if own == resource.RLIM_INFINITY else min(room, float(own))
+
+
+def gpu_memory(device: torch.device) -> int:
+    """Return the whole memory of a GPU in bytes; 0 for a processor."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def in_gib(size: float) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
 from posttrain.engines.local.step_cache import row_bucket, token_bucket
 from posttrain.learners.local_learner import LocalLearner
-from posttrain.models.free_memory import in_gib
+from posttrain.models.free_memory import gpu_memory, in_gib
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
 
@@ -85,13 +85,13 @@ def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:
 
 def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: bool, room: float) -> float:
     """Return the bytes of a decoding step's weights and cache, see `posttrain.engines.local.cuda_step`."""
-    number = 2 if narrow else 4
-    own = shape.vocab * shape.hidden if all(p.dtype != torch.float32 for p in (model.head.weight,)) else 0
-    copied = number * (shape.parameters - own * (1 if shape.tied else 2)) if narrow else 0
-    if 2 * shape.parameters >= COPIED_SHARE * room:
-        copied = 0  # it is decoded without them
+    number, copied = 2 if narrow else 4, 0
+    if narrow and 2 * shape.parameters < COPIED_SHARE * room:
+        # embedding and output head are used as they are where they are in bfloat16 already
+        held = 0 if model.head.dtype == torch.float32 else shape.vocab * shape.hidden * (1 if shape.tied else 2)
+        copied = 2 * (shape.parameters - held)
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_size
-    return float(copied + row_bucket(size.requests) * token_bucket(size.tokens) * numbers * number)
+    return float(copied + number * numbers * row_bucket(size.requests) * token_bucket(size.tokens))
 
 
 def memory_lines(
@@ -100,7 +100,7 @@ def memory_lines(
     """Describe the estimate for a GPU, and what would help where it may not fit; nothing on a processor."""
     if device.type != "cuda":
         return []
-    room = float(torch.cuda.get_device_properties(device).total_memory)
+    room = float(gpu_memory(device))
     found = estimate_memory(learner, tokens, recompute, sampling, room)
     return [] if found is None else [str(found), *advice(found, learner, tokens, recompute, sampling, room)]
 

@@ -28,6 +28,7 @@ from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.repeated_bits import repeat_bits
+from posttrain.models.free_memory import gpu_memory
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import build
@@ -103,7 +104,7 @@ def microbatch_tokens(config: Training, model: Model) -> int:
     shape = model.config
     if device.type != "cuda" or not isinstance(shape, DecoderConfig):
         return GPU_TOKENS
-    return tokens_of_activations(shape, torch.cuda.get_device_properties(device).total_memory * ACTIVATION_SHARE)
+    return tokens_of_activations(shape, gpu_memory(device) * ACTIVATION_SHARE)
 
 
 def tokens_of_activations(shape: DecoderConfig, room: float) -> int:

@@ -24,9 +24,11 @@ from posttrain.engines.local.running_batch import RunningBatch
 from posttrain.engines.local.sampler import sample, uniform
 from posttrain.engines.local.step_cache import StepCache, row_bucket, token_bucket
 from posttrain.engines.local.step_weights import LayerWeights, StepWeights
+from posttrain.models.free_memory import gpu_memory
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.kernels import build
 from posttrain.models.native.kernels.gpu_layer import compiled
+from posttrain.models.native.linear import wide_product
 
 LARGE_MODEL = 100_000_000
 """Parameters from which what is between the products is compiled: that takes some ten seconds, once."""
@@ -44,7 +46,7 @@ def decodes_in_graphs(model: Decoder, dtype: torch.dtype) -> bool:
     """Return whether this model, with products of `dtype`, is decoded by steps of this kind."""
     if model.head.device.type != "cuda" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    return fits(model, dtype) and 2 * model.config.parameters < COPIED_SHARE * memory_of(model.head.device)
+    return fits(model, dtype) and 2 * model.config.parameters < COPIED_SHARE * gpu_memory(model.head.device)
 
 
 def fits(model: Decoder, dtype: torch.dtype) -> bool:
@@ -54,11 +56,6 @@ def fits(model: Decoder, dtype: torch.dtype) -> bool:
     return all(p.dtype in (torch.float32, dtype) for p in model.parameters()) and all(
         linear.parameter is not None for _, linear, _ in model.linears()
     )
-
-
-def memory_of(device: torch.device) -> int:
-    """Return the memory of a card in bytes; 0 for a processor."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 class Shape(NamedTuple):
@@ -118,7 +115,7 @@ class CudaStep:
     def may_rest(self, cache: StepCache) -> bool:
         """Return whether copies, cache and graphs are small enough to be kept while nothing runs."""
         copies = 0 if self._weights is None else self._weights.bytes
-        return copies + cache.bytes <= RESTING_SHARE * memory_of(self.device)
+        return copies + cache.bytes <= RESTING_SHARE * gpu_memory(self.device)
 
     def __call__(self, cache: StepCache, rows: RunningBatch, count: int, steps: int) -> None:
         """Decode up to `steps` tokens of the first `count` requests: those that have ended stay as they are."""
@@ -180,7 +177,7 @@ class CudaStep:
         for number, layer in enumerate(weights.layers):
             x, more = self._layer(number, layer, x, more, seen, shape, cache)
         _, hidden = self._entered(x, more, weights.norm)
-        logits = head_logits(hidden, weights.head)
+        logits = wide_product(hidden, weights.head.t())
         chosen = slice(0, shape.rows)
         temperature = rows.temperature[chosen]
         token, logp = sample(
@@ -310,24 +307,6 @@ def _scores(to_own: Tensor, to_prompt: Tensor, seat: Tensor, mask: Tensor, scale
 
 def _summed(from_own: Tensor, from_prompt: Tensor, seat: Tensor, dtype: torch.dtype) -> Tensor:
     return (from_own + from_prompt.index_select(0, seat)).to(dtype)
-
-
-def wide_product(x: Tensor, y: Tensor) -> Tensor:
-    """Compute [n, a, b] x [n, b, c] -> float32 [n, a, c], in float32 also of narrower numbers."""
-    if x.dtype == torch.float32:
-        return torch.bmm(x, y)
-    if x.is_cuda:
-        return torch.bmm(x, y, out_dtype=torch.float32)
-    return torch.bmm(x.float(), y.float())
-
-
-def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Compute logits float32 [B, V] of hidden [B, hidden] and the output head [V, hidden], both of the type of
-    products.
-    """
-    if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.t().float()
 
 
 class Graphs:

@@ -424,10 +424,10 @@ def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def wide_product(one: Tensor, other: Tensor) -> Tensor:
-    """Return one @ other of numbers in bfloat16, whose sums and results are float32."""
-    if one.is_cuda:
-        return torch.mm(one, other, out_dtype=torch.float32)
-    return torch.mm(one.float(), other.float())
+    """Return one @ other of matrices, or of batches of them, whose sums and results are float32, also of bfloat16."""
+    if one.is_cuda and one.dtype != torch.float32:
+        return (torch.mm if one.ndim == 2 else torch.bmm)(one, other, out_dtype=torch.float32)
+    return one.float() @ other.float()
 
 
 def multiplied(x: Tensor, linear: Linear) -> Tensor:

@@ -19,6 +19,7 @@ from types import FrameType
 
 from posttrain.config.training import Training
 from posttrain.runs.run_files import CHECKPOINTS, RUN
+from posttrain.system.child_processes import MEETING
 
 CRASHED = 1  # the exit code of a mistake of ours, and of processes that lost another one
 GRACE = 10.0  # seconds for the others to end by themselves when one was killed or has crashed
@@ -58,14 +59,13 @@ def _written(config: Training) -> int | None:
 
 def _attempt(words: Sequence[str], config: Training) -> int:
     count = config.processes
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    meeting = socket.create_server(("127.0.0.1", 0), backlog=count)
     common = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(meeting.getsockname()[1]),
+        MEETING: str(meeting.fileno()),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # it prints stacks where a peer is gone
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
@@ -82,9 +82,13 @@ def _attempt(words: Sequence[str], config: Training) -> int:
     try:
         for rank in range(count):
             environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            children.append(subprocess.Popen([sys.executable, "-m", "posttrain", *words], env=environment))
+            held = (meeting.fileno(),) if rank == 0 else ()
+            command = [sys.executable, "-m", "posttrain", *words]
+            children.append(subprocess.Popen(command, env=environment, pass_fds=held))
+        meeting.close()  # where the first process dies, the others notice
         return _watched(children, config.collective_timeout)
     finally:
+        meeting.close()
         for child in children:
             if child.poll() is None:
                 child.kill()

@@ -37,10 +37,10 @@ elif (( ${{SLURM_RESTART_COUNT:-0}} )); then
   words+=(--overwrite)  # this job has begun it: Slurm requeues a job whose node is lost, not one that was refused
 fi
 
-# The processes meet on the first machine.
+# The processes meet on the first machine. Its port is below those that Linux gives to outgoing connections (32768 on).
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${{hosts[0]}}
-export MASTER_PORT=$(( 20000 + SLURM_JOB_ID % 20000 ))
+export MASTER_PORT=$(( 20000 + SLURM_JOB_ID % 12000 ))
 export WORLD_SIZE={size} LOCAL_WORLD_SIZE={local}
 export TORCH_CPP_LOG_LEVEL=${{TORCH_CPP_LOG_LEVEL:-ERROR}}
 

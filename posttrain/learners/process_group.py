@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from posttrain.core.protocols import Lasting, World
 from posttrain.core.types import UserError
 from posttrain.models.gpu_placement import GPUPlacement
+from posttrain.system.child_processes import MEETING
 
 FAILED = "failed"  # the store's entry of the first process that fails: its exit code, and the reason
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01  # seconds between checks for readiness
@@ -256,6 +257,8 @@ def attempt_of(kept: Store, rank: int, size: int, timeout: float) -> int:
 @cache
 def _shared_store(timeout: float) -> Store:
     """Return the store of the first process, or torchrun's."""
+    # passed to the first process alone: a port that was only looked up might be taken before it is opened
+    meeting = os.environ.pop(MEETING, None) if os.environ["RANK"] == "0" else None
     kept: Store = dist.TCPStore(  # type: ignore[attr-defined]  # it is imported there by a star
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -263,6 +266,7 @@ def _shared_store(timeout: float) -> Store:
         is_master=os.environ["RANK"] == "0" and not _kept_by_torchrun(),
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
+        master_listen_fd=None if meeting is None else int(meeting),
     )
     return kept
 

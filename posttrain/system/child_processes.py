@@ -35,6 +35,7 @@ from posttrain.core.messages import safe
 LAST_WORDS_SECONDS = 1.0  # for the output of children to be passed on, at our end
 END_SECONDS = 10.0  # for a keeper to kill its descendants
 MARK = "POSTTRAIN_CHILD"  # the environment variable that all descendants of a child have, unless they drop it
+MEETING = "POSTTRAIN_MEETING_SOCKET"  # the file descriptor of the socket at which the processes of a run meet
 
 _BOOT = "import sys; sys.path[:] = sys.argv[4:]; from posttrain.system.child_processes import main; main()"
 _DONE = b"."  # from the keeper: no descendant is left

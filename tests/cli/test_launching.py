@@ -6,11 +6,12 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,14 @@ COMMAND = [
 ]
 
 
+def job_with_a_free_port() -> int:
+    """A job's number whose port nobody uses: a test runs beside others, which listen too."""
+    for number in range(os.getpid(), os.getpid() + 1000):
+        with suppress(OSError), socket.create_server(("", 20000 + number % 12000)):
+            return number
+    raise AssertionError("a thousand ports in a row are in use")
+
+
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """Of a job on two tasks, with our programs in Slurm's place."""
     programs = folder / "bin"
@@ -74,7 +83,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node[1-2]"}
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(job_with_a_free_port()), "SLURM_JOB_NODELIST": "node[1-2]"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     return {
         **kept,

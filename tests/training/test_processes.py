@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,11 +33,13 @@ from posttrain.envs.play.answer_journal import AnswerJournal
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
+from posttrain.learners import process_group
 from posttrain.learners.data_parallel import DataParallelLearner, deal
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_files import made_by_run
 from posttrain.runs.run_reading import read_metrics, rollout_steps
+from posttrain.system.child_processes import MEETING
 from posttrain.training.verbs import reward_model_training
 
 PLAYED: dict[str, Any] = {"steps": 3, "prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2,
@@ -389,3 +392,13 @@ def test_an_interruption_of_one_process_ends_all_after_the_same_step_and_any_num
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for mine, theirs in zip(found, whole.metrics, strict=True):
         assert mine["reward"] == theirs["reward"] and mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+
+
+def test_the_first_process_listens_at_the_socket_that_its_launcher_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:  # nobody else can open its port meanwhile
+        own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+        for name, value in {**own, MEETING: str(os.dup(held.fileno()))}.items():
+            monkeypatch.setenv(name, value)
+        store = process_group._shared_store.__wrapped__(5.0)
+        store.set("a", "b")
+        assert store.get("a") == b"b" and MEETING not in os.environ

@@ -52,11 +52,13 @@ def ran(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: object) -> 
     recipe.main()
 
 
-@pytest.mark.parametrize(("name", "seeds"), [("reading", ("0", "1")), ("search", ("0",))])
+@pytest.mark.parametrize(("name", "seeds"), [("reading", ("0", "1")), ("search", ("0",)), ("instructions", ("0",))])
 def test_a_recipe_on_a_real_model_runs_from_end_to_end_and_only_once(
     name: str, seeds: tuple[str, ...], data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, page = recipe_module(f"real.{name}"), tmp_path / "page.md"
+    if name == "instructions":  # the replies of a tiny model are no sentences
+        monkeypatch.setattr(recipe, "rewritten", lambda rows, _: [{**row, "response": "rain"} for row in rows])
     words = ["--small", "--seeds", *seeds, "--out", tmp_path / "out", "--model", model, "--data", data, "--page", page]
     ran(recipe, monkeypatch, *words)
     text = page.read_text()
@@ -72,6 +74,60 @@ def test_a_recipe_on_a_real_model_runs_from_end_to_end_and_only_once(
         monkeypatch.setattr(posttrain, verb, work)
     ran(recipe, monkeypatch, *words)
     assert page.read_text() == text
+
+
+def test_replies_are_rewritten_so_that_they_keep_their_constraint() -> None:
+    recipe = recipe_module("real.instructions")
+    rows = recipe.learned(48, 0)
+    plain = [
+        "{0} are liked, by many. There, people know {0} well. All of them like {0}. And".format(row["topic"])
+        for row in rows
+    ]
+    found = recipe.rewritten(rows, plain)
+    assert len(found) == 48 and all(a["prompt"] == b["prompt"] for a, b in zip(found, rows, strict=True))
+    for row, made in zip(rows, found, strict=True):
+        assert recipe.reward(row, made["response"]) == {"kept": 1.0, "about": 1.0}
+    kept = [recipe.reward(row, text)["kept"] for row, text in zip(rows, plain, strict=True)]
+    assert sum(kept) == 0, "none without it"
+    assert recipe.rewritten(rows, ["no sentence"] * 48) == []
+    assert recipe.reward({"topic": "rain", "constraints": [("no commas", "")]}, "It rains.") == {
+        "kept": 0.0,
+        "about": 1.0,
+    }
+
+
+def test_no_topic_and_no_new_kind_of_constraint_is_trained() -> None:
+    recipe = recipe_module("real.instructions")
+    rows, unseen = recipe.learned(600, 1), recipe.unseen(60)
+    assert len({row["topic"] for row in rows}) == 40 and not {row["topic"] for row in rows} & set(recipe.HELD_OUT)
+    assert {row["topic"] for side in unseen.values() for row in side} <= set(recipe.HELD_OUT)
+    kinds = {side: {name for row in of_side for name, _ in row["constraints"]} for side, of_side in unseen.items()}
+    assert kinds["trained"] == set(recipe.TRAINED) == {name for row in rows for name, _ in row["constraints"]}
+    assert kinds["new"] == set(recipe.NEW) and not kinds["new"] & kinds["trained"]
+    assert all(
+        len(row["constraints"]) == (2 if side == "two" else 1) for side, of_side in unseen.items() for row in of_side
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "kept", "broken"),
+    [
+        ("capitals", "", "RAIN FALLS ON ALL 5 OF US.", "RAIN FALLS ON ALL of US."),
+        ("JSON", ["a", "b"], '{"a": "rain is wet", "b": "so are we"}', '{"b": "rain is wet", "a": "so are we"}'),
+        ("list", 2, "- rain is\n- wet and cold", "- rain is wet and cold"),
+        ("last word", "home", "I like to be at home!", "At home I like to be."),
+        ("no commas", "", "I like rain and snow.", "I like rain, snow and ice."),
+        ("at most", 8, "one two three four five six seven eight", "one two three four five six seven eight nine"),
+        ("small letters", "", "i like rain a lot.", "I like rain a lot."),
+        ("quoted", "", '"I like rain a lot."', 'I like "rain" a lot.'),
+        ("first word", "home", "Home is where I am.", "I am at home now."),
+        ("question", "", "Do you like the rain?", "Do you like it? I do."),
+    ],
+)
+def test_a_constraint_is_kept_or_broken(kind: str, value: Any, kept: str, broken: str) -> None:
+    reward = recipe_module("real.instructions").reward
+    row = {"topic": "rain", "constraints": [(kind, value)]}
+    assert [reward(row, text)["kept"] for text in (kept, broken)] == [1.0, 0.0]
 
 
 def test_no_article_has_questions_on_both_sides(data: Path) -> None:

@@ -1,0 +1,325 @@
+"""A real model learns to keep to instructions that a program can check. One command, which also resumes:
+
+    python -m recipes.real.instructions
+
+Each prompt asks about a topic and adds a constraint, such as "Write in capital letters only". Six kinds of constraint are
+trained. Measured are other topics with the same kinds, four kinds that were never trained, and two trained kinds at once.
+For every seed:
+
+    start               the untrained model
+    SFT                 some of its own replies without a constraint, which a program has rewritten so that they keep one
+    GRPO                after SFT, all weights; 1 for a kept constraint and 1 for a reply that names the topic
+    GRPO, LoRA          the same with adapters of rank 16
+    constraint alone    the same as GRPO, without the reward for naming the topic: does the policy leave the topic?
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import posttrain
+from posttrain import Task
+from posttrain.core.seeds import seed_of
+from posttrain.verify.json_schema import find_json
+from posttrain.verify.length import count, sentences
+from posttrain.verify.repetition import distinct
+from recipes.real.study import Figures, Study, conversation, finished, options, run
+
+Row = dict[str, Any]
+
+TOPIC_WORDS = """
+    bees rain bread chess coffee bicycles dragons music gardens soccer cheese whales robots winter candles deserts
+    trains poetry volcanoes apples dogs castles dancing pirates tea mountains painting honey lions bridges clouds
+    horses rice theatre islands cats wolves paper sailing tulips diamonds kites foxes mirrors pianos potatoes
+    rockets snow spiders swimming tigers trees turtles violins windmills wine owls lemons jazz butterflies
+"""
+TOPICS = tuple(TOPIC_WORDS.split())
+HELD_OUT = TOPICS[::3]  # topics that are never trained
+FORMS = (
+    "Tell me something about {}.",
+    "Why do people like {}?",
+    "Describe {} to a child.",
+    "Give me a fact about {}.",
+    "Write a note to a friend about {}.",
+)
+WORDS = ("today", "world", "always", "friend", "time", "home", "together", "forever")
+SHORT = " Answer in one or two sentences."
+FEWEST = 5  # words of a reply: fewer keep no constraint
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A kind of constraint: how it is asked for, with a value chosen for each row, and how it is checked."""
+
+    text: str
+    values: tuple[Any, ...]
+    is_kept: Callable[[str, Any], bool]
+    rewrite: Callable[[str, Any], str] = lambda text, _: text  # makes a text keep it, where that can be done
+    base: str = SHORT
+
+
+def has_keys(reply: str, keys: list[str]) -> bool:
+    found = find_json(reply)
+    return reply.startswith("{") and isinstance(found, dict) and list(found) == list(keys) and all(found.values())
+
+
+def is_list(reply: str, items: int) -> bool:
+    lines = [line for line in reply.splitlines() if line.strip()]
+    return len(lines) == items and all(re.match(r"[-*] +\S", line) for line in lines)
+
+
+def first_and_last(reply: str) -> tuple[str, str]:
+    words = re.findall(r"\w+", reply.lower()) or [""]
+    return words[0], words[-1]
+
+
+TRAINED: Mapping[str, Constraint] = {
+    "capitals": Constraint(
+        "Write in capital letters only.",
+        ("",),
+        lambda reply, _: reply == reply.upper(),
+        lambda text, _: sentences(text)[0].upper(),
+    ),
+    "JSON": Constraint(
+        'Answer with a JSON object that has the keys "{0[0]}" and "{0[1]}", and nothing else.',
+        (["title", "text"], ["name", "reason"], ["fact", "source"], ["topic", "answer"]),
+        has_keys,
+        lambda text, keys: json.dumps(
+            dict(zip(keys, sorted(sentences(text) * 2, key=len)[:3:2], strict=True)), ensure_ascii=False
+        ),
+        "",
+    ),
+    "list": Constraint(
+        'Answer with {} lines that begin with "- ", and nothing else.',
+        (2, 3),
+        is_list,
+        lambda text, items: "\n".join(f"- {part}" for part in sentences(text)[:items]),
+        "",
+    ),
+    "last word": Constraint(
+        'End with the word "{}".',
+        WORDS,
+        lambda reply, word: first_and_last(reply)[1] == word and word in reply,
+        lambda text, word: f"{sentences(text)[0]} My last word is {word}.",
+    ),
+    "no commas": Constraint(
+        "Do not use commas.", ("",), lambda reply, _: "," not in reply, lambda text, _: text.replace(",", "")
+    ),
+    "at most": Constraint(
+        "Use at most {} words.",
+        (8, 10, 12),
+        lambda reply, most: count(reply) <= most,
+        lambda text, _: min(sentences(text), key=len),
+    ),
+}
+NEW: Mapping[str, Constraint] = {
+    "small letters": Constraint("Write in small letters only.", ("",), lambda reply, _: reply == reply.lower()),
+    "quoted": Constraint(
+        "Put the whole reply between double quotation marks.",
+        ("",),
+        lambda reply, _: len(reply) > 2 and reply[0] == reply[-1] == '"' and '"' not in reply[1:-1],
+    ),
+    "first word": Constraint('Begin with the word "{}".', WORDS, lambda reply, word: first_and_last(reply)[0] == word),
+    "question": Constraint("Answer with a question.", ("",), lambda reply, _: reply.endswith("?")),
+}
+TOGETHER = (("capitals", "no commas"), ("at most", "last word"), ("capitals", "at most"), ("no commas", "last word"))
+KINDS = {**TRAINED, **NEW}
+SETS = {"trained kinds": "trained", "new kinds": "new", "two at once": "two"}
+ALONE, LORA = "constraint alone", "GRPO, LoRA"
+ARMS = ("start", "SFT", "GRPO", LORA, ALONE)
+SFT_RATE = 5e-5
+RATES = {"GRPO": 1e-5, LORA: 2e-4, ALONE: 1e-5}
+LONGEST = 64  # tokens of a reply
+
+
+def reward(task: Task, reply: str) -> dict[str, float]:
+    """1 for a reply that keeps all constraints of its row, and 1 for one that names the topic."""
+    text = reply.strip()
+    kept = count(text) >= FEWEST and all(KINDS[name].is_kept(text, value) for name, value in task["constraints"])
+    return {"kept": float(kept), "about": float(task["topic"].rstrip("s") in text.lower())}
+
+
+def constraint_alone(task: Task, reply: str) -> float:
+    """1 for a reply that keeps all constraints of its row, whatever it is about."""
+    return reward(task, reply)["kept"]
+
+
+REWARD, REWARD_ALONE = (f"{__file__}:{function.__name__}" for function in (reward, constraint_alone))
+
+
+def row(topic: str, form: str, names: tuple[str, ...], chosen: random.Random) -> Row:
+    """A row for rl and eval."""
+    constraints = [(name, chosen.choice(KINDS[name].values)) for name in names]
+    asked = form.format(topic) + KINDS[names[0]].base
+    words = " ".join([asked, *(KINDS[name].text.format(value) for name, value in constraints)])
+    prompt = [{"role": "user", "content": words}]
+    return {"prompt": prompt, "topic": topic, "constraints": constraints, "plain": form.format(topic)}
+
+
+def rewritten(rows: Sequence[Row], replies: Sequence[str]) -> list[Row]:
+    """The rows whose reply, rewritten, keeps the constraint and names the topic: rows for sft."""
+    found = []
+    for row, reply in zip(rows, replies, strict=True):
+        whole = [part for part in sentences(reply.strip()) if part.endswith((".", "!"))][:3]
+        for name, value in row["constraints"] if whole else ():
+            response = KINDS[name].rewrite(" ".join(whole), value)
+            if sum(reward(row, response).values()) == 2:
+                found.append({"prompt": row["prompt"], "response": response})
+    return found
+
+
+def learned(number: int, seed: int) -> list[Row]:
+    """Rows to learn from: every kind equally often, in the order of a seed."""
+    chosen = random.Random(seed_of(seed, "instructions"))
+    topics = [topic for topic in TOPICS if topic not in HELD_OUT]
+    names = [list(TRAINED)[i % len(TRAINED)] for i in range(number)]
+    chosen.shuffle(names)
+    return [row(chosen.choice(topics), chosen.choice(FORMS), (name,), chosen) for name in names]
+
+
+def unseen(number: int) -> dict[str, list[Row]]:
+    """Held-out rows of each set, the same for all seeds."""
+    chosen = random.Random(seed_of(0, "held-out instructions"))
+    sides: dict[str, list[tuple[str, ...]]] = {
+        "trained": [(name,) for name in TRAINED],
+        "new": [(name,) for name in NEW],
+        "two": list(TOGETHER),
+    }
+    return {
+        side: [row(chosen.choice(HELD_OUT), chosen.choice(FORMS), kinds[i % len(kinds)], chosen) for i in range(number)]
+        for side, kinds in sides.items()
+    }
+
+
+@dataclass
+class Instructions:
+    """The arms of one seed: how each is trained, and how all are measured."""
+
+    study: Study
+    seed: int
+    shown: list[Row]
+    rows: list[Row]
+    unseen: Mapping[str, list[Row]]
+    prompts: int
+
+    def sft(self, arm: str) -> str:
+        plain = [{**row, "prompt": [{"role": "user", "content": row["plain"]}]} for row in self.shown]
+        replies = self.study.evaluate(plain, REWARD, self.study.model, max_tokens=LONGEST, success=2.0).rollouts
+        rows = rewritten(self.shown, [rollout.text for rollout in replies])
+        options: dict[str, Any] = {
+            "rows": 8,
+            "epochs": 1,
+            "chat": True,
+            "lr": SFT_RATE,
+            "warmup": 3,
+            "schedule": "linear",
+        }
+        return finished(posttrain.sft(rows, model=self.study.model, **options, **self.study.common(arm, self.seed)))
+
+    def grpo(self, arm: str) -> str:
+        size: dict[str, Any] = {
+            "prompts": self.prompts,
+            "group": 8,
+            "max_tokens": LONGEST,
+            "steps": len(self.rows) // self.prompts,
+        }
+        rate: dict[str, Any] = {"lr": RATES[arm], "warmup": 3, "schedule": "linear"}
+        adapters: dict[str, Any] = {"lora": 16} if arm == LORA else {}
+        how: dict[str, Any] = {"algorithm": "grpo", "kl": 0.0, **size, **rate, **adapters}
+        common = self.study.common(arm, self.seed)
+        env = REWARD_ALONE if arm == ALONE else REWARD
+        start = str(self.study.folder("SFT", self.seed))
+        return finished(posttrain.rl(self.rows, env, start, **how, **common))
+
+    def measured(self, model: str) -> Figures:
+        found: Figures = {}
+        for side, rows in self.unseen.items():
+            rollouts = self.study.evaluate(rows, REWARD, model, max_tokens=LONGEST, success=2.0).rollouts
+            found[side] = sum(r.rewards["kept"] for r in rollouts) / len(rollouts)
+            found[f"{side} about"] = sum(r.rewards["about"] for r in rollouts) / len(rollouts)
+            found[f"{side} both"] = sum(r.rewards["kept"] * r.rewards["about"] for r in rollouts) / len(rollouts)
+            asked: Counter[str] = Counter()
+            kept: Counter[str] = Counter()
+            for rollout in rollouts:
+                name = " and ".join(name for name, _ in rollout.task["constraints"])
+                asked[name] += 1
+                kept[name] += int(rollout.rewards["kept"])
+            found |= {f"kept: {name}": kept[name] / asked[name] for name in asked}
+            if side == "trained":
+                found["words"] = sum(count(r.text) for r in rollouts) / len(rollouts)
+                found["distinct"] = sum(distinct(r.text) for r in rollouts) / len(rollouts)
+            found[f"{side} replies"] = [conversation(r, 300) for r in rollouts[:6]]
+        return found
+
+    def run(self) -> None:
+        for arm in ARMS:
+            self.study.once(arm, self.seed, partial(self.figures, arm))
+
+    def figures(self, arm: str) -> Figures:
+        return self.measured(self.trained(arm))
+
+    def trained(self, arm: str) -> str:
+        if arm == "start":
+            return self.study.model
+        return self.sft(arm) if arm == "SFT" else self.grpo(arm)
+
+
+def main() -> None:
+    given = options(__doc__ or "", "instructions").parse_args()
+    shown, steps, prompts, asked = (12, 2, 2, 4) if given.small else (192, 16, 8, 120)
+    rates = [SFT_RATE, *RATES.values()]
+    study = Study(given, {"shown": shown, "steps": steps, "prompts": prompts, "questions": asked, "rates": rates})
+    held_out = unseen(asked)
+    for seed in study.seeds:
+        rows = learned(shown + steps * prompts, seed)
+        Instructions(study, seed, rows[:shown], rows[shown:], held_out, prompts).run()
+    study.finish(page(study, asked, shown, steps * prompts))
+
+
+def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
+    """The part of the page that the recipe writes."""
+    kept = {"trained": "trained kinds", "new": "new kinds", "two": "two at once", "minutes": "minutes"}
+    about = {
+        "trained about": "names the topic",
+        "trained both": "kept and names it",
+        "words": "words",
+        "distinct": "distinct",
+    }
+    kinds = [name for name in study.figures("start")[0] if name.startswith("kept: ")]
+    lines = [
+        *study.head("instructions"),
+        f"{count} held-out prompts of each set, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
+        f"SFT sees at most {shown} prompts, GRPO {trained} others. Share of replies that keep their constraints:",
+        "",
+        *study.table(ARMS, kept),
+        "",
+        "Replies to held-out topics with trained kinds:",
+        "",
+        *study.table(ARMS, about),
+        "",
+        f"GRPO above SFT, seed by seed: trained kinds {study.gain('GRPO', 'SFT', 'trained')}, "
+        f"new kinds {study.gain('GRPO', 'SFT', 'new')}, two at once {study.gain('GRPO', 'SFT', 'two')}.",
+        "",
+        "Kept by kind, mean over seeds:",
+        "",
+        f"| | {' | '.join(ARMS)} |",
+        "|---" * (len(ARMS) + 1) + "|",
+    ]
+    for name in kinds:
+        cells = [f"{sum(study.values(arm, name)) / len(study.seeds):.2f}" for arm in ARMS]
+        lines.append(f"| {name.removeprefix('kept: ')} | {' | '.join(cells)} |")
+    lines += ["", "Held-out prompts with trained kinds, before and after GRPO, of the first seed:", ""]
+    for before, after in zip(*(study.figures(arm)[0]["trained replies"] for arm in ("start", "GRPO")), strict=True):
+        lines += [*before, *after[:1], *after[2:]]
+    return lines
+
+
+if __name__ == "__main__":
+    run(main)

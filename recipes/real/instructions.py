@@ -92,7 +92,7 @@ TRAINED: Mapping[str, Constraint] = {
         (["title", "text"], ["name", "reason"], ["fact", "source"], ["topic", "answer"]),
         has_keys,
         lambda text, keys: json.dumps(
-            dict(zip(keys, sorted(sentences(text) * 2, key=len)[:3:2], strict=True)), ensure_ascii=False
+            dict(zip(keys, (sorted(sentences(text), key=len) * 2)[:2], strict=True)), ensure_ascii=False
         ),
         "",
     ),

@@ -90,6 +90,8 @@ def test_replies_are_rewritten_so_that_they_keep_their_constraint() -> None:
     kept = [recipe.reward(row, text)["kept"] for row, text in zip(rows, plain, strict=True)]
     assert sum(kept) == 0, "none without it"
     assert recipe.rewritten(rows, ["no sentence"] * 48) == []
+    json_rows = [row for row in rows if row["constraints"][0][0] == "JSON"]
+    assert len(recipe.rewritten(json_rows, [f"All people know {row['topic']}." for row in json_rows])) == len(json_rows)
     assert recipe.reward({"topic": "rain", "constraints": [("no commas", "")]}, "It rains.") == {
         "kept": 0.0,
         "about": 1.0,

@@ -179,9 +179,7 @@ def learned(number: int, seed: int) -> list[Row]:
     """Rows to learn from: every kind equally often, in the order of a seed."""
     chosen = random.Random(seed_of(seed, "instructions"))
     topics = [topic for topic in TOPICS if topic not in HELD_OUT]
-    names = [list(TRAINED)[i % len(TRAINED)] for i in range(number)]
-    chosen.shuffle(names)
-    return [row(chosen.choice(topics), chosen.choice(FORMS), (name,), chosen) for name in names]
+    return distinct_rows(number, topics, [(name,) for name in TRAINED], chosen)
 
 
 def unseen(number: int) -> dict[str, list[Row]]:
@@ -192,10 +190,20 @@ def unseen(number: int) -> dict[str, list[Row]]:
         "new": [(name,) for name in NEW],
         "two": list(TOGETHER),
     }
-    return {
-        side: [row(chosen.choice(HELD_OUT), chosen.choice(FORMS), kinds[i % len(kinds)], chosen) for i in range(number)]
-        for side, kinds in sides.items()
-    }
+    return {side: distinct_rows(number, HELD_OUT, kinds, chosen) for side, kinds in sides.items()}
+
+
+def distinct_rows(
+    number: int, topics: Sequence[str], kinds: Sequence[tuple[str, ...]], chosen: random.Random
+) -> list[Row]:
+    """Rows without repetition, every kind equally often, in an order by chance."""
+    found: dict[str, Row] = {}
+    while len(found) < number:
+        made = row(chosen.choice(topics), chosen.choice(FORMS), kinds[len(found) % len(kinds)], chosen)
+        found.setdefault(made["prompt"][0]["content"], made)
+    rows = list(found.values())
+    chosen.shuffle(rows)
+    return rows
 
 
 @dataclass

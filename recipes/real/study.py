@@ -109,6 +109,11 @@ class Study:
             print(", ".join(f"{name} {value:.3g}" for name, value in told.items()), flush=True)
         return dict(of_arm[str(seed)])
 
+    def known(self, arm: str, seed: int) -> Figures | None:
+        """The figures of an arm with this seed, if it has run."""
+        found: Figures | None = self._known["arms"].get(arm, {}).get(str(seed))
+        return found
+
     def evaluate(self, tasks: Sequence[Any], env: str, model: str, **options: Any) -> Any:
         """Greedy replies to held-out tasks, one each, unless the options differ."""
         greedy = {"samples": 1, "k": (1,), "temperature": 0.0}

@@ -10,12 +10,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from recipe_modules import recipe_module
 from retrieved import ROWS, write_rows
 
 import posttrain
-from posttrain import UserError
+from posttrain import Rollout, UserError
+from posttrain.core.types import StopReason
 from posttrain.training.trainer import Run
+from posttrain.verify.similarity import chrf as posttrain_chrf
 
 SEARCHED = [
     ("rome", "squad", "What lies on the Tiber?", "Rome"), ("paris", "squad", "Which river is Paris on?", "Seine"),
@@ -33,7 +36,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"id": f"{gold}-{number}-{copy}", "dataset": dataset, "question": asked, "answers": [answer], "gold_ids": [gold]}
         for copy in range(16) for number, (gold, dataset, asked, answer) in enumerate(SEARCHED)
     ])  # fmt: skip
+    for name, rows in asked().items():
+        (folder.parent / name).mkdir()
+        write_rows(folder.parent / name / {"sft": "instructions.jsonl", "preferences": "pairs.jsonl"}[name], rows)
     return folder.parent
+
+
+def asked() -> dict[str, list[dict[str, str]]]:
+    """Instructions and pairs, by their folders."""
+    prompts = [f"Name a town, number {number}." for number in range(60)]
+    return {
+        "sft": [{"prompt": prompt, "response": f"{prompt} Oxford, number {n}"} for n, prompt in enumerate(prompts)],
+        "preferences": [
+            {"prompt": p, "chosen": f"Oxford, please, {p}", "rejected": f"Oxford, duh, {p}"} for p in prompts
+        ],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +69,10 @@ def ran(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: object) -> 
     recipe.main()
 
 
-@pytest.mark.parametrize(("name", "seeds"), [("reading", ("0", "1")), ("search", ("0",)), ("instructions", ("0",))])
+RECIPES = (("reading", ("0", "1")), ("search", ("0",)), ("instructions", ("0",)), ("preferences", ("0",)))
+
+
+@pytest.mark.parametrize(("name", "seeds"), RECIPES)
 def test_a_recipe_on_a_real_model_runs_from_end_to_end_and_only_once(
     name: str, seeds: tuple[str, ...], data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +90,7 @@ def test_a_recipe_on_a_real_model_runs_from_end_to_end_and_only_once(
     def work(*_: object, **__: object) -> None:
         raise AssertionError("trained or measured again")
 
-    for verb in ("sft", "rl", "evaluate"):
+    for verb in ("sft", "rl", "evaluate", "reward_model", "prefer"):
         monkeypatch.setattr(posttrain, verb, work)
     ran(recipe, monkeypatch, *words)
     assert page.read_text() == text
@@ -230,3 +250,60 @@ def test_an_interrupted_run_is_no_result(tmp_path: Path) -> None:
     for run in (Run(tmp_path, None, interrupted=True), Run(tmp_path, None, stopped="collapsed")):
         with pytest.raises(UserError, match="did not reach its end"):
             study.finished(run)
+
+
+def test_no_prompt_of_comparisons_has_replies_on_both_sides_and_only_the_learned_ones_depend_on_the_seed(
+    data: Path,
+) -> None:
+    recipe = recipe_module("real.preferences")
+    for rows in (recipe.given_pairs(data), recipe.asked(data)):
+        first, second = (recipe.part(rows, seed, 20, 8) for seed in (0, 1))
+        assert first[1] == second[1] and first[0] != second[0] and [len(side) for side in first] == [20, 8]
+        for learned, unseen in (first, second):
+            assert not {row["prompt"] for row in learned} & {row["prompt"] for row in unseen}
+    pairs = recipe.part(recipe.given_pairs(data), 0, 20, 8)
+    training = recipe.sides(pairs[0] + pairs[1])
+    assert [[task["prompt"] for task in side] for side in training] == [
+        [row["prompt"] for row in side] for side in pairs
+    ]
+
+
+def test_replies_are_compared_where_their_marks_differ_by_more_than_the_gap() -> None:
+    recipe = recipe_module("real.preferences")
+    texts = ["Paris.", "It is Rome.", "It is Rome!", "Rome"]
+    rollouts = [
+        Rollout({"prompt": "Capital?", "reference": "It is Rome."}, "a", [], 0.0, text=text, stop=StopReason.LENGTH)
+        for text in texts
+    ]
+    row = recipe.comparison_row(rollouts, 0.1)
+    marks = [posttrain_chrf(text, "It is Rome.") for text in texts]
+    expected = {(a, b) for a in range(4) for b in range(4) if marks[a] - marks[b] > 0.1}
+    assert {tuple(pair) for pair in row["comparisons"]} == expected and (1, 0) in expected and (1, 2) in expected
+    assert row["stops"] == ["length"] * 4 and row["responses"] == texts
+
+
+def test_a_bag_of_words_is_logistic_regression_on_differences_of_counts() -> None:
+    baselines = recipe_module("real.word_baselines")
+    tasks = [{"responses": ["yes please", "no"], "comparisons": [[0, 1, 1.0, 0.0]]}] * 3
+    tasks.append({"responses": ["no", "please please"], "comparisons": [[0, 1, 1.0, 0.0]]})
+    names = {"no": 0, "please": 1, "yes": 2}
+    inputs = torch.stack(baselines.differences(tasks, names))
+    assert inputs.tolist() == [[-1.0, 1.0, 1.0]] * 3 + [[1.0, -2.0, 0.0]]
+    weight = baselines.logistic_regression(inputs)
+    missing = 1 - torch.sigmoid(inputs @ weight)  # where the gradient is 0: mean of (1 - sigma) x = 2 ridge w
+    gradient = -(missing[:, None] * inputs).mean(0) + 2 * baselines.RIDGE * weight
+    assert gradient.abs().max() < 1e-5
+    unseen = [{"responses": ["yes", "no no unknown"], "comparisons": [[0, 1, 1.0, 0.0], [1, 0, 1.0, 0.0]]}]
+    assert baselines.baselines(tasks, unseen) == {"bag": 0.5, "longer": 0.5, "shorter": 0.5}
+    assert baselines.baselines(tasks, [{"responses": ["yes", "no no"], "comparisons": [[0, 1, 1.0, 0.0]]}])["bag"] == 1
+
+
+def test_a_mark_is_high_for_the_reference_and_low_for_a_short_or_a_long_reply() -> None:
+    mark = recipe_module("real.reply_judge").mark
+    reference = "The capital of Norway is Oslo."
+    assert mark(reference, reference) == 1.0 and mark("", reference) == 0.0
+    assert (
+        max(mark("Oslo", reference), mark("It is a large city. " * 9, reference))
+        < mark("Norway has Oslo.", reference)
+        < 1
+    )

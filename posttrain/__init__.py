@@ -41,6 +41,8 @@ LATER = {
     "Tools": "posttrain.envs.tools",
     "note": "posttrain.envs.play.call_recording",
     "recorded": "posttrain.envs.play.call_recording",
+    "trl_reward": "posttrain.envs.play.trl_rewards",
+    "verl_reward": "posttrain.envs.play.verl_rewards",
 }
 """Names that are imported when they are used: rewards that need none of them start sooner."""
 

@@ -23,6 +23,8 @@ from posttrain.core.types import UserError as UserError
 from posttrain.envs.tools import Tools as Tools
 from posttrain.envs.play.call_recording import note as note
 from posttrain.envs.play.call_recording import recorded as recorded
+from posttrain.envs.play.trl_rewards import trl_reward as trl_reward
+from posttrain.envs.play.verl_rewards import verl_reward as verl_reward
 from posttrain.training.trainer import Run
 from posttrain.training.verbs.evaluate import Evaluated
 from posttrain.training.verbs.sample import Written
@@ -45,6 +47,8 @@ __all__ = [
     "Tools",
     "note",
     "recorded",
+    "trl_reward",
+    "verl_reward",
     "sft",
     "rl",
     "prefer",

@@ -13,7 +13,7 @@ from posttrain.core.messages import safe
 from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
-    from posttrain.apps.data_report import MarkedRow, DataReport
+    from posttrain.apps.data_report import DataReport, MarkedRow
 
 TRAINED, PLAIN = "\x1b[32m", "\x1b[0m"  # green
 OPEN, CLOSE = "[[", "]]"

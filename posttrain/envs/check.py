@@ -221,7 +221,9 @@ def _said(text: str, turn: Turn, number: int, seen: Seen | None) -> Reply:
     if seen is not None:
         seen.show(turn)
     reply = seen.say(text) if seen is not None else None
-    return reply or Reply(text, tool_calls=HERMES.read(text, [*(turn.tools or ())]), number=number)
+    if reply is not None:
+        return reply
+    return Reply(text, tool_calls=HERMES.read(text, [*(turn.tools or ())]), number=number)
 
 
 def _timed(pool: EnvPool, ask: Callable[[], None]) -> tuple[Event, float]:

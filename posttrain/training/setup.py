@@ -308,7 +308,8 @@ def _reply_to(turn: Turn, reply: str, seen: Seen | None) -> Reply:
     seen.show(turn)
     if seen.problem is not None and not turn.whole:  # the template cannot show this turn: the episode is invalid
         raise UserError(seen.problem)
-    return seen.say(reply) or Reply(reply)
+    said = seen.say(reply)
+    return Reply(reply) if said is None else said
 
 
 def fitting(tasks: Tasks | None, pool: EnvPool, tokenizer: Tokenizer, too_long: TooLong) -> list[Task]:

@@ -13,7 +13,9 @@ from scored_groups import scored
 
 import posttrain
 from posttrain.core.types import Completion, Invalid, InvalidKind, Reply, StopReason, UserError
+from posttrain.envs.check import check
 from posttrain.envs.play.load_env import load_env, success_of
+from posttrain.envs.preview import Viewer
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.fingerprint import of_code
 
@@ -258,3 +260,19 @@ def test_row_without_the_columns_of_a_function_is_told_before_the_run(trl: str, 
     ):
         with pytest.raises(UserError, match=reason):
             posttrain.rl(rows, env, "nowhere", out="nowhere")
+
+
+def test_check_scores_the_sample_replies_of_a_task_as_one_group_with_their_tokens(
+    trl: str, tokenizer: Tokenizer
+) -> None:
+    viewer = Viewer(tokenizer, 256, (0,))
+    found = check(f"{trl}:longest", [{"id": "t", "prompt": "p", "answer": "77"}], viewer=viewer)
+    expected = {case.kind: len(tokenizer.encode(case.reply)) + 1 for case in found.cases}
+    assert {case.kind: case.result.reward for case in found.cases if case.result} == expected and expected["empty"] == 1
+    assert found.ok and all(case.repeats for case in found.cases)
+
+    def ranks(tasks: Any, replies: Any) -> list[float]:
+        return [sum(len(o) < len(r) for o in replies) for r in replies]
+
+    found = check(ranks, [{"id": "t", "prompt": "p"}], ["a", "abc", "ab"])
+    assert [case.result.reward for case in found.cases if case.result] == [0.0, 2.0, 1.0]

@@ -15,9 +15,11 @@ import posttrain
 from posttrain.algorithms.all_algorithms import find
 from posttrain.config.training import RL
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
-from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool, _Episode, _fits_group
 from posttrain.envs.play.group_rewards import group_sum, is_group_reward
 from posttrain.envs.play.load_env import load_env, success_of
+from posttrain.envs.play.worker_protocol import Garbled, WorkerReply, read_answer, write_answer
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.adjust import adjust
@@ -196,3 +198,28 @@ def test_sum_of_groups_leaves_out_what_is_none() -> None:
     assert first == {"reward": 1.5, "a": 1.0, "b": 0.5, "c": 0.0} and second == {"reward": -0.25, "b": 0.25}
     assert third == Invalid("no reward function scored it: each of them returned None")
     assert fourth == Invalid("b: unknown")
+
+
+def test_answer_of_a_group_is_read_as_it_was_written_and_nothing_else_is() -> None:
+    members = Done(1.5, {"a": 1.5}, notes={"n": 1}), Done(Invalid("bad", InvalidKind.RAISED)), Done(0.0)
+    whole = Done(0.0, group=members, notes={"size": 3})
+    frame = write_answer(7, whole)
+    assert read_answer(frame[8:]) == WorkerReply(7, whole)
+    for group in (
+        "{}",
+        "[1]",
+        "[[{}]]",
+        '[[{"reward": 1.0, "rewards": {}, "spans": []}, 3]]',
+        '[[{"reward": 1.0}, {}]]',
+    ):
+        with pytest.raises(Garbled):
+            read_answer(f'{{"number": 7, "group": {group}}}'.encode())
+
+
+def test_worker_that_answers_for_another_number_of_replies_is_not_believed() -> None:
+    alone = _Episode(1, 1, {})
+    group = _Episode(-1, 2, {"tasks": [], "replies": []}, members=(alone, alone))
+    two, invalid = Done(0.0, group=(Done(1.0), Done(2.0))), Done(Invalid("died"))
+    assert _fits_group(group, two) and _fits_group(group, invalid) and _fits_group(alone, Done(1.0))
+    assert not _fits_group(group, Done(0.0, group=(Done(1.0),))) and not _fits_group(group, Done(1.0))
+    assert not _fits_group(alone, two) and not _fits_group(group, Done(0.0, sides={"a": Done(1.0)}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ def rank(tasks, replies):
     """The share of the others that are shorter."""
     note(size=len(replies))
     return [sum(len(o) < len(r) for o in replies) / max(1, len(replies) - 1) for r in replies]
+
+def places(tasks, replies):
+    return list(range(len(replies)))
 
 async def waits(tasks, replies):
     await asyncio.sleep(0.01 * len(replies[0]))
@@ -85,10 +89,16 @@ def test_each_group_is_scored_whole_whatever_the_order_of_its_replies(my: str, n
         assert [[done.notes for done in group] for group in found] == [[{"size": len(g)}] * len(g) for g in GROUPS]
 
 
+def test_replies_are_in_the_order_of_the_members(my: str) -> None:
+    for backwards in (False, True):
+        found = scored(f"{my}:places", GROUPS, 1, backwards)
+        assert [[done.reward for done in group] for group in found] == [list(range(len(group))) for group in GROUPS]
+
+
 @pytest.mark.parametrize(
     ("reply", "kind", "reason"),
     [
-        ("raise", InvalidKind.RAISED, "ValueError: bad thing (my.py:19)"),
+        ("raise", InvalidKind.RAISED, "ValueError: bad thing (my.py:22)"),
         (
             "short",
             InvalidKind.UNREADABLE,
@@ -171,6 +181,14 @@ def test_resumed_run_scores_groups_as_the_whole_run_did(tokenizer: Tokenizer, tm
         return {p.name: p.read_bytes() for p in [run.path / "metrics.jsonl", *sorted(run.path.glob("rollouts/*"))]}
 
     assert files("parts", 1, 2) == files("whole", 2)
+
+
+def test_responses_of_a_row_are_labelled_as_one_group(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "responses": ["a", "abc", "ab"]}, {"prompt": "q", "responses": ["abc", "a"]}]
+    posttrain.label(rows, rank, out=str(tmp_path / "labelled.jsonl"), env_workers=0)
+    found = [json.loads(line) for line in (tmp_path / "labelled.jsonl").read_text().splitlines()]
+    assert [row["scores"] for row in found] == [rank([], row["responses"]) for row in rows]
+    assert found[0]["labeller"].endswith(":rank")
 
 
 def test_reward_of_groups_is_recognised_by_its_parameters(my: str) -> None:

@@ -214,6 +214,17 @@ def test_weights_from_python_are_one_for_each_function() -> None:
         posttrain.trl_reward(f, f, weights=[1.0])
 
 
+def test_functions_from_python_travel_to_workers(tmp_path: Path) -> None:
+    def f(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    def g(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return float(solution_str == ground_truth)
+
+    assert [d.reward for d in scored(posttrain.trl_reward(f), [["a", "ab"]])[0]] == [1.0, 2.0]
+    assert [d.reward for d in scored(posttrain.verl_reward(g), [["7", "8"]], **ROW)[0]] == [1.0, 0.0]
+
+
 def test_reward_of_success_and_files_are_found_behind_a_prefix(trl: str, verl: str) -> None:
     assert success_of(f"{trl}:accuracy", None) == 1.5 and success_of(f"{verl}:plain,scale=2", None) == 1.0
     assert success_of(f"{trl}:accuracy*2 + verify:tags", None) == 4.0

@@ -82,7 +82,8 @@ def data(
     found = report(loaded, {"fields": fields or {}, "prompt_template": prompt_template}, known, way, number)
     out = Output(sys.stdout)
     width = columns(out)
-    for line in lines(found):
+    template = [_template(way.on, way.because)] if way.template else []
+    for line in [*lines(found), *template]:
         print(wrapped(line, width, 12))
     colours = fancy(out) and not os.environ.get("NO_COLOR")
     for example in found.examples:
@@ -95,6 +96,12 @@ class _Asked:
 
     def __init__(self, chat: bool | None, system: str | None, chat_template: str | None) -> None:
         self.chat, self.system, self.chat_template = chat, system, chat_template
+
+
+def _template(on: bool, because: str) -> str:
+    """Return the line about how plain prompts reach a model that has a chat template."""
+    form = "user messages in the model's chat template" if on else "bare text; --chat wraps them"
+    return f"plain       prompts are {form}" + (f" ({because})" if because else "")
 
 
 def lines(found: DataReport) -> Iterator[str]:

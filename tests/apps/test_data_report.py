@@ -78,7 +78,10 @@ def test_trained_text_is_in_brackets_where_there_are_no_colours(
     (tmp_path / "rows.jsonl").write_text(json.dumps({"instruction": "a", "input": "", "output": "b"}))
     assert data(str(tmp_path / "rows.jsonl"), model=str(model), chat=False) == 0
     shown = capsys.readouterr().out
+    assert "plain       prompts are bare text; --chat wraps them" in shown
     assert "shape       Alpaca (posttrain sft)" in shown and "a[[b" in shown and "2 of them trained" in shown
+    assert data(str(tmp_path / "rows.jsonl"), model=str(model), chat=True) == 0
+    assert "prompts are user messages in the model's chat template" in capsys.readouterr().out
     assert data(str(tmp_path / "rows.jsonl")) == 0
     assert "a[[b]]" in capsys.readouterr().out
 

@@ -41,6 +41,8 @@ LATER = {
     "Tools": "posttrain.envs.tools",
     "note": "posttrain.envs.play.call_recording",
     "recorded": "posttrain.envs.play.call_recording",
+    "trl_reward": "posttrain.envs.play.trl_rewards",
+    "verl_reward": "posttrain.envs.play.verl_rewards",
 }
 """Names that are imported when they are used: rewards that need none of them start sooner."""
 
@@ -99,7 +101,8 @@ def _read(verb: Verb, given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     for option in {"env", "with_"} & {OPTION_OF.get(name, name) for name in verb.given} & given.keys():
         if not isinstance(given[option], str):
             env = given[option]
-            options[option] = getattr(env, "__qualname__", repr(env))
+            name = getattr(env, "__qualname__", repr(env))
+            options[option] = f"{getattr(env, '__module__', '')}:{name}" if option == "with_" else name
     for option in {"model", "teacher"} & given.keys():
         value = given[option]
         values = tuple(map(str, [value] if isinstance(value, str | PathLike) else value))

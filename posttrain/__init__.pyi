@@ -23,6 +23,8 @@ from posttrain.core.types import UserError as UserError
 from posttrain.envs.tools import Tools as Tools
 from posttrain.envs.play.call_recording import note as note
 from posttrain.envs.play.call_recording import recorded as recorded
+from posttrain.envs.play.trl_rewards import trl_reward as trl_reward
+from posttrain.envs.play.verl_rewards import verl_reward as verl_reward
 from posttrain.training.trainer import Run
 from posttrain.training.verbs.evaluate import Evaluated
 from posttrain.training.verbs.sample import Written
@@ -45,6 +47,8 @@ __all__ = [
     "Tools",
     "note",
     "recorded",
+    "trl_reward",
+    "verl_reward",
     "sft",
     "rl",
     "prefer",
@@ -294,10 +298,11 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     env: str
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
-    verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
-    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
-    textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its row_to_task
-    writes the demonstrations, if it has one."""
+    verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
+    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
+    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
+    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
+    row_to_task writes the demonstrations, if it has one."""
     model: str | None
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or a model's name. In sft, leave it
     out to train from scratch."""
@@ -556,10 +561,11 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     env: str
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
-    verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
-    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
-    textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its row_to_task
-    writes the demonstrations, if it has one."""
+    verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
+    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
+    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
+    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
+    row_to_task writes the demonstrations, if it has one."""
     link: Literal[
         "sigmoid",
         "robust",
@@ -618,10 +624,11 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     env: str
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
-    verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions,
-    gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes,
-    textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its row_to_task
-    writes the demonstrations, if it has one."""
+    verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
+    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
+    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
+    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
+    row_to_task writes the demonstrations, if it has one."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """Loss on the scores of responses."""
     beta: float

@@ -55,6 +55,9 @@ _ALL = (
         "List the algorithms, or show one: formula, paper, settings.",
         "grpo",
     ),
+    Command(
+        "data", "data_command:data", "start", "Show rows as a model reads them: lengths, repetitions.", "rows.jsonl"
+    ),
     Command("chat", "commands:chat", "evaluate", "Talk to a model.", "runs/rl", "posttrain.config.inference:Chat"),
     Command("view", "inspect_commands:view", "look", "Browse runs: curves, rollouts, groups, every token.", "runs/rl"),
     Command(

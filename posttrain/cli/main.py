@@ -47,6 +47,7 @@ BY_POSITION = {
     "adapter": "the folder of an adapter, or of a run with --lora",
     "index": "the folder of an index, as posttrain retriever build makes it",
     "model": "the folder of a checkpoint or of a run",
+    "rows": "a file of rows, a folder, or the name of a dataset",
     "run": "the folder of a run, or a file of rollouts",
     "runs": "the folder of a run, or several",
     "sql": "a question in SQL",

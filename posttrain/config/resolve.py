@@ -19,7 +19,8 @@ from posttrain.core.coerce import convert, fits
 from posttrain.core.component import setting_of
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
-from posttrain.envs.play.load_env import BUILTIN, split_options
+from posttrain.envs.play.env_options import split_options
+from posttrain.envs.play.load_env import BUILTIN
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)
 AnyConfig = TypeVar("AnyConfig", bound=FromRows)

@@ -70,7 +70,8 @@ class Data(FromRows, group="data"):
     env: str = option("", group="environment", first_hour=True)
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9
-    + verify:tags*0.1". Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
+    + verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
+    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
     shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
     row_to_task writes the demonstrations, if it has one."""

@@ -210,6 +210,8 @@ def to_tasks(
     1. `fields` renames: {"prompt": "question"} makes the column "question" the key "prompt", in place of a
        column already called so. The column stays under its old name too, except where that name is read here
        ("id", "prompt", "messages", "response", "completion", "stop"). Other columns are kept.
+       Then rows of ShareGPT, Alpaca and verl become rows of ours, unless a `convert` of the user's reads them: see
+       `row_shapes.py`.
     2. `convert` makes the row a task, or returns None to leave it out (counted in `.left_out`). Where a response is
        needed, tasks without one are left out too: a problem without a worked solution is not a demonstration.
     3. Templates such as "Question: {question}\nAnswer:" make "prompt" and "response" of the columns there are now.

@@ -26,6 +26,7 @@ from posttrain.core.types import ROLES, Task, UserError
 from posttrain.data.arrow_store import digest
 from posttrain.data.chat_prompts import unlearned, without_weights
 from posttrain.data.row_files import Row
+from posttrain.data.row_shapes import CONVERTED, reshaped, shape_of
 from posttrain.data.rows import no_column, quoted_names, value_in
 
 Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column after it
@@ -64,6 +65,11 @@ class Conversion:
         """
         return frozenset() if self.convert else frozenset(self.fields.values()) - {*self.fields, *READ}
 
+    @property
+    def reshapes(self) -> bool:
+        """Whether rows in the shapes of other trainers are converted: not where the user's own function reads them."""
+        return "prompt" in self.need and (self.convert is None or bool(self.left_out))
+
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
         templates = {
@@ -76,6 +82,8 @@ class Conversion:
     def __call__(self, row: Row) -> Task | None:
         """Convert a row to a task, still without an id; None if `convert` leaves it out."""
         task = self._renamed(row) if self.fields else row
+        if self.reshapes:
+            task = reshaped(task)
         if self.convert is not None:
             converted = _converted(dict(task), self.convert)
             if converted is None or (
@@ -100,6 +108,8 @@ class Conversion:
         """
         columns = self._columns(rows)
         if columns is None or self.convert is not None or self.patterns or {"messages", "stop"} & columns.keys():
+            return None
+        if self.reshapes and {"conversations", "instruction", "reward_model"} & columns.keys():
             return None
         kinds = {name: set(map(type, values)) for name, values in columns.items()}
         texts = {name for name, kind in kinds.items() if kind == {str}}
@@ -130,6 +140,9 @@ class Conversion:
 
     def taken(self, row: Row, task: Task) -> str:
         """Describe the columns in use, by the example of a row and its task."""
+
+        if self.reshapes and (shape := shape_of(row)) in CONVERTED and reshaped(row) is not row:
+            return f"{shape}: {CONVERTED[shape]}"
 
         def columns(*names: str) -> list[str]:
             return [column for name in names if not _blank(row.get(column := self.fields.get(name, name)))]

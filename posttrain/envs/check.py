@@ -50,11 +50,19 @@ def check(
         raise UserError("there are no tasks to check the environment with")
     trial = _Trial(_Answers(services or Services()), viewer)
     with EnvPool(env_spec, workers=1, seconds=seconds, memory=memory) as trial.pool:
+        trial.pool.ready()
         for number, task in enumerate(tasks[:TASKS]):
-            for kind, script in _sample_replies(task, replies):
+            samples = _sample_replies(task, replies)
+            if trial.pool.by_group:
+                trial.play_group(number, task, [(kind, script[0]) for kind, script in samples])
+                continue
+            for kind, script in samples:
                 trial.play(number, task, kind, script)
         if replies is None and not (found := Report(tuple(trial.cases))).known and found.constant:
             for number, task in enumerate(tasks[:TASKS]):
+                if trial.pool.by_group:
+                    trial.play_group(number, task, _in_forms(task))
+                    continue
                 for kind, reply in _in_forms(task):
                     trial.play(number, task, kind, [reply])
     context = viewer.context if viewer is not None else None
@@ -96,6 +104,37 @@ class _Trial:
             shown, result, slowest = _play(self.pool, task, script, None)
             ends = None if result is None else _first(shown, result)
             self.unanswered = Case(name, kind, reply, *_shown_text(shown), ends, (), slowest, True)
+
+    def play_group(self, number: int, task: Task, samples: Sequence[tuple[str, str]]) -> None:
+        """Play all cases of a task twice, as one group: for a reward that scores whole groups."""
+        first = self._group_played(task, [reply for _, reply in samples])
+        again = self._group_played(task, [reply for _, reply in samples])
+        name = str(task.get("id", number))
+        for (kind, reply), (turn, seen, done, seconds), (_, _, second, slowest) in zip(
+            samples, first, again, strict=True
+        ):
+            self.first = self.first or turn
+            told = _shown_text([turn])
+            self.cases.append(Case(name, kind, reply, *told, done, (), max(seconds, slowest), done == second, seen))
+
+    def _group_played(self, task: Task, replies: Sequence[str]) -> list[tuple[Turn, Seen | None, Done, float]]:
+        """Return of each reply the turn before it, its preview, its end, and the seconds of the call."""
+        self.pool.ready()
+        for place in range(len(replies)):
+            self.pool.start(place, task, "group")
+        turns: dict[int, Turn] = {}
+        while len(turns) < len(replies):
+            turns |= {place: event for place, event in self.pool.poll(None) if isinstance(event, Turn)}
+        seen = [self.viewer.watch(task) if self.viewer is not None else None for _ in replies]
+        said = [_said(reply, turns[place], 0, seen[place]) for place, reply in enumerate(replies)]
+        began = time.perf_counter()
+        for place, reply in enumerate(said):
+            self.pool.send(place, reply)
+        ends: dict[int, Done] = {}
+        while len(ends) < len(replies):
+            ends |= {place: event for place, event in self.pool.poll(None) if isinstance(event, Done)}
+        seconds = time.perf_counter() - began
+        return [(turns[place], seen[place], ends[place], seconds) for place in range(len(replies))]
 
 
 def _first(shown: Sequence[Turn], result: Done) -> Done:
@@ -182,7 +221,9 @@ def _said(text: str, turn: Turn, number: int, seen: Seen | None) -> Reply:
     if seen is not None:
         seen.show(turn)
     reply = seen.say(text) if seen is not None else None
-    return reply or Reply(text, tool_calls=HERMES.read(text, [*(turn.tools or ())]), number=number)
+    if reply is not None:
+        return reply
+    return Reply(text, tool_calls=HERMES.read(text, [*(turn.tools or ())]), number=number)
 
 
 def _timed(pool: EnvPool, ask: Callable[[], None]) -> tuple[Event, float]:

@@ -1,4 +1,4 @@
-"""Parses rewards that are sums: "verify:exact_match*0.9 + verify:tags,only=false*0.1"."""
+"""Parses rewards that are sums: "verify:exact_match*0.9 + verify:tags,only=false*0.1 + trl:rewards.py:short*0.2"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import NamedTuple
 from posttrain.core.types import VERIFIER_PREFIX as PREFIX
 from posttrain.core.types import UserError
 
-_SUM = re.compile(r"\s+\+(?:\s+|$)|\+(?=verify:)")
+TRL, VERL = "trl:", "verl:"
+PREFIXES = (PREFIX, TRL, VERL)
+"""Of names of rewards that are not functions of (task, reply)."""
+_SUM = re.compile(r"\s+\+(?:\s+|$)|\+(?=(?:verify|trl|verl):)")
 _WEIGHT = re.compile(r"(.+?)\s*\*\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)")
 
 
@@ -20,14 +23,19 @@ class RewardTerm(NamedTuple):
     weight: float | None
 
 
-def names_verifiers(spec: str) -> bool:
-    """Return whether the name is one of our verifiers, or a sum with one."""
-    return any(term.startswith(PREFIX) for term in _SUM.split(spec.strip()))
+def is_sum(spec: str) -> bool:
+    """Return whether the name has such a prefix, or is a sum with one that has."""
+    return any(term.startswith(PREFIXES) for term in _SUM.split(spec.strip()))
 
 
 def terms_of(spec: str) -> list[RewardTerm]:
     """Return the summands, in their order. Raises UserError for an empty one, or a weight that is not a number."""
     return [_term(text.strip(), spec) for text in _SUM.split(spec.strip())]
+
+
+def own_name(term: str) -> str:
+    """Return the name of a term without the prefix of the library that it was written for."""
+    return term.removeprefix(TRL).removeprefix(VERL)
 
 
 def _term(text: str, spec: str) -> RewardTerm:
@@ -38,4 +46,8 @@ def _term(text: str, spec: str) -> RewardTerm:
         weight = math.nan
     if not text or (weight is not None and not math.isfinite(weight)):
         raise UserError(f'--env {spec:.80}: a sum is written "{PREFIX}exact_match*0.9 + {PREFIX}tags*0.1"')
+    for name in text[: found.end(1) if found else None].split(",") if text.startswith(TRL) else ():
+        if _WEIGHT.fullmatch(name):
+            fix = " + ".join(f"{TRL}FILE:{one}" for one in ("f*0.5", "g*0.2"))
+            raise UserError(f"--env {spec:.80}: each function with a weight is a term of its own: {fix}")
     return RewardTerm(found[1] if found else text, weight)

@@ -15,11 +15,11 @@ MOST_ASKS = 1024  # questions about one reply
 
 
 def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, Reply]]) -> list[Done]:
-    """Score each (task, reply), in their order, by an environment of one turn."""
+    """Score each (task, reply), in their order, by an environment of one turn. Replies to one task object are a group."""
     found: dict[int, Done] = {}
     turns, asks = [0] * len(replies), [0] * len(replies)
     for place, (task, _) in enumerate(replies):
-        pool.start(place, task)
+        pool.start(place, task, id(task))
     while len(found) < len(replies):
         for place, answer in services.poll() if services.pending else ():
             pool.send(place, bare(answer))

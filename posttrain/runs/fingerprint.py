@@ -16,7 +16,8 @@ from typing import Any
 from posttrain.core import user_files
 from posttrain.core.json_text import known
 from posttrain.core.types import UserError
-from posttrain.envs.play.load_env import split_options
+from posttrain.envs.play.env_options import split_options
+from posttrain.envs.reward_sums import is_sum, own_name, terms_of
 from posttrain.system.user_code import source_file
 
 READ = {".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet", ".arrow", ".safetensors", ".jinja", ".model"}
@@ -55,7 +56,16 @@ def of_rows(rows: Sequence[Any]) -> Print:
 
 
 def of_code(code: str | Callable[..., Any]) -> Print | None:
-    """Return that of the file of "my.py:name", or of a function; None for one of an installed package."""
+    """Return that of the file of "my.py:name", or of a function; None for one of an installed package.
+
+    Of a sum it is that of the files of all terms.
+    """
+    if isinstance(code, str) and is_sum(code):
+        found = [of_code(own_name(term.spec)) for term in terms_of(code)]
+        known = [one for one in found if one is not None]
+        if len(known) > 1:
+            return {"digest": _digest([one["digest"] for one in known]), "bytes": sum(one["bytes"] for one in known)}
+        return known[0] if known else None
     file = split_options(code)[0].rpartition(":")[0] if isinstance(code, str) else source_file(code)
     return of_path(Path(file)) if file and file.endswith(".py") and Path(file).is_file() else None
 

@@ -17,11 +17,11 @@ from posttrain.core.types import UserError
 from posttrain.training import older_weights
 
 
-def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True) -> Algorithm:
+def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True, by_group: bool = False) -> Algorithm:
     """Return the algorithm with the settings of a run.
 
     Raises UserError, in one line, where settings do not exist, do not fit or contradict each other. `single_turn`: whether
-    an episode is one reply.
+    an episode is one reply; `by_group`: whether the reward scores whole groups.
     """
     if run.ptx and algorithm.pretraining is None:
         algorithm = replace(algorithm, pretraining=Pretraining())
@@ -45,7 +45,7 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True) -> Algorithm
     check_ranges(algorithm)
     problems = (
         *_contradictions(algorithm, run),
-        *_contradictions_of_partial_replies(algorithm, run, single_turn),
+        *_contradictions_of_partial_replies(algorithm, run, single_turn, by_group),
         *_ineffective_settings(algorithm, run, single_turn),
     )
     for broken, reason in problems:
@@ -134,12 +134,18 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
     yield from _contradictions_of_teacher(algorithm, run)
 
 
-def _contradictions_of_partial_replies(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_partial_replies(
+    algorithm: Algorithm, run: RL, single_turn: bool, by_group: bool
+) -> Iterator[tuple[bool, str]]:
     """Yield the contradictions of replies that are continued in a later step."""
     told, tokens = "--tokens-per-step", run.tokens_per_step
     yield (
         tokens > 0 and not single_turn,
         f"{told} is for environments whose episodes are one reply: one of several turns cannot be interrupted and continued",
+    )
+    yield (
+        tokens > 0 and by_group,
+        f"the reward scores whole groups, whose replies {told} would end in different steps: leave it out",
     )
     yield (
         tokens > 0 and algorithm.sampling is not None,

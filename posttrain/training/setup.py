@@ -130,6 +130,7 @@ def load_tasks(
     `convert` leaves out, in words.
     """
     spec = env or config.env or None
+    function = None
     doing("reading rows" if rows is not None else f"reading {config.tasks}")
     if convert is None and spec is not None:
         function = load_env(spec)  # its errors are reported before anything heavy starts
@@ -150,7 +151,10 @@ def load_tasks(
         if config.limit is None:
             return Stream(rows, Conversion(**options))
         rows = (row for make in [rows] for row in islice(make(), config.limit))  # not called before it is read
-    return to_tasks(load_rows(rows, config.split, config.limit), **options, split_seed=split_seed)
+    tasks = to_tasks(load_rows(rows, config.split, config.limit), **options, split_seed=split_seed)
+    if (refuses := getattr(function, "problem_of_row", None)) and (problem := refuses(tasks[0])):
+        raise UserError(f"{tasks.where(0)}: {problem}")
+    return tasks
 
 
 def split_tasks(
@@ -304,7 +308,8 @@ def _reply_to(turn: Turn, reply: str, seen: Seen | None) -> Reply:
     seen.show(turn)
     if seen.problem is not None and not turn.whole:  # the template cannot show this turn: the episode is invalid
         raise UserError(seen.problem)
-    return seen.say(reply) or Reply(reply)
+    said = seen.say(reply)
+    return Reply(reply) if said is None else said
 
 
 def fitting(tasks: Tasks | None, pool: EnvPool, tokenizer: Tokenizer, too_long: TooLong) -> list[Task]:

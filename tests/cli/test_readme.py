@@ -35,14 +35,16 @@ JOURNEYS = {
         "docs/guides/runs.md",
         "docs/guides/lora.md",
     ),
+    "coming-from": ("docs/guides/coming-from.md",),
     "environments": ("docs/guides/environments.md",),
     "retrieval": ("docs/guides/retrieval.md",),
     "serving": ("docs/guides/serving.md",),
     "verifiers": ("docs/guides/verifiers.md",),
 }
 """Pages whose blocks run one after the other in one folder."""
-RUNS = {"README": 1, "start": 35, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
+RUNS = {"README": 1, "start": 35, "coming-from": 10, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
 """How many programs and commands that are."""
+SHORT = ("README", "start", "coming-from")
 PAGES = {name: ROOT / name for names in JOURNEYS.values() for name in names}
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 OWN = ("README.md", *JOURNEYS["start"], "docs/guides/coming-from.md", "docs/guides/scaling.md", "docs/guides/vllm.md")
@@ -76,7 +78,11 @@ def test_readme_is_one_page() -> None:
 
 @pytest.mark.timeout(600)  # some 20 seconds of one core, which a busy machine does not have at once
 @pytest.mark.parametrize(
-    "name", [name if name in ("README", "start") else pytest.param(name, marks=pytest.mark.long) for name in JOURNEYS]
+    "name",
+    [
+        name if name in ("README", "start", "coming-from") else pytest.param(name, marks=pytest.mark.long)
+        for name in JOURNEYS
+    ],
 )
 def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

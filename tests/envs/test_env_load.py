@@ -337,7 +337,7 @@ def test_reward_of_another_trainer_is_told_from_one_of_ours() -> None:
         return 1.0
 
     for function, whose in ((of_trl, "TRL"), (of_verl, "verl")):
-        with pytest.raises(UserError, match=rf"as a reward of {whose} does; here it is def reward\(task, reply\)"):
+        with pytest.raises(UserError, match=rf"as a reward of {whose} does: give it as {whose.lower()}:FILE:NAME"):
             load_env(function)
 
 

@@ -17,7 +17,7 @@ from posttrain.core.types import Invalid, UserError
 from posttrain.envs.check import check
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.load_env import about, load_converter, load_env, success_of
-from posttrain.envs.reward_sums import RewardTerm, names_verifiers, terms_of
+from posttrain.envs.reward_sums import RewardTerm, is_sum, terms_of
 from posttrain.verify.named_verifiers import ANSWERS, OTHERS, VERIFIERS
 from posttrain.verify.short_answer import exact_match
 from posttrain.verify.similarity import rouge_l
@@ -120,7 +120,7 @@ def test_right_is_what_has_full_marks_in_every_part_that_has_any() -> None:
 def test_sums_are_told_from_files_and_patterns_by_their_names() -> None:
     assert terms_of("verify:a*2+verify:b") == [RewardTerm("verify:a", 2.0), RewardTerm("verify:b", None)]
     assert terms_of("verify:matches,pattern=a+b") == [RewardTerm("verify:matches,pattern=a+b", None)]
-    assert not names_verifiers("a+b/my.py:reward") and not names_verifiers("search-qa,topk=5")
+    assert not is_sum("a+b/my.py:reward") and not is_sum("search-qa,topk=5")
 
 
 def test_a_worker_plays_a_sum_by_its_name() -> None:

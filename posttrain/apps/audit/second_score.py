@@ -12,8 +12,9 @@ from posttrain.apps.audit.replies import Replies
 from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import BUILTIN, is_generator_env, load_env
-from posttrain.envs.reward_sums import names_verifiers
+from posttrain.envs.reward_sums import is_sum
 
 
 def score_of(replies: Replies, name: str) -> Floats:
@@ -21,11 +22,16 @@ def score_of(replies: Replies, name: str) -> Floats:
 
     Raises UserError for a name that is neither, a part that no reply has, and a reward that can score nothing.
     """
-    if name in replies.parts or not (name in BUILTIN or names_verifiers(name) or re.fullmatch(r"[^\s:]+:\w+", name)):
+    if name in replies.parts or not (name in BUILTIN or is_sum(name) or re.fullmatch(r"[^\s:]+:\w+", name)):
         return replies.part(name)
     if is_generator_env(load_env(name)):
         raise UserError(
             f"--gold {name} is an environment that asks: give a reward of a task and a reply, (task, reply)"
+        )
+    if is_group_reward(load_env(name)) and not is_sum(name):
+        raise UserError(
+            f"--gold {name} scores whole groups, and a gold score is of one reply: give a reward of (task, reply), or log "
+            "it as a part of the reward"
         )
     if not replies.single:
         raise UserError(

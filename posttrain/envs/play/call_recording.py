@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Never
@@ -47,11 +47,31 @@ class CallJournal:
         self._sizes: dict[str, int] = {}  # of each note, in characters
         self._noted = 0  # their sum
         self._further = False  # whether some of them have left no trace
+        self._each: dict[str, list[Any]] = {}  # notes with a value for each member of a group
 
     @property
     def notes(self) -> dict[str, Any]:
         """The notes so far."""
         return {**self._notes, **(FURTHER if self._further else {})}
+
+    def note_each(self, name: str, values: Sequence[Any]) -> None:
+        """Store a note of each member of the group that is scored, in their order."""
+        self._each[name] = list(values)
+
+    def notes_of(self, member: int) -> dict[str, Any]:
+        """Return the notes of a member of a group. A value that JSON cannot hold is noted as its text."""
+        own = CallJournal()
+        for name, values in self._each.items():
+            if member < len(values):
+                own.note_or_text(name, values[member])
+        return own.notes
+
+    def note_or_text(self, name: str, value: Any) -> None:
+        """Store a note: as its text if JSON cannot hold it."""
+        try:
+            self.note({name: value})
+        except TypeError:
+            self.note({name: str(value)})
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Store notes. Raises TypeError for values that JSON cannot hold. Long values are marked as such: no reward

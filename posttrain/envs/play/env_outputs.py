@@ -55,6 +55,7 @@ class Done:
     spans: tuple[SpanReward, ...] = ()
     sides: dict[str, Done] = field(default_factory=dict)  # the result of each side, where they differ
     notes: dict[str, Any] = field(default_factory=dict)  # the environment's notes: see `call_recording.note`
+    group: tuple[Done, ...] = ()  # the result of each member, where a reward scored a whole group
 
     def of(self, side: str) -> Done:
         """Return the result of a side."""

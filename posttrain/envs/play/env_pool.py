@@ -12,6 +12,8 @@ Decided here:
 * An environment that is written with `async def` waits beside others: a worker has as many of its steps under way as are
   asked. It enforces the limit itself, and reports nothing but the result; the pool does so a little later, for code that
   never gives the thread back. Then, and when such a worker dies, the episode whose code ran last is the one that is blamed.
+* A reward of whole groups (`group_rewards.py`) is asked once all episodes of a group that were begun have their replies,
+  or were given up. To the workers such a group is one episode, of which a lost worker loses no more than of any other.
 * The first worker starts at once and the others when it has imported the environment, while models are loaded: an import
   that fails does so once.
 * Nothing waits for a worker to read or to write: sockets are written as far as they take it, and read as far as there is.
@@ -27,15 +29,16 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_runner import EnvRunner, OneByOne, diverged, parted, stage_of
+from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_generator_env, load_env, opening, pack_env
 from posttrain.envs.play.worker_protocol import (
     LONGEST_ANSWER,
@@ -80,6 +83,20 @@ def _own(said: Any) -> Any:
     return said if isinstance(said, Reply) else deepcopy(said)
 
 
+def _fits_group(episode: _Episode, event: Event | None) -> bool:
+    """Whether a worker has answered a group as one, and all else not so."""
+    if event is None or not episode.members:
+        return not (isinstance(event, Done) and event.group)
+    if not isinstance(event, Done) or event.sides:
+        return False
+    return len(event.group) == len(episode.members) or (not event.group and isinstance(event.reward, Invalid))
+
+
+def _named(task: Task) -> Any:
+    """Return the id of a task, or of the first one of a group."""
+    return task["tasks"][0].get("id") if task.keys() == {"tasks", "replies"} else task.get("id")
+
+
 @dataclass(eq=False, slots=True)
 class _Episode:
     id: int  # the caller's
@@ -91,6 +108,8 @@ class _Episode:
     placed: bool = False  # its worker holds it, and has seen all that was sent except the last, which may be on its way
     waiting: bool = True  # a command of it is unanswered
     killed: int = 0  # times that its process was ended from outside while it was in it
+    group: Hashable = None  # those of one are scored together, if the reward does so
+    members: tuple[_Episode, ...] = ()  # of a group that is scored as one episode
 
 
 @dataclass(eq=False, slots=True)
@@ -211,27 +230,34 @@ class EnvPool:
         self._imported = False  # whether any worker ever did
         self._tries = 0  # imports in a row that failed since
         self._closed = False
+        self._groups: dict[Hashable, list[_Episode]] = {}  # of a reward of groups: the episodes that are not scored yet
+        self._by_group = False  # whether it is one, once that is known
         self._stage: EnvRunner | OneByOne | None = stage_of(load_env(env), self._keep) if workers == 0 else None
         self._single_turn: bool | None = None  # not known before a worker has imported the environment
         if self._stage is not None:
-            self._single_turn = self._stage.single_turn
+            self._single_turn, self._by_group = self._stage.single_turn, self._stage.by_group
             return
         if not isinstance(env, str):
             self._single_turn = not is_generator_env(load_env(env))
+            self._by_group = self._single_turn and is_group_reward(env)
         self._setup = WorkerSetup(pack_env(env), self._name, memory, seconds)
         self._add_worker()
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
-    def start(self, id: int, task: Task) -> None:
+    def start(self, id: int, task: Task, group: Hashable = None) -> None:
         """Begin an episode; its first event comes from `poll`. `id` is free again after its `Done`.
+
+        `group`: a reward of whole groups scores the episodes of one together, in the order of their ids; None: it is alone.
+        All episodes of a group are begun before the last of them gets its reply.
 
         Raises UserError if a plain reward's task has neither prompt nor messages; so may `poll`, during the import.
         """
         assert id not in self._episodes, f"episode {id} is in progress"
         self._begun += 1
-        self._episodes[id] = _Episode(id, self._begun, task)
-        self._ask(self._episodes[id])
+        self._episodes[id] = episode = _Episode(id, self._begun, task, group=("alone", id) if group is None else group)
+        self._groups.setdefault(episode.group, []).append(episode)
+        self._ask(episode)
 
     def branch(self, id: int, to: int) -> None:
         """Begin an episode that is where the episode `id` is, which waits for a reply. Its first event is that turn again.
@@ -259,13 +285,21 @@ class EnvPool:
         """Give up an episode that waits for a reply or an answer. There is no further event."""
         episode = self._episodes.pop(id)
         assert not episode.waiting, f"episode {id} has not shown its next turn"
-        if self._stage is not None:
+        self._leave_group(episode)
+        if self._by_group:
+            self._score_group(episode.group)
+        elif self._stage is not None:
             self._stage.drop(id)
         elif episode.placed and episode.worker is not None:
             episode.worker.queue.append(_Order(episode, drop=True))
 
     def clear(self) -> None:
         """Give up all episodes, those under way once they have come so far."""
+        for episode in [e for own in self._groups.values() for e in own if self._by_group and e.sent]:
+            episode.waiting = False  # it waits for others of its group, which get no reply any more
+            self._waiting -= 1
+            self._leave_group(episode)
+            del self._episodes[episode.id]
         while self.pending and not self._closed:
             self.poll(None)
         for id in [] if self._closed else list(self._episodes):
@@ -302,6 +336,11 @@ class EnvPool:
             self._exchange(time.monotonic() + IMPORT_SECONDS)
         return self._single_turn
 
+    @property
+    def by_group(self) -> bool:
+        """True for a reward that scores whole groups. May wait for the import."""
+        return self.single_turn and self._by_group
+
     def close(self) -> None:
         """End the workers; episodes in progress are lost. May be called twice."""
         if self._stage is not None and not self._closed:
@@ -329,7 +368,11 @@ class EnvPool:
     def _ask(self, episode: _Episode) -> None:
         self._waiting += 1
         first = opening(episode.task) if self._single_turn and not episode.sent else None
-        if self._stage is not None:
+        if self._by_group and first is not None:
+            self._answer(episode, first)
+        elif self._by_group:
+            self._score_group(episode.group)
+        elif self._stage is not None:
             began = time.perf_counter()
             sent, id = episode.sent, episode.id
             event = self._stage.send(id, _own(sent[-1])) if episode.placed else self._replayed(episode)
@@ -340,6 +383,30 @@ class EnvPool:
             self._answer(episode, first)
         else:
             self._place(_Order(episode))
+
+    def _score_group(self, group: Hashable) -> None:
+        """Have a group scored, if the last of its replies is there."""
+        members = self._groups.get(group, [])
+        if not members or not all(episode.sent for episode in members):
+            return
+        members = sorted(self._groups.pop(group), key=lambda episode: episode.id)
+        self._begun += 1
+        asked = {"tasks": [e.task for e in members], "replies": [e.sent[0] for e in members]}
+        whole = _Episode(-self._begun, self._begun, asked, members=tuple(members))
+        if self._stage is None:
+            return self._place(_Order(whole))
+        began = time.perf_counter()
+        event = self._stage.start(whole.id, whole.task)
+        self.waited += time.perf_counter() - began
+        self._answer(whole, event)
+
+    def _leave_group(self, episode: _Episode) -> None:
+        """Forget that an episode is of a group."""
+        own = self._groups.get(episode.group, [])
+        if episode in own:
+            own.remove(episode)
+        if not own:
+            self._groups.pop(episode.group, None)
 
     def _replayed(self, episode: _Episode) -> Event:
         """Return the event behind all that was sent to an episode in this process."""
@@ -369,11 +436,17 @@ class EnvPool:
         (self._queue if episode.worker is None else episode.worker.queue).append(order)
 
     def _answer(self, episode: _Episode, event: Event) -> None:
+        if episode.members:
+            assert isinstance(event, Done), "a reward of groups asks for nothing"
+            for member, done in zip(episode.members, event.group or [event] * len(episode.members), strict=True):
+                self._answer(member, replace(done, notes={**event.notes, **done.notes}))
+            return
         self._events.append((episode.id, event))
         episode.waiting = False
         self._waiting -= 1
         if isinstance(event, Done):
             del self._episodes[episode.id]
+            self._leave_group(episode)
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -455,7 +528,7 @@ class EnvPool:
             return pickle.dumps(task)
         except Exception as error:  # the objects in it may raise anything
             raise UserError(
-                f"task {task.get('id')!r} cannot be sent to a worker: {type(error).__name__}: {error}; leave in it what can "
+                f"task {_named(task)!r} cannot be sent to a worker: {type(error).__name__}: {error}; leave in it what can "
                 "be pickled, or use --env-workers 0"
             ) from error
 
@@ -496,6 +569,8 @@ class EnvPool:
             return  # a step that was replayed
         if order.drop != (answer.event is None):
             raise Garbled("an answer out of turn")
+        if not _fits_group(order.episode, answer.event):
+            raise Garbled("an answer of another group")
         del worker.sent[answer.number]
         if answer.event is not None:
             self._answer(order.episode, answer.event)
@@ -506,7 +581,7 @@ class EnvPool:
             return
         worker.ready, self._imported, self._tries = True, True, 0
         worker.since = time.monotonic()
-        worker.waits = message.waits
+        worker.waits, self._by_group = message.waits, message.by_group
         while len(self._workers) < self.size:
             self._add_worker()
         if self._single_turn is None:

@@ -18,6 +18,7 @@ from typing import Any
 from posttrain.core.types import Ask, AsyncEnv, Env, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.envs.play.call_recording import CURRENT, NOTING, CallJournal
 from posttrain.envs.play.env_outputs import Done, Event, cleaned, read_verdict, read_yielded, unreadable
+from posttrain.envs.play.group_rewards import GroupVerdicts, is_group_reward, lift_async_group, lift_group, read_group
 from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_async
 from posttrain.system.user_code import describe_error, source_file
 
@@ -40,6 +41,7 @@ class _Reports:
     def __init__(self, function: Callable[..., Any], alone: bool, memory: float, records: Records | None) -> None:
         self._records = records
         self.single_turn = not is_generator_env(function)
+        self.by_group = self.single_turn and is_group_reward(function)
         self._file = source_file(function)
         self._memory = memory
         self._alone = alone
@@ -62,7 +64,7 @@ class _Reports:
 
     def _verdict(self, value: Any) -> Done:
         try:
-            return read_verdict(value)
+            return read_group(value) if isinstance(value, GroupVerdicts) else read_verdict(value)
         except BaseException as error:  # types of the user's
             self._let_through(error)
             return self.raised(error)
@@ -73,8 +75,12 @@ class _Reports:
 
     def _end(self, event: Event, journal: CallJournal) -> Event:
         """Return the event, with the episode's notes if it is the end."""
-        notes = journal.notes if isinstance(event, Done) else {}
-        return replace(event, notes=notes) if isinstance(event, Done) and notes else event
+        if not isinstance(event, Done):
+            return event
+        if event.group:
+            members = [replace(done, notes=journal.notes_of(place)) for place, done in enumerate(event.group)]
+            event = replace(event, group=tuple(members))
+        return replace(event, notes=journal.notes) if journal.notes else event
 
     def _own(self, task: Task) -> Task:
         """Return an own copy of a task: the rows of a group are one object, and an episode may change its row."""
@@ -88,7 +94,8 @@ class EnvRunner(_Reports):
         self, function: Callable[..., Any], alone: bool = False, memory: float = 0.0, records: Records | None = None
     ) -> None:
         super().__init__(function, alone, memory, records)
-        self._env: Env = lift(function) if self.single_turn else function
+        lifted = lift_group if self.by_group else lift
+        self._env: Env = lifted(function) if self.single_turn else function
         self._episodes: dict[int, tuple[Generator[Any, Any, Any], CallJournal]] = {}
 
     def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
@@ -174,7 +181,8 @@ class AsyncEnvRunner(_Reports):
         records: Records | None = None,
     ) -> None:
         super().__init__(function, alone, memory, records)
-        self._env: AsyncEnv = lift_async(function) if self.single_turn else function
+        lifted = lift_async_group if self.by_group else lift_async
+        self._env: AsyncEnv = lifted(function) if self.single_turn else function
         self._seconds, self._name, self._enters = seconds, name, enters
         self._episodes: dict[int, _Waiting] = {}
 
@@ -244,7 +252,7 @@ class OneByOne:
     def __init__(self, function: Callable[..., Any], records: Records | None = None) -> None:
         self._stage = AsyncEnvRunner(function, records=records)
         self._loop = asyncio.new_event_loop()
-        self.single_turn = self._stage.single_turn
+        self.single_turn, self.by_group = self._stage.single_turn, self._stage.by_group
 
     def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
         return self._finished(self._stage.start(id, task, known))

@@ -126,7 +126,7 @@ def _load(setup: WorkerSetup, connection: _Connection, note: int) -> EnvRunner |
         said = f"the environment does not load in a worker: {describe_error(error, None)}{hint}"
         connection.send(write_failure(said))
         return None
-    connection.send(write_greeting(stage.single_turn, isinstance(stage, AsyncEnvRunner)))
+    connection.send(write_greeting(stage.single_turn, isinstance(stage, AsyncEnvRunner), stage.by_group))
     return stage
 
 

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import pickle
-import re
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any
 
-from posttrain.core.coerce import convert
 from posttrain.core.messages import near, near_or_all, short
 from posttrain.core.types import VERIFIER_PREFIX as PREFIX
 from posttrain.core.types import AsyncEnv, Env, Invalid, Reply, Reward, Task, Turn, UserError, Verdict
-from posttrain.envs.play.env_outputs import read_number, read_verdict
-from posttrain.envs.reward_sums import RewardTerm, names_verifiers, terms_of
+from posttrain.envs.play.env_options import read_options, split_options
+from posttrain.envs.play.env_outputs import read_number
+from posttrain.envs.play.group_rewards import PARAMETERS, is_group_reward
+from posttrain.envs.play.reward_terms import about_verifier, full_marks, sum_of, target_of
+from posttrain.envs.reward_sums import PREFIXES, TRL, VERL, is_sum, terms_of
 from posttrain.system.user_code import (
     PRIVATE,
     describe_error,
@@ -32,9 +31,6 @@ from posttrain.system.user_code import (
     split_name,
     unwrapped,
 )
-
-if TYPE_CHECKING:
-    from posttrain.verify.named_verifiers import NamedVerifier
 
 BUILTIN = {
     "arithmetic": "posttrain.envs.builtin.arithmetic:reward",
@@ -62,8 +58,6 @@ BUILTIN = {
     "search-qa": "posttrain.envs.builtin.search_qa:search_qa",
 }
 
-_WITH_OPTIONS = re.compile(r"([^,]+)((?:,\w+(?:=[^,]*)?)+)")
-
 
 def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     """Return the reward or generator function that `spec` names (a function is returned unchanged), as its author wrote it.
@@ -74,8 +68,8 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(spec, str):
         _refuse_verifier(spec)
         return _checked(spec, getattr(spec, "__qualname__", repr(spec)))
-    if names_verifiers(spec):
-        return _sum_of(terms_of(spec), spec)
+    if is_sum(spec):
+        return sum_of(terms_of(spec), spec, load_env)
     bare, options = split_options(spec)
     target, name = _split(bare)
     if f"{target}.".startswith("posttrain.verify."):
@@ -83,51 +77,6 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     module = import_target(target)
     function = _checked(named_in(module, name, target, _functions(module)), bare)
     return _bound(function, bare, options, module) if options else function
-
-
-def _sum_of(terms: Sequence[RewardTerm], spec: str) -> Callable[..., Any]:
-    """Return the reward that these add up to; a verifier alone, without a weight, is itself."""
-    if len(terms) == 1 and terms[0].weight is None:
-        return _verifier(terms[0].spec)
-    parts: dict[str, tuple[float, Callable[..., Any]]] = {}
-    for term in terms:
-        label = _part_name(term.spec, parts)
-        parts[label] = (1.0 if term.weight is None else term.weight, _summand(term.spec, spec))
-    from posttrain.verify.weighted import Weighted  # see _found
-
-    return Weighted(parts)
-
-
-def _summand(term: str, spec: str) -> Callable[..., Any]:
-    """Return a reward as a summand: its total."""
-    if term.startswith(PREFIX):
-        return _verifier(term)
-    function = load_env(term)
-    if is_generator_env(function) or is_async(function):
-        raise UserError(
-            f"--env {spec:.80}: {term} cannot be added to others: only a reward def reward(task, reply) can"
-        )
-    return lambda task, reply: read_verdict(function(task, reply)).reward
-
-
-def _found(spec: str) -> NamedVerifier:
-    """Return the verifier of a name. Imported here: workers of other rewards start sooner."""
-    from posttrain.verify.named_verifiers import find_verifier
-
-    return find_verifier(spec.removeprefix(PREFIX))
-
-
-def _verifier(spec: str) -> Callable[..., Any]:
-    bare, options = split_options(spec)
-    return _found(bare).reward(options)
-
-
-def _part_name(spec: str, taken: Collection[str]) -> str:
-    """Return the name of a summand in records: that of the verifier or reward; a second one of this name has a number."""
-    name = split_options(spec)[0].removeprefix(PREFIX)
-    name = Path(name.partition(":")[0]).stem if name.endswith(":reward") else name.rpartition(":")[2]
-    again = sum(one.partition("-")[0] == name for one in taken) + 1
-    return name if again == 1 else f"{name}-{again}"
 
 
 def _refuse_verifier(function: Callable[..., Any]) -> None:
@@ -141,19 +90,10 @@ def _refuse_verifier(function: Callable[..., Any]) -> None:
 
 def _renamed(name: str) -> str:
     """Return the name of a verifier's function on the command line."""
-    from posttrain.verify.named_verifiers import VERIFIERS
+    from posttrain.verify.named_verifiers import VERIFIERS, find_verifier
 
     called = next((v.name for v in VERIFIERS.values() if v.function.__name__ == name), name)
-    return PREFIX + _found(called).name
-
-
-def split_options(spec: str) -> tuple[str, dict[str, str | None]]:
-    """ "search-qa,topk=5" -> ("search-qa", {"topk": "5"}); None: the value is missing."""
-    found = _WITH_OPTIONS.fullmatch(spec)
-    if found is None:
-        return spec, {}
-    pairs = [option.partition("=") for option in found[2].split(",")[1:]]
-    return found[1], {name: value if equals else None for name, equals, value in pairs}
+    return PREFIX + find_verifier(called).name
 
 
 def _bound(
@@ -164,26 +104,7 @@ def _bound(
     Raises UserError for unknown options, and for those that `check_options` beside it refuses: a function of all options.
     """
     own = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    if unknown := next((option for option in options if option not in own), None):
-        has = near_or_all(unknown, list(own)) if own else "; it has none (a parameter behind a * is one)"
-        raise UserError(f"--env {name}: no option {unknown!r}{has}")
-    if empty := next((option for option, text in options.items() if text is None), None):
-        example = "VALUE" if own[empty].default in (own[empty].empty, None, "") else own[empty].default
-        raise UserError(f"--env {name}: the option {empty} has no value: write {name},{empty}={example}")
-    try:
-        hints = get_type_hints(unwrapped(function))
-    except Exception:  # names that mean nothing in its module
-        hints = {}
-    values = {
-        option: convert(text, hints.get(option, str), f"--env {name}: {option}") for option, text in options.items()
-    }
-    if callable(refuse := getattr(module, "check_options", None)):
-        defaults = {n: p.default for n, p in own.items() if p.default is not p.empty}
-        try:
-            refuse(**{**defaults, **values})
-        except (UserError, ValueError) as error:
-            raise UserError(f"--env {name}: {error}") from None
-    return functools.partial(function, **values)
+    return functools.partial(function, **read_options(function, name, options, own, module))
 
 
 def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | None:
@@ -198,8 +119,20 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
     """Return the reward of success: as given, or `SUCCESS` beside the environment; None: neither."""
     if given is not None:
         return given
-    if isinstance(spec, str) and names_verifiers(spec):
-        return _full_marks(terms_of(spec))
+    if isinstance(spec, str) and is_sum(spec):
+        terms = terms_of(spec)
+        alone = len(terms) == 1 and terms[0].weight is None and not terms[0].spec.startswith(PREFIX)
+        return _stated(spec) if alone else full_marks(terms, _of_term)
+    return _stated(spec)
+
+
+def _of_term(term: str) -> float | None:
+    """Return the reward of success in a summand that is no verifier; None where it lists several functions."""
+    return None if term.startswith(PREFIXES) and "," in term else _stated(term)
+
+
+def _stated(spec: str | Callable[..., Any]) -> float | None:
+    """Return `SUCCESS` beside the environment."""
     found = getattr(_home(spec), "SUCCESS", None)
     if found is None:
         return None
@@ -212,37 +145,18 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
 def about(spec: str | Callable[..., Any]) -> list[str]:
     """Return the inputs of the environment, a line each, from `about` beside it at the start of a run; it may refuse
     one."""
-    if isinstance(spec, str) and names_verifiers(spec):
-        return [_about_verifier(term.spec) for term in terms_of(spec) if term.spec.startswith(PREFIX)]
+    if isinstance(spec, str) and is_sum(spec):
+        return [about_verifier(term.spec) for term in terms_of(spec) if term.spec.startswith(PREFIX)]
     found = getattr(_home(spec), "about", None)
     return list(found()) if callable(found) else []
 
 
-def _full_marks(terms: Sequence[RewardTerm]) -> float | None:
-    """Return the reward of a reply that is right in every term; None where a term has no such value."""
-    best = [_best(term.spec) if term.spec.startswith(PREFIX) else success_of(term.spec, None) for term in terms]
-    if any(one is None or (term.weight or 1.0) < 0 for term, one in zip(terms, best, strict=True)):
-        return None
-    return math.fsum(
-        (1.0 if term.weight is None else term.weight) * (one or 0.0) for term, one in zip(terms, best, strict=True)
-    )
-
-
-def _best(spec: str) -> float | None:
-    return _found(split_options(spec)[0]).success
-
-
-def _about_verifier(spec: str) -> str:
-    from posttrain.verify.named_verifiers import sentence
-
-    bare, options = split_options(spec)
-    return f"{spec}: {sentence(_found(bare), options)}"
-
-
 def _home(spec: str | Callable[..., Any]) -> ModuleType | None:
     """Return the module of an environment."""
-    if isinstance(spec, str) and names_verifiers(spec):
+    if isinstance(spec, str) and is_sum(spec):
         other = next((term.spec for term in terms_of(spec) if not term.spec.startswith(PREFIX)), None)
+        if other is not None and is_sum(other):
+            return import_target(target_of(other))
         return _home(other) if other is not None else None
     if isinstance(spec, str):
         return import_target(_split(spec)[0])
@@ -336,8 +250,16 @@ def unpack_env(packed: str | bytes) -> Callable[..., Any]:
     return load_env(packed if isinstance(packed, str) else pickle.loads(packed))
 
 
-OTHERS = {"completions": "TRL", "solution_str": "verl", "queries": "OpenRLHF"}
-"""A parameter of rewards -> the library that uses it."""
+OTHERS = {
+    "completions": ("TRL", f"give it as {TRL}FILE:NAME, or trl_reward(NAME) from Python"),
+    "solution_str": ("verl", f"give it as {VERL}FILE:NAME, or verl_reward(NAME) from Python"),
+    "solution_strs": ("verl", f"give it as {VERL}FILE:NAME, or verl_reward(NAME) from Python"),
+    "queries": (
+        "OpenRLHF",
+        "here it is def reward(task, reply), with the row's columns in task, or def reward(tasks, replies) for a group",
+    ),
+}
+"""A parameter of rewards -> the library that uses it, and how such a reward is given here."""
 
 
 def _instead(kind: type) -> str:
@@ -360,17 +282,18 @@ def _checked(function: object, label: str) -> Callable[..., Any]:
     if inspect.isclass(function):
         raise UserError(f"{label} is a class: {_instead(function)}")
     kind, given = ("an environment", ("task",)) if is_generator_env(function) else ("a reward", ("task", "reply"))
+    if is_group_reward(function):
+        if kind == "an environment":
+            raise UserError(f"{label} takes (tasks, replies) and yields: a reward of a group returns a list")
+        kind, given = "a reward of a group", PARAMETERS
     try:
         signature = inspect.signature(function)
     except ValueError:  # a built-in function may have no signature
         return function
     except TypeError as error:
         raise UserError(f"{label} is {short(function)}, not a function") from error
-    if elsewhere := next((name for word, name in OTHERS.items() if word in signature.parameters), None):
-        raise UserError(
-            f"{label} takes {signature}, as a reward of {elsewhere} does; here it is def reward(task, reply): one reply "
-            "at a time, the row's columns in task, such as task['answer']"
-        )
+    if elsewhere := next((told for word, told in OTHERS.items() if word in signature.parameters), None):
+        raise UserError(f"{label} takes {signature}, as a reward of {elsewhere[0]} does: {elsewhere[1]}")
     try:
         signature.bind(*given)
     except TypeError as error:

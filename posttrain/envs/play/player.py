@@ -170,7 +170,7 @@ class _Play:
         """With the prompt."""
         p = self.playing[index]
         self.asked[index] = p.began = time.perf_counter()
-        self.pool.start(index, p.episode.task)
+        self.pool.start(index, p.episode.task, p.episode.group)
 
     def _branch(self, index: int) -> None:
         """Begin further episodes with all of this one up to the reply that has just come."""

@@ -5,12 +5,13 @@ any code runs, answers in JSON that is read as strictly as what environments yie
 and what cannot be read is `Garbled`.
 
     pool -> worker   a `WorkerSetup`, then lists of `WorkerCommand`
-    worker -> pool   {"ready": whether it is a plain reward, "async": whether it waits} or {"failed": message}, then for
-                     each command, in order unless it waits,
-                     {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}} or
-                     {"number": n, "sides": {side: {...}}}, the last two perhaps with "notes": {...}, or {"number": n}
-                     as a mere acknowledgement: of a dropped episode, and of a replayed step, whose answer the pool has had
-                     before; and at any time {"number": n, "record": [which, result]}
+    worker -> pool   {"ready": whether it is a plain reward, "async": whether it waits, "group": whether it scores groups}
+                     or {"failed": message}, then for each command, in order unless it waits,
+                     {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}},
+                     {"number": n, "sides": {side: {...}}} or {"number": n, "group": [[{...}, notes], ...]}, the last
+                     three perhaps with "notes": {...}, or {"number": n} as a mere acknowledgement: of a dropped episode,
+                     and of a replayed step, whose answer the pool has had before; and at any time
+                     {"number": n, "record": [which, result]}
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Greeting(NamedTuple):
 
     single_turn: bool  # a plain reward
     waits: bool  # written with `async def`
+    by_group: bool  # a reward that scores whole groups
 
 
 NOTE_BYTES = 8  # of the memory in which a worker notes which episode's code runs
@@ -127,8 +129,8 @@ class Frames:
 # -- the worker's side -------------------------------------------------------------------------------------------------
 
 
-def write_greeting(single_turn: bool, waits: bool) -> bytes:
-    return _written({"ready": single_turn, "async": waits})
+def write_greeting(single_turn: bool, waits: bool, by_group: bool) -> bytes:
+    return _written({"ready": single_turn, "async": waits, "group": by_group})
 
 
 def write_failure(message: str) -> bytes:
@@ -152,6 +154,9 @@ def write_answer(number: int, event: Event | None) -> bytes:
     if event.sides:
         sides = {side: _plain_done(done) for side, done in event.sides.items()}
         return _written({"number": number, "sides": sides, **noted})
+    if event.group:
+        members = [[_plain_done(done), done.notes] for done in event.group]
+        return _written({"number": number, "group": members, **noted})
     return _written({"number": number, "done": _plain_done(event), **noted})
 
 
@@ -176,8 +181,8 @@ def _written(message: dict[str, Any]) -> bytes:
 def read_greeting(content: bytes) -> Greeting | str:
     """Return the kind of the environment, or the reason why there is none."""
     message = _read(content)
-    if message.keys() == {"ready", "async"} and all(isinstance(flag, bool) for flag in message.values()):
-        return Greeting(message["ready"], message["async"])
+    if message.keys() == {"ready", "async", "group"} and all(isinstance(flag, bool) for flag in message.values()):
+        return Greeting(message["ready"], message["async"], message["group"])
     if message.keys() == {"failed"} and isinstance(message["failed"], str):
         return cleaned(message["failed"])
     raise Garbled("a greeting that is none")
@@ -192,7 +197,7 @@ def read_answer(content: bytes) -> WorkerReply | CallRecord:
     kind = next(iter(message), None)
     if kind == "record":
         return _read_record(number, message["record"])
-    if notes and kind not in ("done", "sides"):
+    if notes and kind not in ("done", "sides", "group"):
         raise Garbled("notes of no end")
     if pictures and kind != "turn":
         raise Garbled("pictures of no turn")
@@ -202,6 +207,8 @@ def read_answer(content: bytes) -> WorkerReply | CallRecord:
         return WorkerReply(number, _read_done(_object(message["done"]), _read_notes(notes)))
     if kind == "sides":
         return WorkerReply(number, _read_sides(_object(message["sides"]), _read_notes(notes)))
+    if kind == "group":
+        return WorkerReply(number, _read_group(message["group"], _read_notes(notes)))
     if kind == "ask":
         asked = _object(message["ask"])
         if asked.keys() != {"service", "content"}:
@@ -262,6 +269,12 @@ def _read_sides(sides: dict[str, Any], notes: dict[str, Any]) -> Done:
     if not 0 < len(sides) <= MOST_SIDES or any(map(problem_of_side, sides)):
         raise Garbled("sides that are none")
     return Done(0.0, sides={side: _read_done(_object(done), {}) for side, done in sides.items()}, notes=notes)
+
+
+def _read_group(members: Any, notes: dict[str, Any]) -> Done:
+    if not isinstance(members, list) or not all(isinstance(one, list) and len(one) == 2 for one in members):
+        raise Garbled("a group that is none")
+    return Done(0.0, group=tuple([_read_done(_object(done), _read_notes(own)) for done, own in members]), notes=notes)
 
 
 def _read_done(done: dict[str, Any], notes: dict[str, Any]) -> Done:

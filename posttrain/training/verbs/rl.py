@@ -27,6 +27,7 @@ from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.replicas import Many
 from posttrain.envs.builtin import unscored
+from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
@@ -71,7 +72,8 @@ def rl(context: RunContext[RL]) -> RunParts:
     env = context.env
     rewarded = bool(env or config.env)
     env = env if rewarded else unscored.reward
-    algorithm = adjust(find(config.algorithm), config, not is_generator_env(load_env(env or config.env)))
+    function = load_env(env or config.env)
+    algorithm = adjust(find(config.algorithm), config, not is_generator_env(function), is_group_reward(function))
     success = _success(config, algorithm, env)
     train_tasks, held_out = _tasks(config, context.rows, env)
     resumed = run.checkpoint is not None

@@ -1,0 +1,253 @@
+"""DataReport on rows before a run: their shape, which of them a run would use, their lengths, and how a model reads them.
+
+It uses the code of a run: the same conversions make the tasks, and the same transcripts mark what is trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+from posttrain.core.conversation import Conversation
+from posttrain.core.types import Task, Transcript, UserError
+from posttrain.data.chat_prompts import AsMessages
+from posttrain.data.preference_examples import plain, to_item
+from posttrain.data.row_shapes import shape_of
+from posttrain.data.rows import Rows
+from posttrain.data.tasks_from_rows import Conversion, identified, key_of, question
+from posttrain.envs.demonstration import demonstrate
+from posttrain.envs.play.episode import content_text
+from posttrain.envs.play.load_env import opening
+from posttrain.models.checkpoint_summary import Outline
+from posttrain.runs.chat_choice import Chatting
+
+PREFERENCES = ("preference pairs", "several responses with labels", "labelled responses", "labelled steps")
+PLAYED = ("rollouts of a run", "episodes to imitate")
+MEASURED = 2000  # rows whose tokens are counted, spread over all
+PERCENTILES = (0, 50, 90, 99, 100)
+WITHOUT = "without information: equal responses, ties alone or empty responses"
+
+
+class MarkedText(NamedTuple):
+    """A part of the text that a model reads."""
+
+    text: str
+    trained: bool
+
+
+class MarkedRow(NamedTuple):
+    """A row as a model reads it; several texts where the row has several responses."""
+
+    where: str
+    texts: Sequence[Sequence[MarkedText]]
+    tokens: int  # of the longest one
+    trained: int  # of it
+
+
+@dataclass
+class DataReport:
+    """Results, in the order in which they are printed."""
+
+    shape: str
+    verb: str  # that learns from such rows
+    columns: Mapping[str, str]  # name -> the types of its values
+    rows: int
+    used: int = 0  # rows that make a task
+    left_out: Counter[str] = field(default_factory=Counter)  # reason -> rows
+    wrong: dict[str, list[str]] = field(default_factory=dict)  # reason -> places of rows that would end a run
+    merged: int = 0  # rows equal to an earlier one in every column
+    prompts: int = 0  # different prompts
+    measured: int = 0  # rows whose tokens were counted
+    lengths: dict[str, list[int]] = field(default_factory=dict)  # part -> tokens of each measured row, sorted
+    context: int | None = None  # of the model
+    too_long: list[str] = field(default_factory=list)  # places of measured rows that exceed it
+    examples: list[MarkedRow] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether a run can begin with these rows."""
+        return not self.wrong and self.used > 0
+
+
+def report(rows: Rows, options: Mapping[str, Any], model: Outline | None, chat: Chatting, shown: int = 3) -> DataReport:
+    """Read all rows, and lay out some of them. `options`: the fields of a `Conversion`; `shown`: the number of examples.
+
+    Raises UserError where the rows cannot be read, or a row cannot be laid out for the model.
+    """
+    first = rows[0]
+    named = {**first, **{key: first.get(column) for key, column in options.get("fields", {}).items()}}
+    shape = shape_of(plain(named))
+    found = DataReport(shape, _verb(shape), _columns(rows), len(rows), context=model.context if model else None)
+    conversion = _conversion(shape, options)
+    places = list(_survey(rows, conversion, found))
+    if shape not in PLAYED:
+        _lay_out(places, rows, conversion, found, model, chat, shown)
+    return found
+
+
+def _verb(shape: str) -> str:
+    if shape in PREFERENCES:
+        return "prefer, reward-model" if shape != "labelled steps" else "reward-model"
+    return "rl" if shape in ("prompts", "verl") else "sft"
+
+
+def _conversion(shape: str, options: Mapping[str, Any]) -> Conversion:
+    if shape in PREFERENCES:
+        return Conversion(**{**options, "convert": to_item, "left_out": WITHOUT})
+    return Conversion(**{**options, "need": ("prompt",) if _verb(shape) == "rl" else ("prompt", "response")})
+
+
+def _columns(rows: Rows) -> dict[str, str]:
+    """Return the types of the columns in the first rows."""
+    kinds: dict[str, dict[str, None]] = {}
+    for row in islice(rows, 100):
+        for name, value in row.items():
+            kinds.setdefault(name, {})[_kind(value)] = None
+    return {name: " or ".join(own) for name, own in kinds.items()}
+
+
+def _kind(value: Any) -> str:
+    known = {str: "text", bool: "true or false", int: "number", float: "number", type(None): "null", dict: "object"}
+    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        return "messages" if {"role", "content"} <= value[0].keys() else "list of objects"
+    return known.get(type(value), "list" if isinstance(value, list) else type(value).__name__)
+
+
+def _survey(rows: Rows, conversion: Conversion, found: DataReport) -> Iterator[int]:
+    """Yield the places of the rows that make a task."""
+    keys: set[int] = set()
+    asked: set[int] = set()
+    for place, row in enumerate(rows):
+        try:
+            task = conversion(row)
+            key = key_of(task, conversion.kept) if task is not None else 0
+        except UserError as error:
+            found.wrong.setdefault(str(error), []).append(rows.where(place))
+            continue
+        if task is None:
+            found.left_out[conversion.left_out] += 1
+        elif key in keys:
+            found.merged += 1
+        else:
+            keys.add(key)
+            found.used += 1
+            if (prompt := question(task)) is not None:
+                asked.add(hash(prompt))
+            yield place
+    found.prompts = len(asked)
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return at most so many numbers below `count`, spread over all."""
+    return sorted({i * (count - 1) // max(1, most - 1) for i in range(most)}) if count > most else list(range(count))
+
+
+def _lay_out(
+    places: Sequence[int],
+    rows: Rows,
+    conversion: Conversion,
+    found: DataReport,
+    model: Outline | None,
+    chat: Chatting,
+    shown: int,
+) -> None:
+    """Count tokens of rows that are spread over all, and keep some of them as examples."""
+    chosen = _spread(len(places), MEASURED if model is not None else shown)
+    examples = {chosen[i] for i in _spread(len(chosen), shown)}
+    lengths: dict[str, list[int]] = {}
+    for number in chosen:
+        row = rows[places[number]]
+        where, task = rows.where(places[number]), conversion(row)
+        assert task is not None, "it made a task before"
+        task = identified(task, conversion.kept)
+        if model is None:
+            found.examples.append(MarkedRow(where, list(_written(task)), 0, 0))
+            continue
+        try:
+            laid_out = list(_transcripts(task, model, chat))
+        except UserError as error:
+            found.wrong.setdefault(str(error), []).append(where)
+            continue
+        found.measured += 1
+        for transcript in laid_out:
+            trained, whole = transcript.n_scored, len(transcript)
+            parts = {"prompt": whole - trained, "trained": trained, "whole": whole} if trained else {"prompt": whole}
+            for name, count in parts.items():
+                lengths.setdefault(name, []).append(count)
+        longest = max(laid_out, key=len)
+        if len(longest) + (0 if longest.n_scored else 1) > model.context:
+            found.too_long.append(where)
+        if number in examples:
+            texts = [_pieces(transcript, model) for transcript in laid_out]
+            found.examples.append(MarkedRow(where, texts, len(longest), longest.n_scored))
+    found.lengths = {name: sorted(counts) for name, counts in lengths.items()}
+
+
+def _transcripts(task: Task, model: Outline, chat: Chatting) -> Iterator[Transcript]:
+    """Yield the transcripts of a row, as a run lays them out: of each response, or of the prompt alone."""
+    ends = model.ends or ((model.tokenizer.eos_id,) if model.tokenizer.eos_id is not None else ())
+    if not ends:
+        raise UserError("the model names no end-of-sequence token: set eos_token_id in generation_config.json")
+    asked = AsMessages(chat.system, answered="response" in task)(task) if chat.on else task
+    if "responses" in task:
+        for response in asked["responses"]:
+            yield demonstrate(_answered(asked, _whole(response)), model.tokenizer, ends)
+    elif _is_answered(asked):
+        yield demonstrate(asked, model.tokenizer, ends)
+    else:
+        transcript = Transcript()
+        transcript.observe(Conversation(model.tokenizer).show(opening(asked), None))
+        yield transcript
+
+
+def _is_answered(task: Task) -> bool:
+    if task.get("messages"):
+        return bool(task["messages"][-1]["role"] == "assistant")
+    return "response" in task
+
+
+def _whole(response: str | Sequence[str]) -> str:
+    """Return a response, or the steps of one, each with its new line."""
+    return response if isinstance(response, str) else "".join(f"{step}\n" for step in response)
+
+
+def _written(task: Task) -> Iterator[list[MarkedText]]:
+    """Yield the texts of a row without a model's template."""
+    prompt = [MarkedText(task["prompt"], False)] if isinstance(task.get("prompt"), str) else []
+    for message in task.get("messages") or ():
+        trained = message["role"] == "assistant" and message.get("weight", 1) == 1
+        said = [
+            MarkedText(f"{message['role']}: ", False),
+            MarkedText(content_text(message), trained),
+            MarkedText("\n", False),
+        ]
+        prompt += said
+    responses = task.get("responses") or ([task["response"]] if prompt and "response" in task else [""])
+    for response in responses:
+        yield [*prompt, MarkedText(_whole(response), True)]
+
+
+def _answered(task: Task, text: str) -> Task:
+    """Return the prompt of a task with this response, which alone is trained."""
+    if task.get("messages") is None:
+        return {"prompt": task["prompt"], "response": text}
+    context = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in task["messages"]]
+    tools = {"tools": task["tools"]} if task.get("tools") is not None else {}
+    return {"messages": [*context, {"role": "assistant", "content": text}], **tools}
+
+
+def _pieces(transcript: Transcript, model: Outline) -> list[MarkedText]:
+    decode = model.tokenizer.decode
+    found = []
+    for span in transcript.spans:
+        tokens = transcript.tokens[span.start : span.start + span.length]
+        found.append(MarkedText(decode(tokens), span.learned))
+    return found
+
+
+def percentiles(counts: Sequence[int]) -> list[int]:
+    """Return the nearest-rank percentiles of sorted counts."""
+    return [counts[max(0, -(-p * len(counts) // 100) - 1)] for p in PERCENTILES]

@@ -1,0 +1,144 @@
+"""The published shapes of rows: their names, and the conversion of those that other trainers read.
+
+    ShareGPT    conversations: [{"from": "human", "value": ...}, {"from": "gpt", ...}], perhaps system and tools
+    Alpaca      instruction, input, output; perhaps system and history: [[instruction, output], ...]
+    verl        data_source, prompt (messages), reward_model {"ground_truth": ...}, extra_info
+
+Decided here: a shape is recognised by its columns, row by row, and only where the row has no prompt or messages of its own
+(verl's has one). The columns stay, so a reward finds them. Every error is a UserError of one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.core.messages import short
+from posttrain.core.types import Task, UserError
+from posttrain.data.row_files import Row
+
+FROM = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "model": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
+    "function_call": "assistant",
+}  # fmt: skip
+"""Speakers of ShareGPT -> roles."""
+
+
+def shape_of(row: Row) -> str:
+    """Return the name of a row's shape, for people."""
+    return next(name for name, fits in SHAPES if fits(_there(row)))
+
+
+def _there(row: Row) -> set[str]:
+    return {name for name, value in row.items() if value is not None and value != ""}
+
+
+def _shaped_like(*columns: str) -> Callable[[set[str]], bool]:
+    return lambda there: there.issuperset(columns)
+
+
+SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
+    ("verl", _shaped_like("data_source", "reward_model", "prompt")),
+    ("rollouts of a run", _shaped_like("transcripts", "turns")),
+    ("preference pairs", _shaped_like("chosen", "rejected")),
+    ("ShareGPT", _shaped_like("conversations")),
+    ("several responses with labels", lambda there: "responses" in there),
+    ("labelled steps", lambda there: "prompt" in there and bool({"steps", "completions"} & there)),
+    (
+        "labelled responses",
+        lambda there: bool({"response", "completion"} & there) and bool({"label", "score"} & there),
+    ),
+    ("episodes to imitate", _shaped_like("replies")),
+    ("conversations with tools", _shaped_like("messages", "tools")),
+    ("conversations", _shaped_like("messages")),
+    ("prompt and completion", lambda there: "prompt" in there and bool({"response", "completion"} & there)),
+    ("prompts", _shaped_like("prompt")),
+    ("Alpaca", _shaped_like("instruction")),
+    ("unknown", lambda there: True),
+)
+"""Name -> whether a row with these columns that are not empty has it; the first that fits."""
+CONVERTED = {
+    "verl": "prompt from 'prompt', answer from 'reward_model.ground_truth'",
+    "ShareGPT": "messages from 'conversations'",
+    "Alpaca": "prompt from 'instruction' and 'input', response from 'output'",
+}
+"""Shapes that become rows of ours -> the columns that are read."""
+
+
+def reshaped(row: Row) -> Row:
+    """Return a row of one of those shapes with the columns that are read here; any other row as it is."""
+    there = _there(row)
+    if not {"prompt", "messages"} & there:
+        if "conversations" in there:
+            return _of_sharegpt(row)
+        if "instruction" in there:
+            return _of_alpaca(row)
+    elif _shaped_like("data_source", "reward_model", "prompt")(there) and "answer" not in row:
+        return _of_verl(row)
+    return row
+
+
+def _of_verl(row: Row) -> Row:
+    """Add the ground truth as "answer", where it is text or a number, for verifiers that read that column."""
+    model = row["reward_model"]
+    truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+    return {**row, "answer": str(truth)} if isinstance(truth, str | int | float) else row
+
+
+def _of_alpaca(row: Row) -> Task:
+    prompt = _text(row["instruction"], "instruction")
+    if given := _text(row.get("input") or "", "input"):
+        prompt = f"{prompt}\n{given}"
+    output = row.get("output")
+    answer = {} if output is None else {"response": _text(output, "output")}
+    history, system = row.get("history") or [], row.get("system")
+    if not history and not system:
+        return {**row, "prompt": prompt, **answer}
+    messages = [{"role": "system", "content": _text(system, "system")}] if system else []
+    for number, pair in enumerate(history, 1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise UserError(f"history: entry {number} is {short(pair)}; each is [instruction, output]")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            messages.append({"role": role, "content": _text(text, f"history: entry {number}")})
+    return {**row, "prompt": [*messages, {"role": "user", "content": prompt}], **answer}
+
+
+def _of_sharegpt(row: Row) -> Task:
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f'conversations must be a list of {{"from": ..., "value": ...}}, and is {short(turns)}')
+    system = row.get("system")
+    messages = [{"role": "system", "content": _text(system, "system")}] if system else []
+    messages += [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    return {**row, "messages": messages}
+
+
+def _message(turn: Any, number: int) -> dict[str, Any]:
+    where = f"conversations: turn {number}"
+    if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
+        return dict(turn)
+    if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
+        raise UserError(f'{where} must be an object with "from" and "value", and is {short(turn)}')
+    role = FROM.get(turn["from"]) if isinstance(turn["from"], str) else None
+    if role is None:
+        raise UserError(f"{where}: from is {short(turn['from'])}; it is one of {', '.join(FROM)}")
+    text = _text(turn["value"], f"{where}: value")
+    if turn["from"] != "function_call":
+        weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
+        return {"role": role, "content": text, **weight}
+    try:
+        call = json.loads(text)
+        called = {"name": call["name"], "arguments": call["arguments"]}
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise UserError(
+            f'{where}: a function_call is JSON such as {{"name": "search", "arguments": {{}}}}, and is {short(text)}'
+        ) from None
+    return {"role": role, "content": None, "tool_calls": [{"type": "function", "function": called}]}
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{name} must be text, and is {short(value)}")
+    return value

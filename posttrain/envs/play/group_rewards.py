@@ -1,0 +1,162 @@
+"""Rewards that score all replies of a group in one call: `def reward(tasks, replies) -> list`.
+
+Decided here: such a reward is recognised by its first two parameters, which are called tasks and replies. It is called
+once for each group, when the last reply of the group is whole, with the replies in the order of the group's members. So the
+result follows from the replies alone, and not from the order in which they were sampled. An exception, a timeout or a list
+of another length makes the rewards of the whole group invalid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from posttrain.core.messages import short
+from posttrain.core.types import AsyncEnv, Env, Invalid, InvalidKind, Reply, Sides, Task, value_type
+from posttrain.envs.play.env_outputs import Done, read_number, read_verdict, unreadable
+
+PARAMETERS = ("tasks", "replies")
+NOT_SCORED = "no reward function scored it: each of them returned None"
+
+GroupReward = Callable[[Sequence[Task], Sequence[Reply]], Any]
+"""(tasks [n], replies [n]) -> a list of n verdicts, or an awaitable of one. All tasks of a group are the same row."""
+Part = tuple[float, GroupReward]
+"""The weight of a summand, and the function, which gives a number, None or Invalid for each reply."""
+
+
+@value_type
+class GroupVerdicts:
+    """The verdicts of a group as the reward returned them."""
+
+    values: Any  # should be a list of `count` verdicts
+    count: int
+
+
+def is_group_reward(function: Callable[..., Any]) -> bool:
+    """Return whether it is called with all replies of a group."""
+    try:
+        named = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    return named[:2] == PARAMETERS
+
+
+def lift_group(reward: GroupReward) -> Env:
+    """Return the environment of a group: it shows nothing, and its task is {"tasks": ..., "replies": ...}."""
+
+    def env(group: Task) -> Generator[Any, Any, Any]:
+        return GroupVerdicts(reward(group["tasks"], group["replies"]), len(group["replies"]))
+        yield
+
+    return env
+
+
+def lift_async_group(reward: Callable[..., Awaitable[Any]]) -> AsyncEnv:
+    """Return the same of a reward that waits."""
+
+    async def env(group: Task) -> AsyncGenerator[Any, Any]:
+        yield GroupVerdicts(await reward(group["tasks"], group["replies"]), len(group["replies"]))
+
+    return env
+
+
+def read_group(given: GroupVerdicts) -> Done:
+    """Read the verdicts of a group: a `Done` with one for each member, or an invalid one for all."""
+    values = listed(given.values)
+    if isinstance(given.values, Invalid):
+        return read_verdict(given.values)
+    if values is None:
+        return Done(unreadable(f"returned {short(given.values)}; {_expected(given.count)}"))
+    if len(values) != given.count:
+        return Done(unreadable(f"returned {len(values)} rewards; {_expected(given.count)}"))
+    return Done(0.0, group=tuple(map(_member, values)))
+
+
+def _member(value: Any) -> Done:
+    if isinstance(value, Sides):
+        return Done(unreadable("returned Sides for a reply of a group; expected its own verdict"))
+    return read_verdict(value)
+
+
+def _expected(count: int) -> str:
+    return f"a reward of (tasks, replies) returns a list of one reward for each of the {count} replies"
+
+
+def listed(values: Any) -> list[Any] | None:
+    """Return a list, also of a tuple, an array or a tensor of one dimension; None: it is none of these."""
+    if hasattr(values, "tolist") and len(getattr(values, "shape", ())) == 1:
+        values = values.tolist()
+    return list(values) if isinstance(values, list | tuple) else None
+
+
+def each(function: Callable[[Task, Reply], Any]) -> GroupReward:
+    """Return a reward of one reply as one of a group."""
+    return lambda tasks, replies: [function(task, reply) for task, reply in zip(tasks, replies, strict=True)]
+
+
+def group_sum(parts: Mapping[str, Part]) -> GroupReward:
+    """Return the weighted sum of rewards of a group, with each part without its weight beside it.
+
+    A part that is None does not count in the sum of that reply, as in TRL (`nansum`); a reply of which all parts are None
+    is invalid. Invalid as soon as one part is, with the name of that part before its reason. A single part with the weight 1
+    is not listed beside the sum. The result is a coroutine function if one of the parts is.
+    """
+
+    def read(name: str, given: Any, count: int) -> list[float | Invalid | None]:
+        values = listed(given)
+        if values is None or len(values) != count:
+            what = short(given) if values is None else f"{len(values)} rewards"
+            return [Invalid(f"{name} returned {what} for {count} replies: it returns a list with one for each")] * count
+        return [_number(name, value) for value in values]
+
+    def add(found: Mapping[str, Any], count: int) -> list[Any]:
+        columns = {name: read(name, given, count) for name, given in found.items()}
+        return [_total({n: column[i] for n, column in columns.items()}, parts) for i in range(count)]
+
+    if not any(inspect.iscoroutinefunction(function) for _, function in parts.values()):
+
+        def reward(tasks: Sequence[Task], replies: Sequence[Reply]) -> list[Any]:
+            return add({name: function(tasks, replies) for name, (_, function) in parts.items()}, len(replies))
+
+    else:
+
+        async def reward(tasks: Sequence[Task], replies: Sequence[Reply]) -> list[Any]:  # type: ignore[misc]
+            waiting = {n: f(tasks, replies) for n, (_, f) in parts.items() if inspect.iscoroutinefunction(f)}
+            done = dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
+            found = {n: done[n] if n in done else f(tasks, replies) for n, (_, f) in parts.items()}
+            return add(found, len(replies))
+
+    return cast(GroupReward, reward)
+
+
+def refusing(reward: Callable[..., Any], parts: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
+    """Return the reward with `problem_of_row`, a function from a row to the reason why a part cannot score it, or None."""
+    found = [part.problem_of_row for part in parts if hasattr(part, "problem_of_row")]
+    if not found:
+        return reward
+    whole = functools.partial(reward)  # one that can have an attribute
+    whole.problem_of_row = lambda task: next(filter(None, (refuses(task) for refuses in found)), None)  # type: ignore[attr-defined]
+    return whole
+
+
+def _number(name: str, value: Any) -> float | Invalid | None:
+    if value is None or isinstance(value, Invalid):
+        return value
+    number = read_number(value, "returned")
+    return Invalid(number.reason, InvalidKind.UNREADABLE) if isinstance(number, Invalid) else number
+
+
+def _total(found: Mapping[str, float | Invalid | None], parts: Mapping[str, Part]) -> Any:
+    for name, value in found.items():
+        if isinstance(value, Invalid):
+            return Invalid(f"{name}: {value.reason}", value.kind)
+    counted = {name: value for name, value in found.items() if value is not None}
+    if not counted:
+        return Invalid(NOT_SCORED)
+    total = math.fsum(parts[name][0] * cast(float, value) for name, value in counted.items())
+    alone = len(parts) == 1 and next(iter(parts.values()))[0] == 1.0
+    return total if alone else {"reward": total, **counted}

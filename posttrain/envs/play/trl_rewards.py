@@ -1,0 +1,170 @@
+"""Reward functions written for TRL, unchanged: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+
+Decided here: TRL's `GRPOTrainer` calls such a function with all completions of a step, this with those of one group, so a
+function that compares completions of a prompt sees the same ones (TRL 1.16, `GRPOTrainer._calculate_rewards`). It gets what
+TRL gives: prompts and completions as messages where the row's prompt is messages, else as text; the sampled token ids with
+the end-of-sequence token; each further column of the rows; `log_extra` and `log_metric`, which become notes of the rollouts.
+Not known here are `trainer_state` and `environments`: a function that cannot do without is refused before the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.core.messages import short
+from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
+from posttrain.envs.play.call_recording import NOTING
+from posttrain.envs.play.group_rewards import GroupReward, group_sum, refusing
+from posttrain.system.user_code import describe_error, source_file, unwrapped
+
+UNKNOWN = ("trainer_state", "environments")
+"""Parameters that TRL gives and this does not."""
+LOGS = ("log_extra", "log_metric")
+OURS = ("prompt", "messages", "completion", *UNKNOWN)
+"""Columns that are not passed: TRL passes prompts under its own names."""
+
+
+def trl_reward(*functions: Callable[..., Any], weights: Sequence[float] | None = None) -> GroupReward:
+    """Return the reward of functions written for TRL: their weighted sum, for `posttrain.rl(rows, trl_reward(f, g))`.
+
+    `weights`: TRL's `reward_weights`; None: 1 each. A function that returns None for a reply does not count for it; a reply
+    for which all of them do is invalid. Raises UserError for what is no such function, and for another number of weights.
+    """
+    if not functions:
+        raise UserError("trl_reward needs a function, as TRL's reward_funcs has them")
+    weights = [1.0] * len(functions) if weights is None else list(weights)
+    if len(weights) != len(functions):
+        raise UserError(f"trl_reward has {len(functions)} functions and {len(weights)} weights: give one for each")
+    parts: dict[str, tuple[float, GroupReward]] = {}
+    for function, weight in zip(functions, weights, strict=True):
+        name = getattr(function, "__name__", type(function).__name__)
+        number = sum(known.partition("-")[0] == name for known in parts) + 1
+        parts[name if number == 1 else f"{name}-{number}"] = (float(weight), trl_part(function, name))
+    return refusing(group_sum(parts), [part for _, part in parts.values()])
+
+
+def trl_part(function: Callable[..., Any], label: str) -> GroupReward:
+    """Return a function written for TRL as a part of a reward of groups. `label`: its name in messages.
+
+    Raises UserError if it is no function, takes no completions, or needs what only TRL's trainer has.
+    """
+    taken = _parameters(function, label)
+
+    def given(tasks: Sequence[Task], replies: Sequence[Reply]) -> dict[str, Any] | Invalid:
+        return _arguments(taken, tasks, replies)
+
+    def failed(error: Exception, count: int) -> list[Any]:
+        if isinstance(error, MemoryError):
+            raise error
+        return [Invalid(describe_error(error, source_file(function)), InvalidKind.RAISED)] * count
+
+    if _waits(function):
+
+        async def part(tasks: Sequence[Task], replies: Sequence[Reply]) -> Any:
+            arguments = given(tasks, replies)
+            try:
+                return [arguments] * len(replies) if isinstance(arguments, Invalid) else await function(**arguments)
+            except Exception as error:  # the user's code
+                return failed(error, len(replies))
+
+    else:
+
+        def part(tasks: Sequence[Task], replies: Sequence[Reply]) -> Any:  # type: ignore[misc]
+            arguments = given(tasks, replies)
+            try:
+                return [arguments] * len(replies) if isinstance(arguments, Invalid) else function(**arguments)
+            except Exception as error:  # the user's code
+                return failed(error, len(replies))
+
+    part.stands_for = function  # type: ignore[attr-defined]
+    part.problem_of_row = functools.partial(_problem_of_row, taken, label)  # type: ignore[attr-defined]
+    return part
+
+
+def _waits(function: Callable[..., Any]) -> bool:
+    inner = unwrapped(function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+def _parameters(function: Callable[..., Any], label: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters that are given by name. Raises UserError."""
+    if isinstance(function, str) or not callable(function) or inspect.isclass(function):
+        kind = "a class" if inspect.isclass(function) else short(function)
+        hint = "; a reward model is given with --reward-model FOLDER" if isinstance(function, str) else ""
+        raise UserError(f"{label} is {kind}, not a reward function of TRL: def f(completions, **kwargs) -> list{hint}")
+    taken = inspect.signature(function).parameters
+    if takes := next((n for n, p in taken.items() if n in UNKNOWN and p.default is p.empty), None):
+        raise UserError(
+            f"{label} needs {takes}, which TRL's trainer has and this does not: give the parameter a default, {takes}=None"
+        )
+    if not ({"completions", "completion_ids"} & taken.keys() or _takes_all(taken)):
+        raise UserError(
+            f"{label} takes ({', '.join(taken)}), not TRL's completions: a reward of (task, reply) is named without trl:"
+        )
+    return taken
+
+
+def _takes_all(taken: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+
+
+def _arguments(
+    taken: Mapping[str, inspect.Parameter], tasks: Sequence[Task], replies: Sequence[Reply]
+) -> dict[str, Any] | Invalid:
+    """Return the arguments by name, each a list with one for each reply."""
+    chat = [not isinstance(task.get("prompt"), str) for task in tasks]
+    given: dict[str, Any] = {
+        "prompts": [task["messages"] if own else task["prompt"] for task, own in zip(tasks, chat, strict=True)],
+        "completions": [
+            [{"role": "assistant", "content": str(reply)}] if own else str(reply)
+            for reply, own in zip(replies, chat, strict=True)
+        ],
+        "log_extra": _log_extra,
+        "log_metric": _log_metric,
+    }
+    sampled = [None if reply.sampled is None else list(reply.sampled.tokens) for reply in replies]
+    if None not in sampled:
+        given["completion_ids"] = sampled
+    elif "completion_ids" in taken:
+        return Invalid(
+            "it reads completion_ids, and these replies have no tokens; check gives them with --model FOLDER"
+        )
+    for column in tasks[0]:
+        if column not in OURS:
+            given[column] = [task.get(column) for task in tasks]
+    if not _takes_all(taken):
+        given = {name: value for name, value in given.items() if name in taken}
+    if missing := _missing(taken, {*given, "completion_ids"}):
+        return Invalid(_lacks(missing, tasks[0]))
+    return given
+
+
+def _problem_of_row(taken: Mapping[str, inspect.Parameter], label: str, task: Task) -> str | None:
+    """Return the reason why a function cannot score this row, in words."""
+    missing = _missing(taken, {"prompts", "completions", "completion_ids", *LOGS, *(set(task) - set(OURS))})
+    return f"{label}: {_lacks(missing, task)}" if missing else None
+
+
+def _missing(taken: Mapping[str, inspect.Parameter], given: set[str]) -> str | None:
+    needed = [n for n, p in taken.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return next((name for name in needed if name not in given), None)
+
+
+def _lacks(missing: str, task: Task) -> str:
+    has = ", ".join(name for name in task if name not in (*OURS, "id")) or "no further column"
+    return f"it reads the column {missing!r}, and the row has {has}: rename one with --fields.{missing} COLUMN"
+
+
+def _log_extra(column: str, values: Sequence[Any]) -> None:
+    journal = NOTING.get()
+    if journal is not None:
+        journal.note_each(str(column), values)
+
+
+def _log_metric(name: str, value: Any) -> None:
+    journal = NOTING.get()
+    if journal is not None:
+        journal.note_or_text(str(name), value.item() if hasattr(value, "item") else value)

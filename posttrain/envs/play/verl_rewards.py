@@ -1,0 +1,131 @@
+"""Reward functions written for verl, unchanged: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
+
+It returns a number, or a dict with "score", whose other numbers are listed beside the reward and whose other values are
+notes. `ground_truth` is the row's `reward_model["ground_truth"]`, or a column of that name. The plural form of verl's
+`BatchRewardManager`, `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, gets the replies of a group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
+from posttrain.envs.play.call_recording import NOTING
+from posttrain.envs.play.env_outputs import read_number
+from posttrain.envs.play.group_rewards import listed
+
+ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
+SEVERAL = tuple(f"{name}s" for name in ONE)
+
+
+def own_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters that a user sets: verl's `reward_kwargs`."""
+    known = {*ONE, *SEVERAL}
+    named = inspect.signature(function).parameters
+    return {n: p for n, p in named.items() if n not in known and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def verl_reward(function: Callable[..., Any], label: str = "", **settings: Any) -> Callable[..., Any]:
+    """Return a function written for verl as a reward: `posttrain.rl(rows, verl_reward(compute_score))`.
+
+    `label`: its name in messages; `settings`: verl's `reward_kwargs`. Raises UserError for what is no such function.
+    """
+    label = label or getattr(function, "__name__", type(function).__name__)
+    if not callable(function) or inspect.isclass(function):
+        raise UserError(
+            f"{label} is not a function: verl's is def compute_score(data_source, solution_str, ground_truth)"
+        )
+    taken = inspect.signature(function).parameters
+    needs = [n for n, p in taken.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    known = SEVERAL if SEVERAL[1] in taken else ONE
+    if strange := next((n for n in needs if n not in known and n not in settings), None):
+        raise UserError(
+            f"{label} needs {strange}, which verl does not give: it is def compute_score({', '.join(ONE)}); a setting of "
+            f"your own is given as {label},{strange}=VALUE"
+        )
+    if known[1] not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        raise UserError(f"{label} takes ({', '.join(taken)}), not verl's solution_str")
+
+    def arguments(task: Task) -> dict[str, Any]:
+        return {
+            "data_source": task.get("data_source"),
+            "ground_truth": _truth(task),
+            "extra_info": task.get("extra_info"),
+        }
+
+    if known is SEVERAL:
+
+        def of_group(tasks: Sequence[Task], replies: Sequence[Reply]) -> Any:
+            rows = [{**arguments(task), "solution_str": str(reply)} for task, reply in zip(tasks, replies, strict=True)]
+            given = {f"{name}s": [row[name] for row in rows] for name in ONE}
+            scores = listed(found := function(**_taken(taken, given), **settings))
+            return found if scores is None else [_scored(score) for score in scores]
+
+        reward: Callable[..., Any] = of_group
+    elif inspect.iscoroutinefunction(function):
+
+        async def waiting(task: Task, reply: Reply) -> Any:
+            given = {**arguments(task), "solution_str": str(reply)}
+            return _noted(await function(**_taken(taken, given), **settings))
+
+        reward = waiting
+    else:
+
+        def of_one(task: Task, reply: Reply) -> Any:
+            given = {**arguments(task), "solution_str": str(reply)}
+            return _noted(function(**_taken(taken, given), **settings))
+
+        reward = of_one
+    reward.stands_for = function  # type: ignore[attr-defined]
+    reward.problem_of_row = lambda task: _problem_of_row(taken, needs, label, task)  # type: ignore[attr-defined]
+    return reward
+
+
+def _taken(taken: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    return {name: value for name, value in given.items() if everything or name in taken}
+
+
+def _truth(task: Task) -> Any:
+    if "ground_truth" in task:
+        return task["ground_truth"]
+    model = task.get("reward_model")
+    return model.get("ground_truth") if isinstance(model, Mapping) else None
+
+
+def _scored(value: Any) -> Any:
+    """Return verl's result as a verdict."""
+    if not isinstance(value, Mapping):
+        return value
+    if "score" not in value:
+        return Invalid(f'returned a dict without "score"; it has {", ".join(map(str, value))}', InvalidKind.UNREADABLE)
+    numbers = {str(name): part for name, part in value.items() if _is_part(name, part)}
+    return {"reward": value["score"], **numbers}
+
+
+def _noted(value: Any) -> Any:
+    """Return verl's result as a verdict, and note those of its values that are no parts of a reward."""
+    for name, part in value.items() if isinstance(value, Mapping) else ():
+        if name != "score" and not _is_part(name, part) and (journal := NOTING.get()) is not None:
+            journal.note_or_text(str(name), part)
+    return _scored(value)
+
+
+def _is_part(name: Any, value: Any) -> bool:
+    return name not in ("score", "reward") and not isinstance(read_number(value, ""), Invalid)
+
+
+def _problem_of_row(taken: Mapping[str, inspect.Parameter], needs: Sequence[str], label: str, task: Task) -> str | None:
+    """Return the reason why a function cannot score this row, in words."""
+    one = [name.removesuffix("s") if name in SEVERAL else name for name in needs]
+    has = ", ".join(name for name in task if name not in ("id", "messages", "prompt")) or "no further column"
+    if "ground_truth" in one and _truth(task) is None:
+        return (
+            f"{label} reads reward_model.ground_truth, and the row has {has}: name its column with --fields.ground_truth "
+            "COLUMN"
+        )
+    if "data_source" in one and task.get("data_source") is None:
+        return f"{label} reads data_source, and the row has {has}: name its column with --fields.data_source COLUMN"
+    return None

@@ -1,0 +1,106 @@
+"""The report on rows counts what a run would use, and marks exactly the tokens that a run trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CHATML, tiny
+
+from posttrain.apps.data_report import percentiles, report
+from posttrain.cli.data_command import data
+from posttrain.cli.main import main
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import to_tasks
+from posttrain.envs.demonstration import demonstrate
+from posttrain.models.checkpoint_summary import outline
+from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.chat_choice import Chatting
+
+NONE: dict[str, Any] = {"fields": {}, "prompt_template": None}
+
+
+@pytest.fixture
+def model(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    save_model(tiny(tokenizer, context=64), tmp_path / "model", tokenizer.templated(CHATML, "its own"))
+    return tmp_path / "model"
+
+
+def test_what_is_marked_is_what_a_run_trains(model: Path) -> None:
+    rows = [{"messages": [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"),
+                                                                 ("assistant", "d"))]}]  # fmt: skip
+    known = outline(model)
+    found = report(load_rows(rows), NONE, known, Chatting())
+    [task] = to_tasks(rows, need=("prompt", "response"))
+    transcript = demonstrate(task, known.tokenizer, known.ends)
+    [example] = found.examples
+    [pieces] = example.texts
+    assert "".join(piece.text for piece in pieces) == known.tokenizer.decode(transcript.tokens)
+    trained = [transcript.tokens[s.start : s.start + s.length] for s in transcript.spans if s.learned]
+    assert [piece.text for piece in pieces if piece.trained] == [known.tokenizer.decode(tokens) for tokens in trained]
+    assert (example.tokens, example.trained) == (len(transcript), transcript.n_scored)
+    assert found.lengths["trained"] == [transcript.n_scored] and found.lengths["whole"] == [len(transcript)]
+
+
+def test_plain_prompts_are_shown_in_the_template_where_a_run_wraps_them(model: Path) -> None:
+    rows = load_rows([{"prompt": "a", "response": "b"}])
+    known = outline(model)
+    bare, wrapped = (report(rows, NONE, known, Chatting(on)).examples[0].texts[0] for on in (False, True))
+    assert bare[0].text == "a" and "user" in wrapped[0].text
+    assert bare[-1].trained and wrapped[-1].trained and wrapped[-1].text.startswith("b")
+
+
+def test_rows_are_counted_by_what_becomes_of_them(model: Path) -> None:
+    rows = [
+        {"prompt": "a", "response": "b"}, {"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"},
+        {"prompt": "", "response": "b"}, {"prompt": "1" * 70, "response": "b"}, {"prompt": "", "response": "c"},
+    ]  # fmt: skip
+    found = report(load_rows(rows), NONE, outline(model), Chatting())
+    assert (found.shape, found.rows, found.used, found.merged, found.prompts) == ("prompt and completion", 6, 3, 1, 2)
+    assert found.too_long == ["row 5"] and found.wrong == {"the prompt is empty": ["row 4", "row 6"]} and not found.ok
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": "b"}]
+    found = report(load_rows(pairs), NONE, outline(model), Chatting())
+    assert (found.verb, found.used, list(found.left_out.values())) == ("prefer, reward-model", 1, [1]) and found.ok
+    assert [[piece.text[:1] for piece in text] for text in found.examples[0].texts] == [["a", "b"], ["a", "c"]]
+
+
+def test_percentiles_are_those_of_the_nearest_rank() -> None:
+    assert percentiles(list(range(1, 101))) == [1, 50, 90, 99, 100]
+    assert percentiles([7]) == [7] * 5
+
+
+def test_trained_text_is_in_brackets_where_there_are_no_colours(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"instruction": "a", "input": "", "output": "b"}))
+    assert data(str(tmp_path / "rows.jsonl"), model=str(model), chat=False) == 0
+    shown = capsys.readouterr().out
+    assert "plain       prompts are bare text; --chat wraps them" in shown
+    assert "shape       Alpaca (posttrain sft)" in shown and "a[[b" in shown and "2 of them trained" in shown
+    assert data(str(tmp_path / "rows.jsonl"), model=str(model), chat=True) == 0
+    assert "prompts are user messages in the model's chat template" in capsys.readouterr().out
+    assert data(str(tmp_path / "rows.jsonl")) == 0
+    assert "a[[b]]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["data", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["data", "rows.jsonl", "--chat"], "--chat, --system and --chat-template need --model"),
+        (["data", "rows.jsonl", "--number", "-1"], "--number -1 must be 0 or more"),
+        (["data", "rows.jsonl", "--fields.prompt", "qestion"], "wrong       rows.jsonl:1: no column 'qestion'"),
+        (["data", "rows.jsonl", "--model", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistake_ends_with_2_and_one_line(
+    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert reason in told.out + told.err and len(told.err.splitlines()) <= 1

@@ -1,0 +1,125 @@
+"""Rows of other trainers become the same tasks as rows of ours with the same content."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from posttrain.core.types import Task, UserError
+from posttrain.data.row_shapes import shape_of
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import to_tasks
+
+BOTH = ("prompt", "response")
+
+
+def said(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def only(row: dict[str, Any], need: tuple[str, ...] = BOTH, **options: Any) -> Task:
+    [task] = to_tasks([row], need=need, **options)
+    return task
+
+
+def test_conversation_of_sharegpt_is_that_of_messages() -> None:
+    turns = [("human", "hi"), ("gpt", "yo"), ("user", "x"), ("chatgpt", "bye")]
+    row = {"conversations": [{"from": who, "value": text} for who, text in turns], "system": "S"}
+    expected = said(("system", "S"), ("user", "hi"), ("assistant", "yo"), ("user", "x"), ("assistant", "bye"))
+    assert only(row)["messages"] == only({"messages": expected})["messages"] == expected
+    assert only({"conversations": expected})["messages"] == expected  # some sets have roles under that name
+    assert to_tasks([row], need=BOTH).taken() == "ShareGPT: messages from 'conversations'"
+
+
+def test_calls_of_sharegpt_are_those_of_messages_with_tools() -> None:
+    call = {"name": "f", "arguments": {"x": 1}}
+    turns = [("human", "hi"), ("function_call", json.dumps(call)), ("observation", "3"), ("gpt", "3!")]
+    row = {"conversations": [{"from": a, "value": b} for a, b in turns], "tools": json.dumps([{"name": "f"}])}
+    task = only(row)
+    assert task["tools"] == [{"name": "f"}] and [m["role"] for m in task["messages"]] == ["user", "assistant", "tool",
+                                                                                         "assistant"]  # fmt: skip
+    assert task["messages"][1]["tool_calls"] == [{"type": "function", "function": call}]
+
+
+def test_instruction_and_input_of_alpaca_are_the_prompt() -> None:
+    task = only({"instruction": "Add", "input": "1 2", "output": "3"})
+    assert (task["prompt"], task["response"]) == ("Add\n1 2", "3")
+    assert only({"instruction": "Add", "input": "", "output": "3"})["prompt"] == "Add"
+    assert only({"instruction": "Add"}, ("prompt",))["prompt"] == "Add"
+    task = only({"instruction": "Add", "output": "3", "system": "S", "history": [["a", "b"]]})
+    context = [*said(("system", "S"), ("user", "a")), {"role": "assistant", "content": "b", "weight": 0}]
+    assert task["messages"] == [
+        *context,
+        *said(("user", "Add"), ("assistant", "3")),
+    ]  # the last answer alone is imitated
+
+
+def test_row_of_verl_is_a_prompt_with_its_answer(tmp_path: Path) -> None:
+    row = {
+        "data_source": "openai/gsm8k", "prompt": said(("user", "1+6=")), "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "7"}, "extra_info": {"index": 3, "split": "train"},
+    }  # fmt: skip
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    tasks = to_tasks(load_rows(tmp_path / "train.parquet"))
+    [task] = tasks
+    assert task["messages"] == row["prompt"] and task["answer"] == "7"
+    assert {name: task[name] for name in ("reward_model", "extra_info", "data_source")} == {
+        name: row[name] for name in ("reward_model", "extra_info", "data_source")
+    }
+    assert tasks.taken() == "verl: prompt from 'prompt', answer from 'reward_model.ground_truth'"
+    assert only({**row, "answer": "own"}, ("prompt",))["answer"] == "own"
+
+
+def test_shape_gives_way_to_what_the_user_names() -> None:
+    row = {"instruction": "Add", "input": "1 2", "output": "3"}
+    assert only(row, fields={"prompt": "input", "response": "output"})["prompt"] == "1 2"
+    assert only(row, prompt_template="Q: {instruction}", response_template="{output}")["prompt"] == "Q: Add"
+    task = only(row, ("prompt",), convert=lambda row: {"prompt": row["instruction"] + "!"})
+    assert task["prompt"] == "Add!" and "response" not in task
+    assert "prompt" not in only(row, ())  # of an environment that makes its own
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"conversations": "hi"}, "row 1: conversations must be a list of .*, and is 'hi'"),
+        (
+            {"conversations": [{"value": "hi"}]},
+            'row 1: conversations: turn 1 must be an object with "from" and "value"',
+        ),
+        ({"conversations": [{"from": "alien", "value": "hi"}]}, "turn 1: from is 'alien' .*; it is one of human, user"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "turn 1: value must be text, and is 3"),
+        ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "turn 1: a function_call is JSON such as"),
+        ({"instruction": 3, "output": "x"}, "row 1: instruction must be text, and is 3"),
+        ({"instruction": "a", "output": 3}, "row 1: output must be text, and is 3"),
+        (
+            {"instruction": "a", "output": "b", "history": [["a"]]},
+            "history: entry 1 is .*; each is .instruction, output.",
+        ),
+    ],
+)
+def test_row_that_is_none_of_its_shape_is_told_with_its_place(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        to_tasks([row], need=BOTH)
+
+
+def test_shapes_are_named_by_their_columns() -> None:
+    names = {
+        "prompts": {"prompt": "a"},
+        "prompt and completion": {"prompt": "a", "completion": "b"},
+        "preference pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "labelled responses": {"prompt": "a", "completion": "b", "label": False},
+        "labelled steps": {"prompt": "a", "completions": ["b"], "labels": [True]},
+        "conversations": {"messages": []},
+        "conversations with tools": {"messages": [], "tools": []},
+        "ShareGPT": {"conversations": []},
+        "Alpaca": {"instruction": "a", "input": "", "output": "b"},
+        "verl": {"data_source": "d", "prompt": [], "reward_model": {}},
+        "unknown": {"text": "a", "prompt": None},
+    }
+    assert {shape_of(row): row for row in names.values()} == names

@@ -1,0 +1,289 @@
+"""Reward functions written for TRL and verl run unchanged, with what those libraries give them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from episodes import played
+from scored_groups import scored
+
+import posttrain
+from posttrain.core.types import Completion, Invalid, InvalidKind, Reply, StopReason, UserError
+from posttrain.envs.check import check
+from posttrain.envs.play.load_env import load_env, success_of
+from posttrain.envs.preview import Viewer
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.fingerprint import of_code
+
+TRL = """
+import asyncio, re
+
+SUCCESS = 1.5
+
+def accuracy(completions, solution, **kwargs):
+    contents = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [None if s == "?" else float(s in c) for c, s in zip(contents, solution)]
+
+def think(completions, **kwargs):
+    return [0.5 * c.startswith("<") for c in completions]
+
+async def slow(completions, log_metric=None, **kwargs):
+    await asyncio.sleep(0.01)
+    log_metric("mean", sum(map(len, completions)) / len(completions))
+    return [float(len(c)) for c in completions]
+
+def longest(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+def named(prompts, completions):
+    return [float(p == "p") for p in prompts]
+
+def columns(prompts, completions, log_extra, **kwargs):
+    log_extra("seen", [sorted(kwargs)] * len(completions))
+    assert all(len(values) == len(completions) for values in kwargs.values() if isinstance(values, list))
+    return [1.0] * len(completions)
+
+def few(completions, **kwargs):
+    return [1.0]
+
+def fails(completions, **kwargs):
+    raise ValueError("bad thing")
+
+def stateful(completions, trainer_state):
+    return [0.0]
+
+def reward(task, reply):
+    return {"a": 1.0, "b": 2.0}
+
+name = "a-reward-model"
+"""
+VERL = """
+SUCCESS = 1.0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    score = float(solution_str.strip() == str(ground_truth))
+    return {"score": score, "acc": score > 0, "split": extra_info["split"], "source": data_source}
+
+def plain(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    return scale * (solution_str == ground_truth)
+
+async def waits(data_source, solution_str, ground_truth, extra_info=None):
+    return 2.0
+
+def several(data_sources, solution_strs, ground_truths, extra_infos):
+    best = max(solution_strs, key=len)
+    return [{"score": float(s == best), "n": len(ground_truths)} for s in solution_strs]
+
+def odd(solution_str, **kwargs):
+    return {"points": 1.0}
+
+def needs(data_source, solution_str, ground_truth, tool):
+    return 1.0
+"""
+ROW = {
+    "data_source": "openai/gsm8k",
+    "reward_model": {"style": "rule", "ground_truth": "7"},
+    "extra_info": {"split": "x"},
+}
+
+
+@pytest.fixture
+def trl(tmp_path: Path) -> str:
+    (tmp_path / "rewards.py").write_text(TRL)
+    return f"trl:{tmp_path / 'rewards.py'}"
+
+
+@pytest.fixture
+def verl(tmp_path: Path) -> str:
+    (tmp_path / "score.py").write_text(VERL)
+    return f"verl:{tmp_path / 'score.py'}"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_weighted_sum_is_that_of_trl(trl: str, workers: int) -> None:
+    replies = ["7", "<8", "<7>", ""]
+    spec = f"{trl}:accuracy*2 + {trl}:think,slow + {trl.removeprefix('trl:')}:reward*0.1 + verify:tags"
+    for solution in ("7", "?"):
+        [found] = scored(spec, [replies], workers, solution=solution)
+        accuracy = [math.nan if solution == "?" else float(solution in reply) for reply in replies]
+        think = [0.5 * reply.startswith("<") for reply in replies]
+        columns = np.array([accuracy, think, [len(r) for r in replies], [3.0] * 4, [0.0] * 4])
+        expected = np.nansum(columns * np.array([[2], [1], [1], [0.1], [1]]), axis=0)
+        assert [done.reward for done in found] == pytest.approx(expected.tolist(), abs=1e-12)
+        names = ["accuracy", "think", "slow", "rewards", "tags"][solution == "?" :]
+        assert all(list(done.rewards) == names for done in found)
+        assert all(done.notes == {"mean": 1.5} for done in found)
+
+
+def test_reply_that_no_function_scores_is_invalid(trl: str) -> None:
+    [found] = scored(f"{trl}:accuracy", [["7", "8"]], solution="?")
+    assert [d.reward for d in found] == [Invalid("no reward function scored it: each of them returned None")] * 2
+    [found] = scored(f"{trl}:accuracy", [["7", "8"]], solution="7")
+    assert [(d.reward, d.rewards) for d in found] == [(1.0, {}), (0.0, {})]
+
+
+def test_completions_are_messages_where_the_prompt_is() -> None:
+    seen: list[Any] = []
+
+    def look(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+        seen.append((prompts, completions))
+        return [0.0] * len(prompts)
+
+    reward = load_env(posttrain.trl_reward(look))
+    asked = [{"role": "user", "content": "p"}]
+    reward([{"messages": asked}] * 2, [Reply("a"), Reply("b")])
+    reward([{"prompt": "p", "messages": asked}], [Reply("a")])  # a plain prompt, shown in a chat template
+    said = [[{"role": "assistant", "content": text}] for text in "ab"]
+    assert seen == [([asked] * 2, said), (["p"], ["a"])]
+
+
+def test_columns_are_those_of_the_rows_and_only_named_ones_where_a_function_names_them(trl: str) -> None:
+    [[one]] = scored(f"{trl}:columns", [["a"]], solution="7", level=3)
+    assert one.reward == 1.0 and one.notes == {"seen": ["id", "level", "log_metric", "solution"]}
+    assert scored(f"{trl}:named", [["a"]], solution="7")[0][0].reward == 1.0
+
+
+def test_completion_ids_are_the_sampled_tokens_with_the_end(trl: str, tokenizer: Tokenizer) -> None:
+    rollouts = played(f"{trl}:longest", tokenizer)
+    assert [r.reward for r in rollouts] == [float(r.n_sampled) for r in rollouts]
+    assert any(r.stop is StopReason.EOS for r in rollouts)
+    [[unsampled]] = scored(f"{trl}:longest", [["a"]])
+    assert isinstance(unsampled.reward, Invalid) and "these replies have no tokens" in unsampled.reward.reason
+    sampled = Reply("a", sampled=Completion(0, [5, 6], [0.0, 0.0], "a", StopReason.EOS, 0))
+    assert load_env(f"{trl}:longest")([{"prompt": "p"}], [sampled]) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "reason"),
+    [
+        ("few", InvalidKind.REPORTED, "few returned 1 rewards for 2 replies: it returns a list with one for each"),
+        ("fails", InvalidKind.RAISED, "fails: ValueError: bad thing (rewards.py:33)"),
+        (
+            "accuracy",
+            InvalidKind.REPORTED,
+            "accuracy: it reads the column 'solution', and the row has answer: rename one",
+        ),
+    ],
+)
+def test_failure_names_its_function(trl: str, name: str, kind: InvalidKind, reason: str) -> None:
+    [found] = scored(f"{trl}:{name},think", [["a", "b"]], answer="7")
+    for done in found:
+        assert isinstance(done.reward, Invalid) and done.reward.kind is kind and reason in done.reward.reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("{}:stateful", "needs trainer_state, which TRL's trainer has and this does not: give the parameter a default"),
+        (
+            "{}:reward",
+            r"takes \(task, reply\), not TRL's completions: a reward of \(task, reply\) is named without trl:",
+        ),
+        ("{}:acuracy", r"has no 'acuracy'; did you mean 'accuracy'"),
+        ("{}:accuracy,accuracy", "names accuracy twice: give it once, with a weight"),
+        ("{}:accuracy*2,think", "each function with a weight is a term of its own: trl:FILE:f"),
+        ("{}:accuracy,", "'' is no name of a function"),
+        ("{}", "does not say which function: write .*rewards.py:accuracy or"),
+        ("{}:name", "is 'a-reward-model' .*, not a reward function of TRL.*--reward-model FOLDER"),
+        ("trl:accuracy_reward_of_nobody", "there is no module 'trl.rewards'|has no 'accuracy_reward_of_nobody'"),
+    ],
+)
+def test_name_that_is_no_function_of_trl_is_refused(trl: str, spec: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        load_env(spec.format(trl))
+
+
+def test_function_of_another_library_is_refused_with_its_prefix(trl: str, verl: str) -> None:
+    with pytest.raises(UserError, match="as a reward of TRL does: give it as trl:FILE:NAME, or trl_reward"):
+        load_env(f"{trl.removeprefix('trl:')}:accuracy")
+    with pytest.raises(UserError, match="as a reward of verl does: give it as verl:FILE:NAME, or verl_reward"):
+        load_env(f"{verl.removeprefix('verl:')}:compute_score")
+
+
+def test_weights_from_python_are_one_for_each_function() -> None:
+    def f(completions: Any, **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    found = posttrain.trl_reward(f, f, weights=[1.0, 0.5])([{"prompt": "p"}], [Reply("a")])
+    assert found == [{"reward": 1.5, "f": 1.0, "f-2": 1.0}]
+    with pytest.raises(UserError, match="has 2 functions and 1 weights: give one for each"):
+        posttrain.trl_reward(f, f, weights=[1.0])
+
+
+def test_functions_from_python_travel_to_workers(tmp_path: Path) -> None:
+    def f(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    def g(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return float(solution_str == ground_truth)
+
+    assert [d.reward for d in scored(posttrain.trl_reward(f), [["a", "ab"]])[0]] == [1.0, 2.0]
+    assert [d.reward for d in scored(posttrain.verl_reward(g), [["7", "8"]], **ROW)[0]] == [1.0, 0.0]
+
+
+def test_reward_of_success_and_files_are_found_behind_a_prefix(trl: str, verl: str) -> None:
+    assert success_of(f"{trl}:accuracy", None) == 1.5 and success_of(f"{verl}:plain,scale=2", None) == 1.0
+    assert success_of(f"{trl}:accuracy*2 + verify:tags", None) == 4.0
+    assert success_of(f"{trl}:accuracy,think + verify:tags", None) is None
+    one, both = of_code(f"{trl}:accuracy"), of_code(f"{trl}:accuracy + {verl}:plain")
+    assert one and both and one["digest"] != both["digest"] and both["bytes"] == len(TRL) + len(VERL)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_score_of_verl_is_the_reward_with_its_other_numbers_beside_it(verl: str, workers: int) -> None:
+    [found] = scored(f"{verl}:compute_score", [[" 7", "8"]], workers, **ROW)
+    assert [(d.reward, d.rewards) for d in found] == [(1.0, {"acc": 1.0}), (0.0, {"acc": 0.0})]
+    assert found[0].notes == {"split": "x", "source": "openai/gsm8k"}
+    assert [d.reward for d in scored(f"{verl}:plain,scale=3", [["7", "8"]], workers, **ROW)[0]] == [3.0, 0.0]
+    assert scored(f"{verl}:plain", [["9"]], workers, **ROW, **{"ground_truth": "9"})[0][0].reward == 1.0
+    assert scored(f"{verl}:waits", [["9"]], workers, **ROW)[0][0].reward == 2.0
+    several = scored(f"{verl}:several", [["1", "12"]], workers, **ROW)[0]
+    assert [(d.reward, d.rewards) for d in several] == [(0.0, {"n": 2.0}), (1.0, {"n": 2.0})]
+    [[odd]] = scored(f"{verl}:odd", [["1"]], workers, **ROW)
+    assert isinstance(odd.reward, Invalid) and 'returned a dict without "score"; it has points' in odd.reward.reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("{}:needs", "needs tool, which verl does not give: .* is given as verl:.*:needs,tool=VALUE"),
+        ("{}:plain,scael=2", "no option 'scael'; did you mean 'scale'"),
+        ("{}:SUCCESS", "is not a function: verl's is def compute_score"),
+    ],
+)
+def test_name_that_is_no_function_of_verl_is_refused(verl: str, spec: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        load_env(spec.format(verl))
+
+
+def test_row_without_the_columns_of_a_function_is_told_before_the_run(trl: str, verl: str) -> None:
+    rows = [{"prompt": "p", "answer": "7"}]
+    for env, reason in (
+        (f"{trl}:accuracy", "row 1: trl:.*rewards.py:accuracy: it reads the column 'solution', and the row has answer"),
+        (
+            f"{verl}:plain",
+            "row 1: verl:.*:plain reads reward_model.ground_truth, and the row has answer: name its column",
+        ),
+    ):
+        with pytest.raises(UserError, match=reason):
+            posttrain.rl(rows, env, "nowhere", out="nowhere")
+
+
+def test_check_scores_the_sample_replies_of_a_task_as_one_group_with_their_tokens(
+    trl: str, tokenizer: Tokenizer
+) -> None:
+    viewer = Viewer(tokenizer, 256, (0,))
+    found = check(f"{trl}:longest", [{"id": "t", "prompt": "p", "answer": "77"}], viewer=viewer)
+    expected = {case.kind: len(tokenizer.encode(case.reply)) + 1 for case in found.cases}
+    assert {case.kind: case.result.reward for case in found.cases if case.result} == expected and expected["empty"] == 1
+    assert found.ok and all(case.repeats for case in found.cases)
+
+    def ranks(tasks: Any, replies: Any) -> list[float]:
+        return [sum(len(o) < len(r) for o in replies) for r in replies]
+
+    found = check(ranks, [{"id": "t", "prompt": "p"}], ["a", "abc", "ab"])
+    assert [case.result.reward for case in found.cases if case.result] == [0.0, 2.0, 1.0]

@@ -443,8 +443,9 @@ class RLOptions(
     """Advantage estimator; gae adds a critic."""
     baseline: Literal["none", "batch", "group", "others"]
     """Baseline: the mean reward to subtract."""
-    scale: Literal["none", "batch", "group"]
-    """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
+    scale: Literal["none", "batch", "group", "mean"]
+    """Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at
+    all."""
     baseline_weight: Literal["equal", "length", "gradient"]
     """Weight of each reward in the baseline. gradient is the optimal baseline, with one backward pass per rollout."""
     whiten: bool
@@ -459,8 +460,10 @@ class RLOptions(
     """Lambda of generalized advantage estimation (GAE)."""
     gae_alpha: float
     """Length-adaptive lambda of GAE: 1 - 1 / (alpha x tokens of the reply), at least 0."""
-    surrogate: Literal["clip", "ratio", "log-probability", "weighted", "expected-q"]
-    """Surrogate objective: min(r A, clip(r) A), r A, lp A, or sg(r) lp A."""
+    surrogate: Literal[
+        "clip", "ratio", "log-probability", "weighted", "soft-gate", "divergence-mask", "gamma-weight", "expected-q"
+    ]
+    """Surrogate objective: min(r A, clip(r) A), r A, lp A, sg(r) lp A, or another with a soft or a masked ratio."""
     clip_low: float
     """Clip the ratio below 1 minus this."""
     clip_high: float
@@ -481,6 +484,8 @@ class RLOptions(
     weight. One per token is unbiased for replies of one token alone."""
     correction_cap: float
     """Cap of the weight of --correction, above 1."""
+    off_policy_mask: float
+    """Leave out tokens with A < 0 of rollouts whose mean of old - lp is above this, in nats per token (0: none)."""
     kl_estimator: Literal["k1", "k2", "k3", "exact", "forward"]
     """Estimator of the KL; exact sums over the whole vocabulary. In the loss k2 and exact have the gradient of the KL
     per token, in the reward k1 that of a reply."""
@@ -488,6 +493,8 @@ class RLOptions(
     """Coefficient of the KL penalty to the reference, the starting model (0: none, and no reference is kept)."""
     kl_where: Literal["loss", "reward"]
     """Where the KL goes: into the loss, or subtracted from the reward."""
+    kl_weighed: bool
+    """Multiply the KL estimate by the ratio to the old policy, so that its gradient is that of the KL per token."""
     kl_control: Literal["fixed", "adaptive", "halving-doubling"]
     """How the KL coefficient changes from step to step."""
     kl_target: float

@@ -48,7 +48,9 @@ class Baselined(Advantage):
     weight    weight of each reward in that mean. `equal`: 1. `gradient`: g^2, the squared norm of the gradient of the
               rollout's log-probability, which gives the least variance (Weaver and Tao 2001; Peters and Schaal 2008).
               `length`: n_i, its cheap stand-in (OPO, arXiv 2505.23585, eq. 9).
-    scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2).
+    scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2);
+              `mean`: the group's mean reward + eps, for rewards of at least 0: the gradient of the log-likelihood of
+              success, up to the order of the group's size (MaxRL, arXiv 2602.02710).
     signal    all advantages times B / (rollouts in groups with any signal), so that groups without one do not dilute the
               gradient (GPG, arXiv 2504.02546, eq. 7).
 
@@ -58,8 +60,10 @@ class Baselined(Advantage):
     baseline: Literal["none", "batch", "group", "others"] = setting(
         "group", "baseline", "Baseline: the mean reward to subtract."
     )
-    scale: Literal["none", "batch", "group"] = setting(
-        "none", "scale", "Divide advantages by the standard deviation of the group, of the batch, or not at all."
+    scale: Literal["none", "batch", "group", "mean"] = setting(
+        "none",
+        "scale",
+        "Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at all.",
     )
     weight: Literal["equal", "length", "gradient"] = setting(
         "equal",
@@ -72,7 +76,7 @@ class Baselined(Advantage):
     @property
     def compares(self) -> bool:
         """Whether rollouts of a group are compared with each other."""
-        return self.baseline in ("group", "others") or self.scale == "group"
+        return self.baseline in ("group", "others") or self.scale in ("group", "mean")
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -88,7 +92,8 @@ class Baselined(Advantage):
             "group": f" - {weight}mean(group)",
             "others": f" - {weight}mean(others of the group)",
         }
-        scale = "" if self.scale == "none" else f" / (std({self.scale}) + {self.eps:g})"
+        of_scale = "mean(group)" if self.scale == "mean" else f"std({self.scale})"
+        scale = "" if self.scale == "none" else f" / ({of_scale} + {self.eps:g})"
         numerator = f"R_i{of[self.baseline]}"
         formula = f"({numerator}){scale}" if scale else numerator
         return f"({formula}) B / (rollouts in groups with unequal rewards)" if self.signal else formula
@@ -110,6 +115,7 @@ class Baselined(Advantage):
             "none": "no scale: Dr. GRPO, arXiv 2503.20783, section 3.2" if self.baseline == "group" else "",
             "group": "",
             "batch": "scale: Lite PPO, arXiv 2508.08221, section 4",
+            "mean": "scale: MaxRL, arXiv 2602.02710, algorithm 1",
         }
         signal = "signal: GPG, arXiv 2504.02546, eq. 7" if self.signal else ""
         return "; ".join(filter(None, [papers[self.baseline], weights[self.weight], scales[self.scale], signal]))
@@ -127,6 +133,13 @@ class Baselined(Advantage):
         if self.scale == "group":
             variance = over_group((reward - over_group(reward) / count).square()) / (count - 1)
             advantage = advantage / (variance.sqrt() + self.eps)
+        elif self.scale == "mean":
+            if bool((reward < 0).any()):
+                raise UserError(
+                    f"--scale mean divides by a group's mean reward, which needs rewards of at least 0, and one is "
+                    f"{reward.min().item():g}: leave it out, or change the reward"
+                )
+            advantage = advantage / (over_group(reward) / count + self.eps)
         elif self.scale == "batch":
             advantage = advantage / ((reward.std() if len(reward) > 1 else reward.new_zeros(())) + self.eps)
         equal = equal_rewards(scores)

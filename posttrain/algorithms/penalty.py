@@ -93,6 +93,9 @@ class KL(Component):
     correction weigh the gain alone. `exact` is the true KL at each token then too, but where the older weights went. The
     KL that steers a `control` weighs each token as the algorithm's correction does (truncate, where it has none).
 
+    weighed   the estimate times the ratio exp(lp - old), with its gradient: what others have sampled then estimates the KL
+              of the policy, and on policy k1 and k3 in the loss have the gradient of the KL per token (DeepSeek-V3.2,
+              arXiv 2512.02556, section 3.1).
     against   `reference`: the frozen starting model. `old`: the policy before the step's updates, from which the tokens
               were sampled, so that the estimators estimate KL(old || policy) (PPO's penalty, arXiv 1707.06347, eq. 8).
               Of rollouts that lag behind, it has sampled them only under --old-policy sampler.
@@ -116,6 +119,11 @@ class KL(Component):
     where: Literal["loss", "reward"] = setting(
         "loss", "kl-where", "Where the KL goes: into the loss, or subtracted from the reward."
     )
+    weighed: bool = setting(
+        False,
+        "kl-weighed",
+        "Multiply the KL estimate by the ratio to the old policy, so that its gradient is that of the KL per token.",
+    )
     against: Literal["reference", "old"] = "reference"
     control: Control | None = setting(
         None, "kl-control", "How the KL coefficient changes from step to step.", choices=CONTROLS
@@ -124,19 +132,24 @@ class KL(Component):
     @property
     def formula(self) -> str:
         lp, ref = ("lp", "ref") if self.against == "reference" else ("old", "lp")
-        return {
-            "k1": f"({lp} - {ref})",
-            "k2": f"({ref} - {lp})^2 / 2",
-            "k3": f"(exp({ref} - {lp}) - 1 - ({ref} - {lp}))",
-            "exact": "sum_a pi(a) (log pi(a) - log ref(a))",
-            "forward": f"(q log q - (q - 1)), q = exp({ref} - {lp})",
-        }[self.estimator]
+        weight = "exp(lp - old) " if self.weighed else ""
+        return (
+            weight
+            + {
+                "k1": f"({lp} - {ref})",
+                "k2": f"({ref} - {lp})^2 / 2",
+                "k3": f"(exp({ref} - {lp}) - 1 - ({ref} - {lp}))",
+                "exact": "sum_a pi(a) (log pi(a) - log ref(a))",
+                "forward": f"(q log q - (q - 1)), q = exp({ref} - {lp})",
+            }[self.estimator]
+        )
 
     @property
     def source(self) -> str:
         against = "; against the old policy: PPO, arXiv 1707.06347, eq. 8" if self.against == "old" else ""
+        weighed = "; times the ratio: DeepSeek-V3.2, arXiv 2512.02556, section 3.1" if self.weighed else ""
         control = f"; control: {self.control.source}" if self.control else ""
-        return f"Schulman 2020, Approximating KL divergence{against}{control}"
+        return f"Schulman 2020, Approximating KL divergence{weighed}{against}{control}"
 
     @property
     def wants(self) -> frozenset[str]:
@@ -154,7 +167,7 @@ class KL(Component):
     def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
         """Estimate the KL per token, [N] in nats, from log-probabilities [N] of the sampling policy and of the other.
 
-        Not for `exact`.
+        Not for `exact`, and without the weight of `weighed`.
         """
         x = ref_logp - logp
         if self.estimator == "k1":

@@ -17,7 +17,7 @@ from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
 from posttrain.algorithms.critic_loss import CriticLoss
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
 from posttrain.algorithms.penalty import KL, Entropy
-from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, RatioStep
+from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, OffPolicyMask, RatioStep
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.algorithms.teacher import Distillation
@@ -75,7 +75,7 @@ class Algorithm(AlgorithmBase):
     advantage: Advantage = setting(flag="advantage", help="Advantage estimator; gae adds a critic.", choices=ADVANTAGES)
     surrogate: Surrogate = setting(
         flag="surrogate",
-        help="Surrogate objective: min(r A, clip(r) A), r A, lp A, or sg(r) lp A.",
+        help="Surrogate objective: min(r A, clip(r) A), r A, lp A, sg(r) lp A, or another with a soft or a masked ratio.",
         choices=SURROGATES,
     )
     aggregate: Aggregate = setting(flag="aggregate", help="Aggregation of the loss over tokens.", choices=AGGREGATES)
@@ -93,6 +93,7 @@ class Algorithm(AlgorithmBase):
     correction: Correction | None = (
         None  # for an engine whose log-probabilities differ from the learner's, or whose weights are older
     )
+    off_policy_mask: OffPolicyMask | None = None
     kl: KL | None = None
     entropy: Entropy | None = None
     select: TopEntropy | None = None
@@ -127,7 +128,10 @@ class Algorithm(AlgorithmBase):
     @property
     def looks_back(self) -> bool:
         """Whether the log-probabilities of the step's start have to be known in its later updates."""
-        return self.surrogate.uses_ratio and not self.on_policy and self.old == "start"
+        compares = (
+            self.surrogate.uses_ratio or self.off_policy_mask is not None or (self.kl is not None and self.kl.weighed)
+        )
+        return compares and not self.on_policy and self.old == "start"
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -227,7 +231,9 @@ class PolicyObjective:
         gain = algorithm.surrogate(ratio, replace(outputs, logp=logp), batch)
         if batch.sampler_logp is not None and algorithm.correction is not None:
             gain = gain * algorithm.correction(old - batch.sampler_logp, batch.rollout)
-        self._measure(ratio.detach(), start, first, batch, stats)
+        if algorithm.off_policy_mask is not None:
+            gain = gain * algorithm.off_policy_mask((old - logp).detach(), batch, stats)
+        self._measure(ratio.detach(), start, first, outputs, batch, stats)
         return gain
 
     def _penalty(self, kl: KL, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
@@ -244,12 +250,16 @@ class PolicyObjective:
         if kl.where == "reward":
             return torch.zeros_like(logp)
         if kl.estimator != "exact":
-            return batch.coefficients.get("kl", kl.beta) * kl(logp, batch.ref_logp)
+            estimate = kl(logp, batch.ref_logp)
+            if kl.weighed:
+                old = current if batch.old_logp is None else batch.old_logp
+                estimate = estimate * (logp - old).clamp(max=LARGEST_LOG_RATIO).exp()
+            return batch.coefficients.get("kl", kl.beta) * estimate
         assert outputs.kl is not None
         stats.add("kl/exact", outputs.kl.detach().sum().item(), count)
         return batch.coefficients.get("kl", kl.beta) * outputs.kl
 
-    def _measure(self, ratio: Tensor, start: Tensor, first: bool, batch: Batch, stats: Stats) -> None:
+    def _measure(self, ratio: Tensor, start: Tensor, first: bool, outputs: Outputs, batch: Batch, stats: Stats) -> None:
         """Add the metrics of the ratio.
 
         `start`: log-probabilities of the step's start, or the current ones where these are no longer known.
@@ -263,7 +273,7 @@ class PolicyObjective:
         if count:
             stats.add("ratio/max", ratio.max().item())
             stats.add("ratio/min", ratio.min().item())
-        self.algorithm.surrogate.measure(ratio, batch, stats)
+        self.algorithm.surrogate.measure(ratio, outputs, batch, stats)
         if batch.sampler_logp is not None:
             # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
             gap = (start - batch.sampler_logp).double()

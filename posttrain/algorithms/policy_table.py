@@ -9,9 +9,24 @@ from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
 from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining
-from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, SequenceValueTokenGradient
+from posttrain.algorithms.ratio import (
+    Causal,
+    OffPolicyMask,
+    OverSequence,
+    PessimisticClip,
+    SequenceValueTokenGradient,
+)
 from posttrain.algorithms.shaping import SoftOverlong
-from posttrain.algorithms.surrogate import Clip, ExpectedQ, ImportanceRatio, LogProbability, WeightedLogProbability
+from posttrain.algorithms.surrogate import (
+    Clip,
+    DivergenceMask,
+    ExpectedQ,
+    GammaWeight,
+    ImportanceRatio,
+    LogProbability,
+    SoftGate,
+    WeightedLogProbability,
+)
 from posttrain.algorithms.teacher import Distillation
 from posttrain.learners.natural_gradient import TrustRegion
 
@@ -209,6 +224,83 @@ _ALGORITHMS = (
         minibatches=16,
         stated="16, MiniMax-M1, arXiv 2506.13585, section 3.1",
         idea="Clips the importance weight, keeps every gradient",
+    ),
+    Algorithm(
+        "sapo",
+        "Soft Adaptive Policy Optimization: a soft gate instead of a clip (arXiv 2511.20347)",
+        advantage=Baselined("group", "group"),
+        surrogate=SoftGate(),
+        aggregate=SequenceMean(),
+        minibatches=4,
+        stated="as gspo, chosen here",
+        idea="A gate that fades instead of a clip",
+    ),
+    Algorithm(
+        "dppo",
+        "Divergence PPO, binary total variation: a trust region of probabilities (arXiv 2602.04879)",
+        advantage=Baselined("group", "none"),
+        surrogate=DivergenceMask("tv", 0.15, 0.15),
+        aggregate=ConstantLength(),
+        old="sampler",
+        minibatches=8,
+        stated="8 in verl's script for it: 256 prompts a step, 32 in an update",
+        idea="Masks by change of probability, not by ratio",
+    ),
+    Algorithm(
+        "dppo-kl",
+        "Divergence PPO, binary KL: a trust region of probabilities (arXiv 2602.04879)",
+        advantage=Baselined("group", "none"),
+        surrogate=DivergenceMask("kl", 0.05, 0.05),
+        aggregate=ConstantLength(),
+        old="sampler",
+        minibatches=8,
+        stated="8 in verl's script for it: 256 prompts a step, 32 in an update",
+        idea="Masks by a KL of the sampled token",
+    ),
+    Algorithm(
+        "maxrl",
+        "Maximum likelihood reinforcement learning; clip and token mean as in the authors' code (arXiv 2602.02710)",
+        advantage=Baselined("group", "mean"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        stated="one in the authors' code: 256 prompts a step and in an update",
+        idea="Divides by the group's mean reward, for likelihood",
+    ),
+    Algorithm(
+        "luspo",
+        "Length-unbiased GSPO: a reply's loss times its length (arXiv 2602.05261)",
+        advantage=Baselined("group", "group"),
+        ratio=(OverSequence("mean"),),
+        surrogate=Clip(2e-3, 2.5e-3),
+        aggregate=SequenceSum(),
+        minibatches=4,
+        stated="as gspo, chosen here",
+        idea="GSPO whose long replies weigh by their length",
+    ),
+    Algorithm(
+        "vespo",
+        "Variational sequence-level soft policy optimization; token mean as in the authors' code (arXiv 2602.10693)",
+        advantage=Baselined("group", "group"),
+        ratio=(OverSequence("sum"),),
+        surrogate=GammaWeight(),
+        aggregate=TokenMean(),
+        old="sampler",
+        minibatches=8,
+        stated="8 in the authors' code, and up to 64 to show that it is stable",
+        idea="Soft weight of the whole reply's ratio",
+    ),
+    Algorithm(
+        "deepseek-v3.2",
+        "GRPO with an off-policy mask and an unbiased KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)",
+        advantage=Baselined("group", "none"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=SequenceMean(),
+        kl=KL("k3", 0.04, weighed=True),
+        off_policy_mask=OffPolicyMask(),
+        old="sampler",
+        minibatches=4,
+        stated="several, their number is not stated, nor are clip, KL coefficient and delta (0.5: TRL's documentation)",
+        idea="Masks bad stale replies, weighs the KL",
     ),
     Algorithm(
         "trpo",

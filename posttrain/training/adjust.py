@@ -162,6 +162,10 @@ def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[
         "its KL is to the policy that sampled, and 0 when rewards are given: leave out --kl-where",
     )
     yield (
+        kl is not None and kl.weighed and (kl.where == "reward" or kl.against == "old" or kl.estimator == "exact"),
+        "the ratio weighs an estimate of the KL to the reference, in the loss: leave out --kl-weighed",
+    )
+    yield (
         kl is not None and kl.where == "reward" and isinstance(algorithm.advantage, StepRewards),
         "compares the rewards of steps, from which no KL is subtracted: leave out --kl-where reward",
     )
@@ -245,6 +249,11 @@ def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
         "of rollouts of earlier steps neither a KL nor a state's value is known: "
         "leave out --replay, or --kl-where reward and --advantage gae",
     )
+    weighed = kl is not None and kl.weighed
+    yield (
+        replay is not None and algorithm.old == "start" and (weighed or algorithm.off_policy_mask is not None),
+        "compares with the policy at the step's start, which is not known of rollouts of earlier steps: leave out --replay",
+    )
     yield (
         replay is not None and replay.capacity < rollouts,
         f"--replay {replay.capacity if replay else 0} is less than a step's {rollouts} rollouts",
@@ -303,4 +312,12 @@ def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> I
         bool(clips) and algorithm.surrogate.clips and algorithm.on_policy and algorithm.old == "start",
         f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
         "clipped; take several, such as --minibatches 4, or leave it out",
+    )
+    yield (
+        run.chooses("off_policy_mask")
+        and algorithm.off_policy_mask is not None
+        and algorithm.on_policy
+        and algorithm.old == "start",
+        "--off-policy-mask would have no effect: with one update per step old and current log-probabilities are the same; "
+        "take several, such as --minibatches 4, or leave it out",
     )

@@ -29,13 +29,23 @@ from posttrain.algorithms.ratio import (
     RATIOS,
     Causal,
     Correction,
+    OffPolicyMask,
     OverSequence,
     PessimisticClip,
     SequenceValueTokenGradient,
 )
 from posttrain.algorithms.settings import change, flags, settings_of
 from posttrain.algorithms.shaping import GroupLength, SoftOverlong
-from posttrain.algorithms.surrogate import SURROGATES, Clip, ImportanceRatio, LogProbability, WeightedLogProbability
+from posttrain.algorithms.surrogate import (
+    SURROGATES,
+    Clip,
+    DivergenceMask,
+    GammaWeight,
+    ImportanceRatio,
+    LogProbability,
+    SoftGate,
+    WeightedLogProbability,
+)
 from posttrain.algorithms.teacher import Distillation
 from posttrain.cli.main import main
 from posttrain.config.resolve import filled, validate
@@ -82,7 +92,7 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
         ("grpo", {"baseline_weight": w}, ADVANTAGE, Baselined("group", "group", w))
         for w in ("equal", "length", "gradient")
     ),
-    *(("grpo", {"scale": s}, ADVANTAGE, Baselined("group", s)) for s in ("none", "batch", "group")),
+    *(("grpo", {"scale": s}, ADVANTAGE, Baselined("group", s)) for s in ("none", "batch", "group", "mean")),
     ("ppo", {"gamma": 0.9}, ADVANTAGE, GAE(0.9, 0.95, whiten=True)),
     ("reinforce", {"gamma": 0.9}, ADVANTAGE, ToGo(gamma=0.9)),
     ("sac", {"gamma": 0.9}, CRITIC, SoftQ(gamma=0.9, warmup=2)),
@@ -104,6 +114,9 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"ratio": "causal"}, RATIO, (Causal(),)),
     ("grpo", {"ratio": "geometric"}, RATIO, (PessimisticClip(), OverSequence("mean"))),
     ("dapo", {"clip_low": 0.1}, SURROGATE, Clip(0.1, 0.28)),
+    ("grpo", {"surrogate": "soft-gate"}, SURROGATE, SoftGate()),
+    ("grpo", {"surrogate": "divergence-mask"}, SURROGATE, DivergenceMask()),
+    ("grpo", {"surrogate": "gamma-weight"}, SURROGATE, GammaWeight()),
     ("grpo", {"clip_high": 0.3, "minibatches": 2}, SURROGATE, Clip(0.2, 0.3)),
     ("cispo", {"clip_high": 2.0}, SURROGATE, WeightedLogProbability(2.0)),
     ("off-policy-pg", {}, SURROGATE, WeightedLogProbability(at="reward")),
@@ -123,6 +136,8 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"kl": 0.5}, PENALTY, KL("k3", 0.5)),
     ("dr-grpo", {"kl": 0.5}, PENALTY, KL("k3", 0.5)),
     *(("grpo", {"kl_estimator": e}, PENALTY, KL(e, 0.04)) for e in ("k1", "k2", "k3", "exact", "forward")),
+    ("grpo", {"kl_weighed": True}, PENALTY, KL("k3", 0.04, weighed=True)),
+    ("deepseek-v3.2", {"kl_weighed": False}, PENALTY, KL("k3", 0.04)),
     ("grpo", {"kl_where": "reward"}, PENALTY, KL("k3", 0.04, "reward")),
     ("grpo", {"kl_where": "reward", "kl_estimator": "exact"}, PENALTY, KL("exact", 0.04, "reward")),
     ("ppo", {"kl_where": "loss"}, PENALTY, KL("k1", 0.05, "loss")),
@@ -146,6 +161,8 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ),
     ("grpo", {"correction": "none"}, CORRECTION, None),
     ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
+    ("grpo", {"off_policy_mask": 0.1, "minibatches": 2}, part("off_policy_mask"), OffPolicyMask(0.1)),
+    ("deepseek-v3.2", {"off_policy_mask": 0}, part("off_policy_mask"), None),
     ("grpo", {"old_policy": "sampler"}, part("old"), "sampler"),
     ("grpo", {"old_policy": "start"}, part("old"), "start"),
     ("arpo", {}, part("branching"), Branching(1, 0.5, 20, 0.5, 0.2, 0.5, "soft")),
@@ -227,6 +244,7 @@ EVERYTHING = replace(
     kl=KL("k3", 0.1, control=Adaptive()),
     ratio=(PessimisticClip(), OverSequence("mean")),
     correction=Correction(),
+    off_policy_mask=OffPolicyMask(),
     entropy=Entropy(0.1, target=0.5),
     select=TopEntropy(),
     branching=Branching(),
@@ -274,6 +292,9 @@ CANDIDATES = (
     "sampled",
     "sampler",
     "hard",
+    "kl",
+    "tv",
+    "start",
 )
 
 
@@ -423,6 +444,15 @@ Clip.low = 0.2: at least 0 and at most 1
 Clip.high = 0.2: at least 0
 Clip.dual = None: above 1; 0 is none
 WeightedLogProbability.high = None: at least 0
+SoftGate.positive = 1.0: above 0
+SoftGate.negative = 1.05: above 0
+DivergenceMask.low = 0.15: at least 0
+DivergenceMask.high = 0.15: at least 0
+GammaWeight.power = 2.0: above 0
+GammaWeight.decay = 3.0: above 0
+GammaWeight.negative_power = 3.0: above 0
+GammaWeight.negative_decay = 2.0: above 0
+OffPolicyMask.delta = 0.5: above 0; 0 is absent
 Distillation.coefficient = 1.0: above 0
 Distillation.beta = 0.5: above 0 and below 1
 Distillation.temperature = None: above 0
@@ -466,6 +496,13 @@ gpg: group | |
 lite-ppo: group | |
 pass-at-k: group, success | |
 cispo: group, old | |
+sapo: group, old | |
+dppo: episode tokens, group | |
+dppo-kl: episode tokens, group | |
+maxrl: group | |
+luspo: group, old | |
+vespo: group | |
+deepseek-v3.2: group, reference | | every token
 trpo: group | | every token
 arpo: group, reference | | every token
 ppo: old, reference, value | value | every token
@@ -540,6 +577,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ppo-kl", {"reference_every": 5}, "ppo-kl: .*--reference-every"),
     ("ppo-kl", {"kl_where": "reward"}, "ppo-kl: .*leave out --kl-where"),
     ("grpo-process", {"kl_where": "reward"}, "grpo-process: .*leave out --kl-where reward"),
+    ("deepseek-v3.2", {"kl_where": "reward"}, "deepseek-v3.2: .*leave out --kl-weighed"),
+    ("grpo", {"kl_estimator": "exact", "kl_weighed": True}, "grpo: .*leave out --kl-weighed"),
+    ("ppo-kl", {"kl_weighed": True}, "ppo-kl: .*leave out --kl-weighed"),
+    ("gpg", {"replay": 100, "kl": 0.1, "kl_weighed": True}, "gpg: .*not known of rollouts of earlier steps"),
+    ("gpg", {"replay": 100, "off_policy_mask": 0.1}, "gpg: .*not known of rollouts of earlier steps"),
     # terms and choices
     ("sac", {"entropy": 0.0}, "sac: .*--entropy-target"),
     ("grpo", {"correction_cap": 3.0}, "--correction-cap cannot go with grpo.*--correction brings one"),
@@ -596,6 +638,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"clip_high": 0.28}, "grpo: --clip-high would have no effect: with one update .*--minibatches 4"),
     ("dapo", {"minibatches": 1, "clip_low": 0.1}, "dapo: --clip-low would have no effect"),
     ("cispo", {"minibatches": 1, "settings": {"surrogate.high": 3}}, "cispo: --clip-high would have no effect"),
+    ("grpo", {"off_policy_mask": 0.1}, "grpo: --off-policy-mask would have no effect: .*--minibatches 4"),
     # places
     (
         "grpo",
@@ -618,6 +661,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # numbers
     ("ppo", {"gamma": 1.5}, "--gamma must be at least 0 and at most 1, not 1.5"),
     ("ppo", {"gae_lambda": -0.1}, "--gae-lambda must be at least 0"),
+    ("grpo", {"off_policy_mask": -1}, "--off-policy-mask must be above 0, not -1"),
     ("grpo", {"top_entropy": 0.0}, "--top-entropy must be above 0 and at most 1"),
     ("grpo", {"clip_low": 1.5}, "--clip-low must be .*at most 1, not 1.5"),
     ("grpo", {"clip_high": -0.1}, "--clip-high must be at least 0"),

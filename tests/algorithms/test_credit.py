@@ -283,7 +283,7 @@ def test_golden_dual_clip(advantage: float, ratio: float, value: float, moves: b
     batch, stats = flat_batch(r, advantage=doubles(advantage)), Stats()
     gain = Clip(0.2, 0.2, dual=3.0)(r, Outputs(r.log()), batch)
     gain.sum().backward()
-    Clip(0.2, 0.2, dual=3.0).measure(r.detach(), batch, stats)
+    Clip(0.2, 0.2, dual=3.0).measure(r.detach(), Outputs(r.log()), batch, stats)
     assert gain.item() == pytest.approx(value) and r.grad is not None and bool(r.grad != 0) is moves
     assert stats["ratio/clipped_dual"] == (float((advantage, ratio) == (-1.0, 4.0)), 1.0)
 

@@ -169,6 +169,9 @@ def new_case(
     for rollout in rollouts:
         (own,) = learner.evaluate([pack([rollout.transcripts], [0])], want=want)
         old[id(rollout)], reference[id(rollout)] = near(own.logp, noise), near(own.logp, 0.5)
+        if row.old == "sampler":  # what the engine noted, in single precision
+            old[id(rollout)] = old[id(rollout)].float().double()
+            rollout.transcripts[0].logp = old[id(rollout)].tolist()
         if own.value is not None:
             value[id(rollout)] = near(own.value, 0.3)
         if row.teacher is not None:

@@ -6,6 +6,7 @@ scalars with a gradient for what the models say now. `TEXTS[name](texts)` is wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -250,6 +251,87 @@ def cispo(rollouts: list[Played]) -> Tensor:
     return -total / tokens
 
 
+def sapo(rollouts: list[Played]) -> Tensor:
+    """Equations 5 and 6: a sigmoid of the ratio, steeper where A is not positive."""
+    total = ZERO
+    for r in rollouts:
+        a, inner = over_group_std(r, rollouts), ZERO
+        tau = 1.0 if a > 0 else 1.05
+        for lp, old in zip(r.lp, r.old, strict=True):
+            inner = inner + a * 4 / tau / (1 + (-tau * ((lp - old).exp() - 1)).exp())
+        total = total + inner / len(r.lp)
+    return -total / len(rollouts)
+
+
+def dppo(
+    rollouts: list[Played], distance: Callable[[float, float], float] | None = None, bound: float = 0.15
+) -> Tensor:
+    """Masked, not clipped: a token that its advantage pushes further out of the trust region has no gradient."""
+    total = ZERO
+    for r in rollouts:
+        a, inner = over_group(r, rollouts), ZERO
+        for lp, old in zip(r.lp, r.old, strict=True):
+            pi, mu = math.exp(lp.item()), math.exp(old)
+            far = (abs(pi - mu) if distance is None else distance(pi, mu)) > bound
+            if not (far and ((a > 0 and pi > mu) or (a < 0 and pi < mu))):
+                inner = inner + (lp - old).exp() * a
+        total = total + inner / L_MAX
+    return -total / len(rollouts)
+
+
+def binary_kl(pi: float, mu: float) -> float:
+    return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+
+
+def dppo_kl(rollouts: list[Played]) -> Tensor:
+    return dppo(rollouts, binary_kl, 0.05)
+
+
+def maxrl(rollouts: list[Played]) -> Tensor:
+    """Algorithm 1: (r - mean) / mean over the rollouts of a prompt, 0 where none has a reward."""
+    total, tokens = ZERO, sum(len(r.lp) for r in rollouts)
+    for r in rollouts:
+        level = mean(rewards_of(r.group, rollouts))
+        a = (r.reward - level) / (level + EPS)
+        total = total + sum(clipped((lp - old).exp(), a, 0.2, 0.2) for lp, old in zip(r.lp, r.old, strict=True))
+    return -total / tokens
+
+
+def luspo(rollouts: list[Played]) -> Tensor:
+    """GSPO's clipped term of each response, times its length."""
+    total = ZERO
+    for r in rollouts:
+        s = (sum((lp - old for lp, old in zip(r.lp, r.old, strict=True)), ZERO) / len(r.lp)).exp()
+        total = total + clipped(s, over_group_std(r, rollouts), 2e-3, 2.5e-3) * len(r.lp)
+    return -total / len(rollouts)
+
+
+def vespo(rollouts: list[Played]) -> Tensor:
+    """W^k exp(lambda (1 - W)), W the product of a response's ratios, weighs its policy gradient."""
+    total, tokens = ZERO, sum(len(r.lp) for r in rollouts)
+    for r in rollouts:
+        a, w = over_group_std(r, rollouts), 1.0
+        for lp, old in zip(r.lp, r.old, strict=True):
+            w *= math.exp(lp.item() - old)
+        k, decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        total = total + w**k * math.exp(decay * (1 - w)) * a * sum(r.lp)
+    return -total / tokens
+
+
+def deepseek_v3_2(rollouts: list[Played]) -> Tensor:
+    """Section 3.1: GRPO's clipped terms times a mask of whole responses, less beta r (pi_ref / pi - log pi_ref / pi - 1)."""
+    total = ZERO
+    for r in rollouts:
+        a, inner = over_group(r, rollouts), ZERO
+        drift = mean(old - lp.item() for lp, old in zip(r.lp, r.old, strict=True))
+        kept = not (a < 0 and drift > 0.5)
+        for lp, old, ref in zip(r.lp, r.old, r.ref, strict=True):
+            ratio = (lp - old).exp()
+            inner = inner + kept * clipped(ratio, a, 0.2, 0.2) - 0.04 * ratio * k3(lp, ref)
+        total = total + inner / len(r.lp)
+    return -total / len(rollouts)
+
+
 def dapo(rollouts: list[Played]) -> Tensor:
     """Equation 10 with clip-higher; equation 13 shapes the reward; truncated replies are no part of the loss."""
     for r in rollouts:
@@ -467,6 +549,13 @@ LOSSES: dict[str, Loss] = {
     "pass-at-k": pass_at_k,
     "cispo": cispo,
     "dapo": dapo,
+    "sapo": sapo,
+    "dppo": dppo,
+    "dppo-kl": dppo_kl,
+    "maxrl": maxrl,
+    "luspo": luspo,
+    "vespo": vespo,
+    "deepseek-v3.2": deepseek_v3_2,
     "trpo": trpo,
     "ppo": ppo,
     "ppo-kl": ppo_kl,

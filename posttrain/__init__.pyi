@@ -507,6 +507,11 @@ class RLOptions(
     """Target entropy in nats per token; the coefficient is tuned to hold it."""
     top_entropy: float
     """Learn only from this share of the tokens, those with the highest entropy (1: all)."""
+    clip_cov: float
+    """Clip-Cov: leave out this share of the tokens, among those whose update lowers the entropy most (0: none)."""
+    kl_cov: float
+    """KL-Cov: penalise the distance to the old policy at this share of the tokens, those whose update lowers the
+    entropy most (0: none)."""
     value_clip: float
     """Clip range of the value function (0: no clipping)."""
     value_coefficient: float

@@ -71,7 +71,8 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
     named = (
         ("entropy bonus coefficient", algorithm.entropy),
         ("off-policy mask", algorithm.off_policy_mask),
-        ("selected tokens", algorithm.select),
+        *(("selected tokens", chosen) for chosen in algorithm.select),
+        ("covariance penalty", algorithm.covariance),
         ("correction for the engine", algorithm.correction),
         ("critic loss", algorithm.critic),
         ("rollouts of a group", algorithm.branching),

@@ -15,7 +15,7 @@ from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
 from posttrain.algorithms.critic_loss import CriticLoss
-from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
+from posttrain.algorithms.filters import CovariancePenalty, DynamicSampling, OverlongFilter, Replay, TokenSelection
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, OffPolicyMask, RatioStep
 from posttrain.algorithms.shaping import Shaping
@@ -96,7 +96,8 @@ class Algorithm(AlgorithmBase):
     off_policy_mask: OffPolicyMask | None = None
     kl: KL | None = None
     entropy: Entropy | None = None
-    select: TopEntropy | None = None
+    select: tuple[TokenSelection, ...] = ()  # tokens that keep their advantage: those that all of them keep
+    covariance: CovariancePenalty | None = None
     critic: CriticLoss | None = setting(None, brought="--advantage gae")
     teacher: Distillation | None = setting(None, brought="posttrain distill --teacher FOLDER")
     branching: Branching | None = None
@@ -128,8 +129,9 @@ class Algorithm(AlgorithmBase):
     @property
     def looks_back(self) -> bool:
         """Whether the log-probabilities of the step's start have to be known in its later updates."""
+        weighed = self.kl is not None and self.kl.weighed
         compares = (
-            self.surrogate.uses_ratio or self.off_policy_mask is not None or (self.kl is not None and self.kl.weighed)
+            self.surrogate.uses_ratio or weighed or self.off_policy_mask is not None or self.covariance is not None
         )
         return compares and not self.on_policy and self.old == "start"
 
@@ -162,7 +164,7 @@ class Algorithm(AlgorithmBase):
 
     @property
     def moves_every_token(self) -> bool:
-        """Whether a rollout can have a gradient, or bound the step, though its advantage is 0."""
+        """Whether every rollout can have a gradient, or bound the step, though its advantage is 0."""
         penalised = self.kl is not None and self.kl.where == "loss"
         region = self.trust_region is not None  # its KL is over all tokens, not those alone that the advantage moves
         others = self.entropy, self.critic, self.imitation, self.teacher, self.surrogate.wants
@@ -205,6 +207,8 @@ class PolicyObjective:
             gain = gain - algorithm.teacher.coefficient * distance
         if algorithm.kl is not None:
             gain = gain - self._penalty(algorithm.kl, outputs, batch, stats)
+        if batch.held is not None and batch.old_logp is not None:
+            gain = gain - batch.held * (outputs.logp - batch.old_logp).abs()
         if algorithm.entropy is not None:
             assert outputs.entropy is not None
             gain = gain + batch.coefficients.get("entropy", algorithm.entropy.coefficient) * outputs.entropy

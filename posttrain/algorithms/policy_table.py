@@ -6,7 +6,7 @@ from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, Sequenc
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import GAE, Baselined, Earned, PassAtK, StepRewards, ToGo, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
-from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
+from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, Replay
 from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining
 from posttrain.algorithms.ratio import (
@@ -301,6 +301,28 @@ _ALGORITHMS = (
         minibatches=4,
         stated="several, their number is not stated, nor are clip, KL coefficient and delta (0.5: TRL's documentation)",
         idea="Masks bad stale replies, weighs the KL",
+    ),
+    Algorithm(
+        "clip-cov",
+        "Clip-Cov: no gradient at some tokens of high covariance (entropy mechanism, arXiv 2505.22617)",
+        advantage=Baselined("group", "group"),
+        surrogate=ImportanceRatio(),
+        aggregate=TokenMean(),
+        select=(CovarianceClip(),),
+        minibatches=8,
+        stated="chosen here: several, as the ratio asks for",
+        idea="Leaves out tokens that lower the entropy most",
+    ),
+    Algorithm(
+        "kl-cov",
+        "KL-Cov: tokens of high covariance stay near the old policy (entropy mechanism, arXiv 2505.22617)",
+        advantage=Baselined("group", "group"),
+        surrogate=ImportanceRatio(),
+        aggregate=TokenMean(),
+        covariance=CovariancePenalty(),
+        minibatches=8,
+        stated="chosen here: several, as the penalty asks for",
+        idea="Holds tokens that lower the entropy most",
     ),
     Algorithm(
         "trpo",

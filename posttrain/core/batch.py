@@ -166,6 +166,7 @@ class Batch(Packed):
     old_logp: Tensor | None = None  # float32 [N], the learner's at the start of the update; None: current, detached
     ref_logp: Tensor | None = None  # float32 [N]
     teacher_logp: Tensor | None = None  # float32 [N]
+    held: Tensor | None = None  # float32 [N], the weight of |lp - old| in the loss
     value: Tensor | None = None  # float32 [N], the critic's at rollout time
     returns: Tensor | None = None  # float32 [N], the critic's targets
     imitate: Tensor | None = None  # float32 [N], the share of each token in a likelihood term beside the policy's

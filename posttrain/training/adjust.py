@@ -112,7 +112,7 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
         "--tokens-per-microbatch",
     )
     yield soft and algorithm.entropy is None, "its temperature must be above 0: tune it with --entropy-target"
-    yield soft and algorithm.select is not None, "its critic learns from every token: leave out --top-entropy"
+    yield soft and bool(algorithm.select), f"its critic learns from every token: leave out {_selecting(algorithm)}"
     yield (
         run.chooses("gae_lambda") and run.chooses("gae_alpha"),
         "--gae-lambda already sets lambda, the same for every length: leave out --gae-alpha",
@@ -215,8 +215,11 @@ def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[
     told = " and ".join(name for name, there in rewarding.items() if there)
     yield unrewarded and bool(told), f"learns nothing from rewards, so {told} would change nothing: leave it out"
     yield (
-        algorithm.select is not None and unrewarded and algorithm.teacher is not None and not algorithm.teacher.sampled,
-        "--top-entropy chooses where rewards are learned from, and none are: leave it out",
+        bool(algorithm.select or algorithm.covariance)
+        and unrewarded
+        and algorithm.teacher is not None
+        and not algorithm.teacher.sampled,
+        f"{_selecting(algorithm)} chooses where rewards are learned from, and none are: leave it out",
     )
     yield (
         run.chooses("jsd_beta") and divergence != "jensen-shannon",
@@ -251,7 +254,11 @@ def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
     )
     weighed = kl is not None and kl.weighed
     yield (
-        replay is not None and algorithm.old == "start" and (weighed or algorithm.off_policy_mask is not None),
+        replay is not None
+        and (
+            algorithm.covariance is not None
+            or (algorithm.old == "start" and (weighed or algorithm.off_policy_mask is not None))
+        ),
         "compares with the policy at the step's start, which is not known of rollouts of earlier steps: leave out --replay",
     )
     yield (
@@ -298,6 +305,12 @@ def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple
     )
 
 
+def _selecting(algorithm: Algorithm) -> str:
+    """Return the options that choose tokens, as far as the algorithm has their components."""
+    chosen = [part.option for part in algorithm.select]
+    return " and ".join([*chosen, *(["--kl-cov"] if algorithm.covariance else [])])
+
+
 def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
     """Yield the chosen settings that would have no effect."""
     own = ("branches", "branch_first", "branch_tokens", "branch_threshold", "branch_credit")
@@ -313,11 +326,10 @@ def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> I
         f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
         "clipped; take several, such as --minibatches 4, or leave it out",
     )
+    compared = {"off_policy_mask": algorithm.off_policy_mask, "kl_cov": algorithm.covariance}
+    still = [f"--{name.replace('_', '-')}" for name, part in compared.items() if run.chooses(name) and part is not None]
     yield (
-        run.chooses("off_policy_mask")
-        and algorithm.off_policy_mask is not None
-        and algorithm.on_policy
-        and algorithm.old == "start",
-        "--off-policy-mask would have no effect: with one update per step old and current log-probabilities are the same; "
+        bool(still) and algorithm.on_policy and algorithm.old == "start",
+        f"{', '.join(still)} would have no effect: with one update per step old and current log-probabilities are the same; "
         "take several, such as --minibatches 4, or leave it out",
     )

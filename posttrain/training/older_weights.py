@@ -85,7 +85,7 @@ def _contradictions_of_reward_weights(algorithm: Algorithm) -> Iterator[tuple[bo
     )
     told = {
         "a discounted advantage": discounted,
-        "--top-entropy": algorithm.select is not None,
+        " and ".join(chosen.option for chosen in algorithm.select): bool(algorithm.select),
         "a teacher's reward of single tokens": algorithm.teacher is not None and algorithm.teacher.sampled,
         "rollouts that branch": algorithm.branching is not None,
     }

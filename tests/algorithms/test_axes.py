@@ -21,7 +21,14 @@ from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, PassAtK, StepRewards, ToGo, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.describe import differences
-from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
+from posttrain.algorithms.filters import (
+    CovarianceClip,
+    CovariancePenalty,
+    DynamicSampling,
+    OverlongFilter,
+    Replay,
+    TopEntropy,
+)
 from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, policy_objective
 from posttrain.algorithms.policy_table import TABLE
@@ -153,8 +160,13 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"entropy": 0.0}, ENTROPY, None),
     ("grpo", {"entropy_target": 0.5}, ENTROPY, Entropy(0.0, target=0.5)),
     ("sac", {"entropy_target": 0.5}, ENTROPY, Entropy(0.01, target=0.5)),
-    ("grpo", {"top_entropy": 0.2}, part("select"), TopEntropy(0.2)),
-    ("grpo", {"top_entropy": 1.0}, part("select"), None),
+    ("grpo", {"top_entropy": 0.2}, part("select"), (TopEntropy(0.2),)),
+    ("grpo", {"top_entropy": 1.0}, part("select"), ()),
+    ("grpo", {"clip_cov": 0.01}, part("select"), (CovarianceClip(0.01),)),
+    ("grpo", {"clip_cov": 0.01, "top_entropy": 0.5}, part("select"), (CovarianceClip(0.01), TopEntropy(0.5))),
+    ("clip-cov", {"clip_cov": 0}, part("select"), ()),
+    ("grpo", {"kl_cov": 0.01, "minibatches": 2}, part("covariance"), CovariancePenalty(0.01)),
+    ("kl-cov", {"kl_cov": 0}, part("covariance"), None),
     *(
         ("grpo", {"correction": kind}, CORRECTION, Correction(kind))
         for kind in ("truncate", "icepop", "sequence", "sequence-truncate")
@@ -246,7 +258,8 @@ EVERYTHING = replace(
     correction=Correction(),
     off_policy_mask=OffPolicyMask(),
     entropy=Entropy(0.1, target=0.5),
-    select=TopEntropy(),
+    select=(TopEntropy(), CovarianceClip()),
+    covariance=CovariancePenalty(),
     branching=Branching(),
     sampling=DynamicSampling(),
     filters=(OverlongFilter(),),
@@ -424,6 +437,11 @@ DynamicSampling.low = 0.0: at least 0 and below 1
 DynamicSampling.high = 1.0: above 0 and at most 1
 Replay.capacity = 4096: above 0; 0 is absent
 TopEntropy.share = 0.2: above 0 and at most 1; 1 is absent
+CovarianceClip.share = 0.0002: above 0 and at most 1; 0 is absent
+CovarianceClip.low = 1.0
+CovarianceClip.high = 5.0
+CovariancePenalty.share = 0.0002: above 0 and at most 1; 0 is absent
+CovariancePenalty.coefficient = 1.0: above 0
 Adaptive.target = 0.05: above 0
 Adaptive.horizon = 10000.0: above 0
 Entropy.coefficient = 0.0: at least 0; 0 is absent
@@ -503,6 +521,8 @@ maxrl: group | |
 luspo: group, old | |
 vespo: group | |
 deepseek-v3.2: group, reference | | every token
+clip-cov: group, old | |
+kl-cov: group, old | |
 trpo: group | | every token
 arpo: group, reference | | every token
 ppo: old, reference, value | value | every token
@@ -639,6 +659,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dapo", {"minibatches": 1, "clip_low": 0.1}, "dapo: --clip-low would have no effect"),
     ("cispo", {"minibatches": 1, "settings": {"surrogate.high": 3}}, "cispo: --clip-high would have no effect"),
     ("grpo", {"off_policy_mask": 0.1}, "grpo: --off-policy-mask would have no effect: .*--minibatches 4"),
+    ("grpo", {"kl_cov": 0.1}, "grpo: --kl-cov would have no effect: .*--minibatches 4"),
+    ("sac", {"clip_cov": 0.1}, "sac: its critic learns from every token: leave out --clip-cov"),
+    ("distill-jsd", {"kl_cov": 0.1, "minibatches": 2}, "--kl-cov chooses where rewards are learned from, and none are"),
+    ("dr-grpo", {"replay": 100, "kl_cov": 0.1}, "dr-grpo: .*not known of rollouts of earlier steps"),
+    ("grpo", {"clip_cov": 1.5}, "--clip-cov must be above 0 and at most 1, not 1.5"),
     # places
     (
         "grpo",

@@ -22,7 +22,7 @@ from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.credit import GAE, Baselined, PassAtK, StepRewards, ToGo, earnings, whitened
 from posttrain.algorithms.critic_loss import SoftQ, Value
-from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
+from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import TABLE
@@ -475,10 +475,21 @@ def test_overlong_filter_takes_truncated_rollouts_out_of_the_loss_and_its_denomi
 def test_top_entropy_keeps_exactly_the_share(share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     entropy = [torch.rand(n, generator=generator) for n in (30, 50, 20)]
-    kept = torch.cat(TopEntropy(share)(entropy))
+    kept = torch.cat(TopEntropy(share)({"entropy": entropy}, []))
     every = torch.cat(entropy)
     assert kept.sum() == max(1, round(share * 100))
     assert every[kept].min() > every[~kept].max() if share < 1 else bool(kept.all())
+
+
+def test_golden_covariances_choose_tokens() -> None:
+    """log p -1 -3 | -2 -6 with A 3, -1: its part in the covariance is 4, 0 | -2, 6 (means -3 and 1)."""
+    own, advantage = {"logp": [doubles(-1, -3), doubles(-2, -6)]}, [doubles(3, 3), doubles(-1, -1)]
+    assert [k.tolist() for k in CovarianceClip(0.5)(own, advantage)] == [[False, True], [True, True]]
+    assert [k.tolist() for k in CovarianceClip(0.5, high=7)(own, advantage)] == [[False, True], [True, False]]
+    assert [k.tolist() for k in CovarianceClip(0.25, high=7)(own, advantage)] == [[True, True], [True, False]]
+    assert [w.tolist() for w in CovariancePenalty(0.5)(own, advantage)] == [[1, 0], [0, 1]]
+    assert [w.tolist() for w in CovariancePenalty(0.25, 3.0)(own, advantage)] == [[0, 0], [0, 3]]
+    assert all(k.all() for k in CovarianceClip(0.5, 10, 20)(own, advantage)), "none has such a covariance"
 
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(8)]

@@ -27,6 +27,7 @@ from feeding import (
     new_learner,
     new_player,
     new_texts,
+    old_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,7 +132,7 @@ def by_loops(case: Case, correct: float = SUCCESS) -> tuple[float, Tensor]:
 
 
 def through_the_library(case: Case, rollouts: Sequence[Rollout], cuts: Sequence[Sequence[int]]) -> tuple[float, Tensor]:
-    return gradient(case, feed(case, rollouts, credit(case.row, board(case, rollouts)), cuts))
+    return gradient(case, feed(case, rollouts, credit(case.row, board(case, rollouts), old_of(case, rollouts)), cuts))
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.3])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posttrain.algorithms.credit import Baselined, per_token
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
+from posttrain.algorithms.settings import change
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
 from posttrain.core.types import UserError
 
@@ -22,7 +23,7 @@ BUDGET = 20  # as the rows of these tests have it
 MASK = torch.stack([(torch.arange(max(LENGTHS)) < n).double() for n in LENGTHS])  # [B, T]
 GENERATOR = torch.Generator().manual_seed(3)
 LP, NEAR, FAR = (torch.randn(MASK.shape, generator=GENERATOR).double() for _ in range(3))
-NOW, REF = -1.6 - LP.abs() / 2, -1 - FAR.abs()  # [B, T]
+NOW, REF = -1.6 - 1.5 * LP.abs(), -1 - FAR.abs()  # [B, T]
 DRIFT = torch.tensor([0.8, 0.8, 0.0, 0.0, 0.2, 0.0]).double()[:, None]  # of the first two replies: beyond any bound
 OLD = (NOW + 0.4 * NEAR + DRIFT).clamp(max=-0.05)
 SCORES = Scores(torch.tensor([1.0, 0.0, 0.5, 0.0, 0.0, 1.0]).double(), torch.tensor([0, 0, 0, 1, 1, 1]), MASK.sum(-1))
@@ -82,7 +83,27 @@ def verl_dppo_kl(lp: Tensor, a: Tensor) -> Tensor:
     return verl_dppo(lp, a, inside)
 
 
+def covariances(lp: Tensor, a: Tensor) -> Tensor:
+    there = MASK.bool()
+    return (lp.detach() - lp.detach()[there].mean()) * (a - a.expand_as(MASK)[there].mean())
+
+
+def verl_clip_cov(lp: Tensor, a: Tensor) -> Tensor:
+    """clip_cov_ratio 1, so that all tokens within the bounds are drawn; a clip of the ratio that is never met."""
+    cov = covariances(lp, a)
+    return (-a * (lp - OLD).exp() * ~((cov > 1) & (cov < 5)) * MASK).sum() / MASK.sum()
+
+
+def verl_kl_cov(lp: Tensor, a: Tensor) -> Tensor:
+    """kl_cov_ratio 0.1, so of 27 tokens the two with the highest covariance; ppo_kl_coef 1."""
+    cov = covariances(lp, a).masked_fill(MASK == 0, -torch.inf).flatten()
+    chosen = torch.zeros_like(cov).index_fill(0, cov.topk(2).indices, 1.0).view_as(MASK)
+    return ((-a * (lp - OLD).exp() + chosen * (lp - OLD).abs()) * MASK).sum() / MASK.sum()
+
+
 PEERS: dict[str, tuple[Loss, bool]] = {
+    "clip-cov": (verl_clip_cov, True),
+    "kl-cov": (verl_kl_cov, True),
     "sapo": (trl_sapo, True),
     "luspo": (trl_luspo, True),
     "vespo": (trl_vespo, True),
@@ -92,16 +113,21 @@ PEERS: dict[str, tuple[Loss, bool]] = {
 }
 """Row: its peer, and whether values are the same too, not gradients alone."""
 OF_NAME = {row.name: row for row in ROWS}
+OF_NAME["clip-cov"] = change(OF_NAME["clip-cov"], {"clip_cov": 1.0})
+OF_NAME["kl-cov"] = change(OF_NAME["kl-cov"], {"kl_cov": 0.1})
 
 
 def of_library(row: Algorithm, lp: Tensor) -> Tensor:
     """The loss of one micro-batch that holds all of them."""
     there, rollout = MASK.bool(), torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    advantage = torch.cat(per_token(row.advantage(SCORES), SCORES))
+    credited, own = per_token(row.advantage(SCORES), SCORES), {"logp": list(lp.detach()[there].split(list(LENGTHS)))}
+    held = torch.cat(row.covariance(own, credited)) if row.covariance else None
+    for select in row.select:
+        credited = [a * keep for a, keep in zip(credited, select(own, credited), strict=True)]
     none = torch.zeros(len(rollout), dtype=torch.int64)
     batch = Batch(
-        None, none, none, rollout, none, weight=row.aggregate(SCORES)[rollout], advantage=advantage,
-        sampler_logp=OLD[there], old_logp=OLD[there], ref_logp=REF[there],
+        None, none, none, rollout, none, weight=row.aggregate(SCORES)[rollout], advantage=torch.cat(credited),
+        sampler_logp=OLD[there], old_logp=OLD[there], ref_logp=REF[there], held=held,
     )  # type: ignore[arg-type]  # fmt: skip
     return PolicyObjective(replace(row, correction=None))(Outputs(lp[there]), batch, Stats())
 

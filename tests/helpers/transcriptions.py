@@ -332,6 +332,41 @@ def deepseek_v3_2(rollouts: list[Played]) -> Tensor:
     return -total / len(rollouts)
 
 
+def covariances(rollouts: list[Played]) -> list[list[float]]:
+    """Equation 10: (log pi - its mean) (A - its mean), over all tokens."""
+    every = [(old, over_group_std(r, rollouts)) for r in rollouts for old in r.old]
+    level, centre = mean(old for old, _ in every), mean(a for _, a in every)
+    return [[(old - level) * (over_group_std(r, rollouts) - centre) for old in r.old] for r in rollouts]
+
+
+def clip_cov(rollouts: list[Played]) -> Tensor:
+    """Equation 12: r A but for some tokens with a covariance within (1, 5); one for these few tokens: that in the middle."""
+    total, tokens, cov = ZERO, sum(len(r.lp) for r in rollouts), covariances(rollouts)
+    within = sorted(x for own in cov for x in own if 1 < x < 5)
+    dropped = within[len(within) // 2] if within else None
+    for r, own in zip(rollouts, cov, strict=True):
+        a = over_group_std(r, rollouts)
+        for lp, old, x in zip(r.lp, r.old, own, strict=True):
+            total = total + (lp - old).exp() * (0.0 if x == dropped else a)
+    return -total / tokens
+
+
+def kl_cov(rollouts: list[Played]) -> Tensor:
+    """Equation 14: r A, less |log r| at the tokens with the highest covariance; for these few tokens one.
+
+    Where the policy is the old one, as in a step's first update, |log r| has no slope.
+    """
+    total, tokens, cov = ZERO, sum(len(r.lp) for r in rollouts), covariances(rollouts)
+    highest = max(x for own in cov for x in own)
+    for r, own in zip(rollouts, cov, strict=True):
+        a = over_group_std(r, rollouts)
+        for lp, old, x in zip(r.lp, r.old, own, strict=True):
+            total = total + (lp - old).exp() * a
+            if x == highest and abs(lp.item() - old) > 1e-9:
+                total = total - 1.0 * (lp - old).abs()
+    return -total / tokens
+
+
 def dapo(rollouts: list[Played]) -> Tensor:
     """Equation 10 with clip-higher; equation 13 shapes the reward; truncated replies are no part of the loss."""
     for r in rollouts:
@@ -556,6 +591,8 @@ LOSSES: dict[str, Loss] = {
     "luspo": luspo,
     "vespo": vespo,
     "deepseek-v3.2": deepseek_v3_2,
+    "clip-cov": clip_cov,
+    "kl-cov": kl_cov,
     "trpo": trpo,
     "ppo": ppo,
     "ppo-kl": ppo_kl,

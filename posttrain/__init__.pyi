@@ -273,6 +273,9 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
 
     mask_prompt: bool
     """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
+    token_weight: Literal["equal", "probability", "uncertainty"]
+    """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or
+    uncertainty, p (1 - p)."""
     min_reward: float | None
     """Keep rollouts with at least this reward: those of a recorded run, or replies that run through --env."""
     hidden: int
@@ -550,6 +553,9 @@ class RLOptions(
     """Weight of the likelihood of right replies in the loss (0: none)."""
     ptx_coefficient: float
     """Weight of the likelihood of --ptx texts in the loss."""
+    ptx_weight: Literal["equal", "probability", "uncertainty"]
+    """Weight of each token of --ptx texts, without a gradient: equal, its probability p (DFT), or uncertainty, p (1 -
+    p) (CHORD)."""
     trust_region: float
     """Natural gradient steps within this KL, in nats per token, instead of AdamW (0: AdamW)."""
     replay: int

@@ -70,6 +70,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ppo-kl": CRITIC,
     # The text is what the start imitated, and pulls back to it: at 1 nothing would be unlearned.
     "ppo-ptx": {**CRITIC, "ptx": "{start}/demonstrations.jsonl", "ptx_coefficient": 0.05},
+    "chord": {"ptx": "{start}/demonstrations.jsonl"},
     "open-reasoner-zero": CRITIC,
     # lambda = 1 - 1 / (0.05 n) is made for thousands of tokens; for the two or three of a sum it is 0.
     "vapo": {**CRITIC, "critic_warmup": 10, "gae_lambda": 0.95},

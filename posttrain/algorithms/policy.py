@@ -21,6 +21,7 @@ from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, Of
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.algorithms.teacher import Distillation
+from posttrain.algorithms.token_weights import FORMULAS, SOURCES, TokenWeight, weighed_likelihood
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.component import Component, Need, setting
 from posttrain.core.lazy_torch import torch
@@ -55,17 +56,32 @@ class Pretraining(Component):
 
     coefficient x the language-model loss on texts of the user's, in every update (PPO-ptx, InstructGPT, arXiv 2203.02155,
     eq. 2).
+
+    weight        of each token: see `posttrain.algorithms.token_weights`.
+    mask_prompt   whether of rows with prompt and response the response alone is learned.
     """
 
     coefficient: float = setting(
         1.0, "ptx-coefficient", "Weight of the likelihood of --ptx texts in the loss.", least=0
     )
     rows: int = setting(16, above=0)  # texts in each update
-    source = "InstructGPT, arXiv 2203.02155, eq. 2"
+    weight: TokenWeight = setting(
+        "equal",
+        "ptx-weight",
+        "Weight of each token of --ptx texts, without a gradient: equal, its probability p (DFT), or uncertainty, p (1 - p) "
+        "(CHORD).",
+    )
+    mask_prompt: bool = False
+
+    @property
+    def source(self) -> str:
+        return "; ".join(filter(None, ["InstructGPT, arXiv 2203.02155, eq. 2", SOURCES[self.weight]]))
 
     @property
     def formula(self) -> str:
-        return f"{self.coefficient:g} x mean of -lp over the tokens of {self.rows} pretraining texts"
+        texts = "responses of demonstrations" if self.mask_prompt else "pretraining texts"
+        weight = f"-{FORMULAS[self.weight]}lp"
+        return f"{self.coefficient:g} x mean of {weight} over the tokens of {self.rows} {texts}"
 
 
 @dataclass(frozen=True)
@@ -187,12 +203,13 @@ class PolicyObjective:
         if algorithm.old == "sampler" and batch.advantage is not None:
             assert batch.sampler_logp is not None, "rollouts were sampled"
             batch = replace(batch, old_logp=batch.sampler_logp)
+        if batch.advantage is None:  # text to imitate, and nothing else
+            assert batch.imitate is not None and algorithm.pretraining is not None
+            stats.add("ptx/nll", -outputs.logp.detach().sum().item(), outputs.logp.numel())
+            return -(batch.imitate * weighed_likelihood(outputs.logp, algorithm.pretraining.weight)).sum()
         imitated = outputs.logp.new_zeros(())
         if batch.imitate is not None:
             imitated = -(batch.imitate * outputs.logp).sum()
-        if batch.advantage is None:  # text to imitate, and nothing else
-            stats.add("ptx/nll", -outputs.logp.detach().sum().item(), outputs.logp.numel())
-            return imitated
         loss = outputs.logp.new_zeros(())
         if algorithm.critic is not None:
             loss = loss + algorithm.critic.coefficient * (batch.weight * algorithm.critic(outputs, batch, stats)).sum()

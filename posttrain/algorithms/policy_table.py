@@ -345,6 +345,17 @@ _ALGORITHMS = (
         stated="not stated in the paper: as grpo",
         idea="Branches where a tool's answer raises the entropy",
     ),
+    Algorithm(
+        "chord",
+        "CHORD-phi: GRPO with demonstrations of uncertain tokens (arXiv 2508.11408); its weight has no gradient, as "
+        "ms-swift's has",
+        advantage=Baselined("group", "group"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        pretraining=Pretraining(0.1, weight="uncertainty", mask_prompt=True),
+        stated="chosen here: one, and a constant weight of the demonstrations",
+        idea="Imitates where the policy is uncertain",
+    ),
     # -- a critic ------------------------------------------------------------------------------------------------------
     Algorithm(
         "ppo",

@@ -203,6 +203,13 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"imitation": 0.2}, part("imitation"), Imitation(0.2)),
     ("vapo", {"imitation": 0.0, "critic_warmup": 0}, part("imitation"), None),
     ("grpo", {"ptx": "text.jsonl"}, part("pretraining"), Pretraining()),
+    (
+        "grpo",
+        {"ptx": "text.jsonl", "ptx_weight": "probability"},
+        part("pretraining"),
+        Pretraining(weight="probability"),
+    ),
+    ("chord", {"ptx_weight": "equal"}, part("pretraining"), Pretraining(0.1, mask_prompt=True)),
     ("grpo", {"ptx": "text.jsonl", "ptx_coefficient": 0.5}, part("pretraining"), Pretraining(0.5)),
     ("dr-grpo", {"trust_region": 0.02}, part("trust_region"), TrustRegion(0.02)),
     ("trpo", {"trust_region": 0.0}, part("trust_region"), None),
@@ -308,6 +315,7 @@ CANDIDATES = (
     "kl",
     "tv",
     "start",
+    "probability",
 )
 
 
@@ -453,6 +461,7 @@ KL.control = None
 Imitation.coefficient = 0.1: at least 0; 0 is absent
 Pretraining.coefficient = 1.0: at least 0
 Pretraining.rows = 16: above 0
+Pretraining.weight = equal
 Correction.cap = 2.0: above 1
 PessimisticClip.width = 0.4: above 0
 GroupLength.weight = 0.1: at least 0; 0 is absent
@@ -521,6 +530,7 @@ maxrl: group | |
 luspo: group, old | |
 vespo: group | |
 deepseek-v3.2: group, reference | | every token
+chord: group | |
 clip-cov: group, old | |
 kl-cov: group, old | |
 trpo: group | | every token
@@ -609,6 +619,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"overlong_cache": 6}, "--overlong-cache 6 must be below .* an episode may have, 6"),
     ("grpo", {"ptx_coefficient": 0.5}, "--ptx-coefficient cannot go with grpo.*--ptx FILE brings one"),
     ("ppo-ptx", {"ptx": None}, "ppo-ptx: .*--ptx FILE"),
+    ("chord", {"ptx": None}, "chord: .*--ptx FILE"),
+    ("grpo", {"ptx_weight": "equal"}, "--ptx-weight cannot go with grpo.*--ptx FILE brings one"),
     ("sac", {"top_entropy": 0.2}, "sac: .*leave out --top-entropy"),
     (
         "grpo",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -386,6 +387,19 @@ def test_likelihood_objective_is_the_mean_over_tokens() -> None:
     logp = torch.tensor([-1.0, -2.0, -6.0])
     batch = Batch(None, logp, logp, logp, logp, weight=torch.full((3,), 1 / 3))  # type: ignore[arg-type]
     assert LikelihoodObjective()(Outputs(logp), batch, Stats()).item() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("weight", "of"), [("probability", lambda p: p), ("uncertainty", lambda p: p * (1 - p))])
+def test_likelihood_may_weigh_tokens_by_their_probability_which_has_no_gradient(weight: Any, of: Any) -> None:
+    """As TRL's loss_type="dft" has it for the probability: the mean of -sg(p) log p."""
+    logp = torch.tensor([-0.1, -1.0, -4.0], dtype=torch.float64, requires_grad=True)
+    batch, stats = batch_of(torch.ones(3, dtype=torch.float64)), Stats()
+    loss = LikelihoodObjective(weight)(Outputs(logp), batch, stats)
+    probabilities = [math.exp(x) for x in (-0.1, -1.0, -4.0)]
+    expected = sum(-of(p) * math.log(p) for p in probabilities) / 3
+    assert loss.item() == pytest.approx(expected, abs=1e-12) and stats["nll"] == (pytest.approx(5.1), 3)
+    loss.backward()
+    assert logp.grad is not None and logp.grad.tolist() == pytest.approx([-of(p) / 3 for p in probabilities], abs=1e-12)
 
 
 def test_adding_a_row_takes_one_statement() -> None:

@@ -367,6 +367,21 @@ def kl_cov(rollouts: list[Played]) -> Tensor:
     return -total / tokens
 
 
+def chord(rollouts: list[Played]) -> Tensor:
+    """GRPO's clipped terms, over all tokens; the demonstrations are beside it."""
+    tokens, total = sum(len(r.lp) for r in rollouts), ZERO
+    for r in rollouts:
+        a = over_group_std(r, rollouts)
+        total = total + sum(clipped((lp - old).exp(), a, 0.2, 0.2) for lp, old in zip(r.lp, r.old, strict=True))
+    return -total / tokens
+
+
+def demonstrated(texts: list[list[Tensor]]) -> Tensor:
+    """CHORD-phi: p (1 - p) weighs the log-probability of each token of the demonstrations; 0.1 of it."""
+    every = [lp * math.exp(lp.item()) * (1 - math.exp(lp.item())) for text in texts for lp in text]
+    return ZERO - 0.1 * sum(every) / len(every)
+
+
 def dapo(rollouts: list[Played]) -> Tensor:
     """Equation 10 with clip-higher; equation 13 shapes the reward; truncated replies are no part of the loss."""
     for r in rollouts:
@@ -593,6 +608,7 @@ LOSSES: dict[str, Loss] = {
     "deepseek-v3.2": deepseek_v3_2,
     "clip-cov": clip_cov,
     "kl-cov": kl_cov,
+    "chord": chord,
     "trpo": trpo,
     "ppo": ppo,
     "ppo-kl": ppo_kl,
@@ -601,4 +617,4 @@ LOSSES: dict[str, Loss] = {
     "vapo": vapo,
     "sac": sac,
 }
-TEXTS: dict[str, Callable[[list[list[Tensor]]], Tensor]] = {"ppo-ptx": pretraining}
+TEXTS: dict[str, Callable[[list[list[Tensor]]], Tensor]] = {"ppo-ptx": pretraining, "chord": demonstrated}

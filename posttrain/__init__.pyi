@@ -442,7 +442,7 @@ class RLOptions(
     """Replies per held-out task in each evaluation."""
     eval_limit: int
     """Maximum number of held-out tasks in an evaluation."""
-    advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "earned", "none"]
+    advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "k-step", "earned", "none"]
     """Advantage estimator; gae adds a critic."""
     baseline: Literal["none", "batch", "group", "others"]
     """Baseline: the mean reward to subtract."""
@@ -463,6 +463,8 @@ class RLOptions(
     """Lambda of generalized advantage estimation (GAE)."""
     gae_alpha: float
     """Length-adaptive lambda of GAE: 1 - 1 / (alpha x tokens of the reply), at least 0."""
+    k_step: int
+    """k-step advantage: rewards of this many tokens, then the critic's value."""
     surrogate: Literal[
         "clip", "ratio", "log-probability", "weighted", "soft-gate", "divergence-mask", "gamma-weight", "expected-q"
     ]
@@ -496,6 +498,8 @@ class RLOptions(
     """Coefficient of the KL penalty to the reference, the starting model (0: none, and no reference is kept)."""
     kl_where: Literal["loss", "reward"]
     """Where the KL goes: into the loss, or subtracted from the reward."""
+    kl_unit: Literal["token", "response"]
+    """Estimate the KL per token, or from the ratio of the whole response; in the loss."""
     kl_weighed: bool
     """Multiply the KL estimate by the ratio to the old policy, so that its gradient is that of the KL per token."""
     kl_control: Literal["fixed", "adaptive", "halving-doubling"]
@@ -547,6 +551,8 @@ class RLOptions(
     """Exclude truncated episodes from the loss."""
     overlong_cache: int
     """Overlong penalty: tokens before the limit over which it grows to -1 (0: none)."""
+    length_penalty: float
+    """Deduction from the reward for each sampled token (0: none)."""
     length_reward: float
     """Reward for being among the shorter replies of the group (0: none)."""
     imitation: float

@@ -66,6 +66,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dapo": {"steps": 60},  # it plays up to four times as many prompts for a step full of groups that tell something
     # No schedule shortens a step that is as long as the region allows, nor its noise: a small region, more rollouts.
     "trpo": {"minibatches": 1, "prompts": 128, "trust_region": 5e-4, "steps": 60},
+    "a2c": {**CRITIC, **ON_POLICY},
     "ppo": CRITIC,
     "ppo-kl": CRITIC,
     # The text is what the start imitated, and pulls back to it: at 1 nothing would be unlearned.

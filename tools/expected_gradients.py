@@ -359,7 +359,7 @@ def formed(form: str, by: str) -> float | None:
 def penalised(estimator: Any, where: Any, weighed: bool = False) -> tuple[float, float] | None:
     """The errors of a KL's gradient on policy, as that of a reply and as that of each token; None where it is 0."""
     row = configured("reinforce")
-    kl = KL(estimator, 1.0, where, weighed)
+    kl = KL(estimator, 1.0, where, weighed=weighed)
     found = expected(replace(row, kl=kl), "policy") - expected(row, "policy")
     if found.norm() < EXACT:
         return None

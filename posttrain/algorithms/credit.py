@@ -432,6 +432,50 @@ class GAE(Advantage):
         return discounted_sums(delta, self.gamma * lam)
 
 
+@dataclass(frozen=True)
+class KStep(Advantage):
+    """Trusts what was earned over the next k tokens, then the critic's value of the state behind them.
+
+    A_t = sum_{j<k} gamma^j r_{t+j} + gamma^k V_{t+k} - V_t, over the sampled tokens only, with V = 0 after the last one
+    (A3C, arXiv 1602.01783, section 4). k 1 is the TD residual; from the longest reply's length on it is the return minus V.
+
+    whiten    (A - mean) / (std + eps) over all tokens of the batch.
+    """
+
+    k: int = setting(5, "k-step", "k-step advantage: rewards of this many tokens, then the critic's value.", least=1)
+    gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
+    whiten: bool = setting(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
+    eps: float = setting(1e-8, above=0)
+    needs = frozenset({Need.VALUE})
+    source = "A3C, arXiv 1602.01783, section 4"
+
+    @property
+    def formula(self) -> str:
+        gamma = ("", "") if self.gamma == 1 else (f"{self.gamma:g}^j ", f"{self.gamma:g}^{self.k} ")
+        inside = f"sum_{{j<{self.k}}} {gamma[0]}r_(t+j) + {gamma[1]}V_(t+{self.k}) - V_t"
+        return f"whitened over all tokens: {inside}" if self.whiten else inside
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        out = self.estimate(scores)
+        return [x.to(scores.reward.dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
+
+    def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
+        """Return the estimate plus the values that it was made from, float64 [n_i] for each rollout; there is no lambda."""
+        return [a + value.double().cpu() for a, value in zip(self.estimate(scores), scores.value, strict=True)]
+
+    def estimate(self, scores: Scores) -> list[Tensor]:
+        """Return the estimate before any whitening, float64 [n_i] for each rollout."""
+        assert len(scores.value) == len(scores.reward), "a k-step advantage needs the critic's values"
+        discount = self.gamma ** torch.arange(self.k, dtype=torch.float64)
+        out = []
+        for earned, own in zip(earnings(scores), scores.value, strict=True):
+            value = own.double().cpu()
+            ahead = torch.cat([earned, earned.new_zeros(self.k - 1)]).unfold(0, self.k, 1)  # [n_i, k]
+            behind = torch.cat([value[self.k :], value.new_zeros(min(self.k, len(value)))])
+            out.append(ahead @ discount + self.gamma**self.k * behind - value)
+        return out
+
+
 ADVANTAGES: dict[str, Advantage] = {
     "baselined": Baselined(),
     "to-go": ToGo(),
@@ -439,6 +483,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "decoupled": Decoupled(),
     "pass-at-k": PassAtK(),
     "gae": GAE(whiten=True),
+    "k-step": KStep(),
     "earned": Earned(),
     "none": Unrewarded(),
 }

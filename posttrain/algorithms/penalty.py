@@ -93,6 +93,9 @@ class KL(Component):
     correction weigh the gain alone. `exact` is the true KL at each token then too, but where the older weights went. The
     KL that steers a `control` weighs each token as the algorithm's correction does (truncate, where it has none).
 
+    unit      `token`: k of each token. `response`: k of the whole response's ratio, x = sum_t (ref_t - lp_t), at each of its
+              tokens, so that with a mean over them it counts once (DeepSeek-R1, arXiv 2501.12948, eq. 2). With k3 its
+              spread grows with length.
     weighed   the estimate times the ratio exp(lp - old), with its gradient: what others have sampled then estimates the KL
               of the policy, and on policy k1 and k3 in the loss have the gradient of the KL per token (DeepSeek-V3.2,
               arXiv 2512.02556, section 3.1).
@@ -119,6 +122,9 @@ class KL(Component):
     where: Literal["loss", "reward"] = setting(
         "loss", "kl-where", "Where the KL goes: into the loss, or subtracted from the reward."
     )
+    unit: Literal["token", "response"] = setting(
+        "token", "kl-unit", "Estimate the KL per token, or from the ratio of the whole response; in the loss."
+    )
     weighed: bool = setting(
         False,
         "kl-weighed",
@@ -132,6 +138,8 @@ class KL(Component):
     @property
     def formula(self) -> str:
         lp, ref = ("lp", "ref") if self.against == "reference" else ("old", "lp")
+        if self.unit == "response":
+            lp, ref = f"sum_t {lp}_t", f"sum_t {ref}_t"
         weight = "exp(lp - old) " if self.weighed else ""
         return (
             weight
@@ -149,7 +157,8 @@ class KL(Component):
         against = "; against the old policy: PPO, arXiv 1707.06347, eq. 8" if self.against == "old" else ""
         weighed = "; times the ratio: DeepSeek-V3.2, arXiv 2512.02556, section 3.1" if self.weighed else ""
         control = f"; control: {self.control.source}" if self.control else ""
-        return f"Schulman 2020, Approximating KL divergence{weighed}{against}{control}"
+        whole = "; of a response: DeepSeek-R1, arXiv 2501.12948, eq. 2" if self.unit == "response" else ""
+        return f"Schulman 2020, Approximating KL divergence{whole}{weighed}{against}{control}"
 
     @property
     def wants(self) -> frozenset[str]:

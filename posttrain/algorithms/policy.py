@@ -17,7 +17,7 @@ from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
 from posttrain.algorithms.critic_loss import CriticLoss
 from posttrain.algorithms.filters import CovariancePenalty, DynamicSampling, OverlongFilter, Replay, TokenSelection
 from posttrain.algorithms.penalty import KL, Entropy
-from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, OffPolicyMask, RatioStep
+from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, OffPolicyMask, RatioStep, over_rollouts
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.algorithms.teacher import Distillation
@@ -264,14 +264,14 @@ class PolicyObjective:
         if kl.against == "old":
             old = current if batch.old_logp is None else batch.old_logp
             stats.add("kl/old", KL("k3")(old, current).sum().item(), count)
-            return batch.coefficients.get("kl", kl.beta) * kl(old, logp)
+            return batch.coefficients.get("kl", kl.beta) * self._estimate(kl, old, logp, batch)
         assert batch.ref_logp is not None
         # Reported with the same estimator for all algorithms: k3 has no bias and little variance.
         stats.add("kl", KL("k3")(current, batch.ref_logp).sum().item(), count)
         if kl.where == "reward":
             return torch.zeros_like(logp)
         if kl.estimator != "exact":
-            estimate = kl(logp, batch.ref_logp)
+            estimate = self._estimate(kl, logp, batch.ref_logp, batch)
             if kl.weighed:
                 old = current if batch.old_logp is None else batch.old_logp
                 estimate = estimate * (logp - old).clamp(max=LARGEST_LOG_RATIO).exp()
@@ -279,6 +279,14 @@ class PolicyObjective:
         assert outputs.kl is not None
         stats.add("kl/exact", outputs.kl.detach().sum().item(), count)
         return batch.coefficients.get("kl", kl.beta) * outputs.kl
+
+    @staticmethod
+    def _estimate(kl: KL, logp: Tensor, other: Tensor, batch: Batch) -> Tensor:
+        """Return the estimate of each token, [N]: its own, or that of its whole response."""
+        if kl.unit == "token":
+            return kl(logp, other)
+        total, _, inverse = over_rollouts(other - logp, batch.rollout)
+        return kl(torch.zeros_like(total), total.clamp(max=LARGEST_LOG_RATIO))[inverse]
 
     def _measure(self, ratio: Tensor, start: Tensor, first: bool, outputs: Outputs, batch: Batch, stats: Stats) -> None:
         """Add the metrics of the ratio.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import GAE, Baselined, Earned, PassAtK, StepRewards, ToGo, Unrewarded
+from posttrain.algorithms.credit import GAE, Baselined, Earned, KStep, PassAtK, StepRewards, ToGo, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, Replay
 from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
@@ -112,7 +112,7 @@ _ALGORITHMS = (
     ),
     Algorithm(
         "grpo-sequence",
-        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); KL by token, not as in eq. 2",
+        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); its eq. 2 is --kl-unit response",
         advantage=Baselined("group", "group"),
         ratio=(OverSequence("sum"),),
         surrogate=Clip(0.2, 0.2),
@@ -357,6 +357,17 @@ _ALGORITHMS = (
         idea="Imitates where the policy is uncertain",
     ),
     # -- a critic ------------------------------------------------------------------------------------------------------
+    Algorithm(
+        "a2c",
+        "Advantage actor-critic: k-step returns and an entropy bonus (A3C, arXiv 1602.01783), in one process",
+        advantage=KStep(5),
+        surrogate=LogProbability(),
+        aggregate=TokenMean(),
+        entropy=Entropy(0.01),
+        critic=Value(clip=None),
+        stated="one, arXiv 1602.01783, algorithm S3",
+        idea="Rewards of k tokens, then the critic",
+    ),
     Algorithm(
         "ppo",
         "Proximal Policy Optimization with a critic and the KL in the reward (arXiv 1707.06347; InstructGPT, 2203.02155)",

@@ -162,6 +162,10 @@ def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[
         "its KL is to the policy that sampled, and 0 when rewards are given: leave out --kl-where",
     )
     yield (
+        kl is not None and kl.unit == "response" and (kl.where == "reward" or kl.estimator == "exact" or kl.weighed),
+        "a response's ratio gives an estimate of its KL, in the loss and without a weight: leave out --kl-unit response",
+    )
+    yield (
         kl is not None and kl.weighed and (kl.where == "reward" or kl.against == "old" or kl.estimator == "exact"),
         "the ratio weighs an estimate of the KL to the reference, in the loss: leave out --kl-weighed",
     )

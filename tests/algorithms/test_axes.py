@@ -18,7 +18,17 @@ from feeding import WORDS, new_learner, new_player
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, PassAtK, StepRewards, ToGo, Unrewarded
+from posttrain.algorithms.credit import (
+    ADVANTAGES,
+    GAE,
+    Baselined,
+    Decoupled,
+    KStep,
+    PassAtK,
+    StepRewards,
+    ToGo,
+    Unrewarded,
+)
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.describe import differences
 from posttrain.algorithms.filters import (
@@ -42,7 +52,7 @@ from posttrain.algorithms.ratio import (
     SequenceValueTokenGradient,
 )
 from posttrain.algorithms.settings import change, flags, settings_of
-from posttrain.algorithms.shaping import GroupLength, SoftOverlong
+from posttrain.algorithms.shaping import GroupLength, LengthPenalty, SoftOverlong
 from posttrain.algorithms.surrogate import (
     SURROGATES,
     Clip,
@@ -93,6 +103,9 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"advantage": "gae"}, ADVANTAGE, GAE(whiten=True)),
     ("grpo", {"advantage": "gae"}, CRITIC, Value()),
     ("ppo", {"advantage": "baselined"}, CRITIC, None),
+    ("grpo", {"advantage": "k-step"}, ADVANTAGE, KStep()),
+    ("grpo", {"advantage": "k-step", "k_step": 2, "gamma": 0.9, "whiten": True}, ADVANTAGE, KStep(2, 0.9, True)),
+    ("ppo", {"advantage": "k-step"}, CRITIC, Value()),
     *(("grpo", {"baseline": b}, ADVANTAGE, Baselined(b, "group")) for b in ("none", "batch", "group", "others")),
     ("reinforce", {"baseline": "group"}, ADVANTAGE, ToGo("group")),
     *(
@@ -143,6 +156,7 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"kl": 0.5}, PENALTY, KL("k3", 0.5)),
     ("dr-grpo", {"kl": 0.5}, PENALTY, KL("k3", 0.5)),
     *(("grpo", {"kl_estimator": e}, PENALTY, KL(e, 0.04)) for e in ("k1", "k2", "k3", "exact", "forward")),
+    ("grpo", {"kl_unit": "response"}, PENALTY, KL("k3", 0.04, unit="response")),
     ("grpo", {"kl_weighed": True}, PENALTY, KL("k3", 0.04, weighed=True)),
     ("deepseek-v3.2", {"kl_weighed": False}, PENALTY, KL("k3", 0.04)),
     ("grpo", {"kl_where": "reward"}, PENALTY, KL("k3", 0.04, "reward")),
@@ -192,6 +206,7 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("dapo", {}, SHAPING, (SoftOverlong(6, 1),)),
     ("dapo", {"overlong_cache": 0}, SHAPING, ()),
     ("grpo", {"length_reward": 0.2}, SHAPING, (GroupLength(0.2),)),
+    ("grpo", {"length_penalty": 0.01}, SHAPING, (LengthPenalty(0.01),)),
     ("dapo", {"length_reward": 0.2}, SHAPING, (SoftOverlong(6, 1), GroupLength(0.2))),
     ("ppo", {"advantage": "to-go"}, CRITIC, None),
     ("ppo", {"critic": "shared"}, CRITIC, Value()),
@@ -270,7 +285,7 @@ EVERYTHING = replace(
     branching=Branching(),
     sampling=DynamicSampling(),
     filters=(OverlongFilter(),),
-    shaping=(SoftOverlong(6, 1), GroupLength()),
+    shaping=(SoftOverlong(6, 1), GroupLength(), LengthPenalty()),
     imitation=Imitation(),
     pretraining=Pretraining(),
     trust_region=TrustRegion(),
@@ -316,6 +331,7 @@ CANDIDATES = (
     "tv",
     "start",
     "probability",
+    "response",
 )
 
 
@@ -416,6 +432,10 @@ WRITTEN = """
 ConstantLength.length = None: above 0
 Baselined.eps = 1e-06: above 0
 Baselined.signal = False
+KStep.k = 5: at least 1
+KStep.gamma = 1.0: at least 0 and at most 1
+KStep.whiten = False
+KStep.eps = 1e-08: above 0
 GAE.gamma = 1.0: at least 0 and at most 1
 GAE.lam = 0.95: at least 0 and at most 1
 GAE.alpha = None: above 0
@@ -464,6 +484,7 @@ Pretraining.rows = 16: above 0
 Pretraining.weight = equal
 Correction.cap = 2.0: above 1
 PessimisticClip.width = 0.4: above 0
+LengthPenalty.cost = 0.0001: at least 0; 0 is absent
 GroupLength.weight = 0.1: at least 0; 0 is absent
 SoftOverlong.limit = None: above 0
 SoftOverlong.cache = None: above 0; 0 is absent
@@ -535,6 +556,7 @@ clip-cov: group, old | |
 kl-cov: group, old | |
 trpo: group | | every token
 arpo: group, reference | | every token
+a2c: value | entropy, value | every token
 ppo: old, reference, value | value | every token
 ppo-kl: old, value | value | every token
 ppo-ptx: old, reference, value | value | every token
@@ -607,6 +629,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ppo-kl", {"reference_every": 5}, "ppo-kl: .*--reference-every"),
     ("ppo-kl", {"kl_where": "reward"}, "ppo-kl: .*leave out --kl-where"),
     ("grpo-process", {"kl_where": "reward"}, "grpo-process: .*leave out --kl-where reward"),
+    ("grpo", {"kl_unit": "response", "kl_where": "reward"}, "grpo: .*leave out --kl-unit response"),
+    ("grpo", {"kl_unit": "response", "kl_estimator": "exact"}, "grpo: .*leave out --kl-unit response"),
+    ("deepseek-v3.2", {"kl_unit": "response"}, "deepseek-v3.2: .*leave out --kl-unit response"),
+    ("grpo", {"k_step": 3}, "--k-step cannot go with grpo.*--advantage k-step"),
+    ("grpo", {"advantage": "k-step", "k_step": 0}, "--k-step must be at least 1, not 0"),
+    ("grpo", {"length_penalty": -1.0}, "--length-penalty must be at least 0"),
     ("deepseek-v3.2", {"kl_where": "reward"}, "deepseek-v3.2: .*leave out --kl-weighed"),
     ("grpo", {"kl_estimator": "exact", "kl_weighed": True}, "grpo: .*leave out --kl-weighed"),
     ("ppo-kl", {"kl_weighed": True}, "ppo-kl: .*leave out --kl-weighed"),

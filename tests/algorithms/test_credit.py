@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.credit import GAE, Baselined, PassAtK, StepRewards, ToGo, earnings, whitened
+from posttrain.algorithms.credit import GAE, Baselined, KStep, PassAtK, StepRewards, ToGo, earnings, whitened
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, Correction
-from posttrain.algorithms.shaping import GroupLength, SoftOverlong
+from posttrain.algorithms.shaping import GroupLength, LengthPenalty, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
 from posttrain.core.component import Need, RunLimits
@@ -479,6 +479,40 @@ def test_top_entropy_keeps_exactly_the_share(share: float) -> None:
     every = torch.cat(entropy)
     assert kept.sum() == max(1, round(share * 100))
     assert every[kept].min() > every[~kept].max() if share < 1 else bool(kept.all())
+
+
+def test_golden_k_step() -> None:
+    """Rewards 0, 0, 1, values 0.5, 0.6, 0.7: two steps ahead the critic counts for the first token alone."""
+    scores = Scores(doubles(1), torch.tensor([0]), torch.tensor([3.0]), value=(doubles(0.5, 0.6, 0.7),))
+    of = {k: KStep(k)(scores)[0].tolist() for k in (1, 2, 9)}
+    assert of[1] == pytest.approx([0.1, 0.1, 0.3]) and of[1] == pytest.approx(GAE(1.0, 0.0)(scores)[0].tolist())
+    assert of[2] == pytest.approx([0.7 - 0.5, 1 - 0.6, 1 - 0.7])
+    assert of[9] == pytest.approx([0.5, 0.4, 0.3]) and of[9] == pytest.approx(GAE(1.0, 1.0)(scores)[0].tolist())
+    assert KStep(2, 0.9)(scores)[0].tolist() == pytest.approx([0.81 * 0.7 - 0.5, 0.9 - 0.6, 1 - 0.7])
+    assert KStep(2).returns(scores, None)[0].tolist() == pytest.approx([0.7, 1, 1])
+
+
+def test_golden_length_penalty() -> None:
+    scores = Scores(doubles(1, 1), torch.tensor([0, 0]), torch.tensor([3.0, 8.0]), sampled=torch.tensor([3.0, 10.0]))
+    assert LengthPenalty(0.01)(scores).tolist() == pytest.approx([-0.03, -0.1])
+
+
+def test_kl_of_a_response_is_that_of_its_whole_ratio_at_each_of_its_tokens() -> None:
+    """Two responses, of two tokens and one: k3 of x = sum (ref - lp), which a mean over tokens counts once each."""
+    lp, ref = doubles(-1, -2, -3).requires_grad_(), doubles(-1.5, -1, -2.5)
+    batch = replace(
+        flat_batch(lp, advantage=doubles(0, 0, 0)),
+        weight=doubles(0.25, 0.25, 0.5),
+        ref_logp=ref,
+        rollout=torch.tensor([0, 0, 1]),
+    )
+    row = replace(TABLE["grpo"], kl=KL("k3", 0.1, unit="response"))
+    loss = policy_objective(row)(Outputs(lp), batch, Stats())
+    expected = 0.1 * sum(math.exp(x) - 1 - x for x in (0.5, 0.5)) / 2
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    loss.backward()
+    slope = 0.1 * (1 - math.exp(0.5)) / 2
+    assert lp.grad is not None and lp.grad.tolist() == pytest.approx([slope] * 3, abs=1e-12)
 
 
 def test_golden_covariances_choose_tokens() -> None:

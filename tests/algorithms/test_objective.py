@@ -102,6 +102,7 @@ def played(case: Case, rollout: Rollout, correct: float) -> Played:
             teacher = case.learner.others[by]
             said = teacher(own, torch.arange(len(own)), causal) @ teacher.head.weight.T / TEACHER_TEMPERATURE  # type: ignore[operator]
         told.tea = [said[t - 1].softmax(-1) for t in read.scored.tolist()]
+    if case.taught or case.row.entropy:
         told.p = [logs[t - 1].exp() for t in sampled]
     if isinstance(critic, ValueModel):
         assert critic.backbone is not None

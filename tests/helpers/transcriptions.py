@@ -460,6 +460,22 @@ def clipped_mean(rollouts: list[Played], advantages: list[list[float]], low: flo
     return total / tokens
 
 
+def a2c(rollouts: list[Played]) -> Tensor:
+    """A3C, algorithm S3: R = r_t + ... + r_{t+4} + V(s_{t+5}); log pi (R - V) + 0.01 H, and 0.1 (R - V)^2 / 2."""
+    aims, total, tokens = [], ZERO, sum(len(r.lp) for r in rollouts)
+    for r in rollouts:
+        rewards, values = earned(r), r.old_values
+        own = []
+        for t in range(len(r.lp)):
+            own.append(sum(rewards[t : t + 5]) + (values[t + 5] if t + 5 < len(values) else 0.0))
+            total = total + r.lp[t] * (own[t] - values[t]) - 0.01 * (r.p[t] * r.p[t].log()).sum()
+        aims.append(own)
+    loss = ZERO
+    for r, own in zip(rollouts, aims, strict=True):
+        loss = loss + sum((v - aim) ** 2 / 2 for v, aim in zip(r.values, own, strict=True))
+    return -total / tokens + 0.1 * loss / tokens
+
+
 def ppo(rollouts: list[Played], beta: float = 0.05, lam: float = 0.95) -> Tensor:
     """Equations 7 and 9, the KL to the reference taken off each token's reward; no entropy bonus."""
     advantages = whitened([gae(earned(r, beta), r.old_values, 1.0, lam) for r in rollouts])
@@ -610,6 +626,7 @@ LOSSES: dict[str, Loss] = {
     "kl-cov": kl_cov,
     "chord": chord,
     "trpo": trpo,
+    "a2c": a2c,
     "ppo": ppo,
     "ppo-kl": ppo_kl,
     "ppo-ptx": ppo,

@@ -564,6 +564,8 @@ class RLOptions(
     p) (CHORD)."""
     trust_region: float
     """Natural gradient steps within this KL, in nats per token, instead of AdamW (0: AdamW)."""
+    target_kl: float
+    """End a step's updates after one whose KL to the policy before them is above this, in nats per token (0: never)."""
     replay: int
     """Replay buffer, in rollouts (0: on-policy, only the step's own). A --correction, or a ratio with --old-policy
     sampler, makes up for the weights that sampled them."""

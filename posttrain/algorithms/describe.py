@@ -82,6 +82,7 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
         ("imitation loss", algorithm.imitation),
         ("pretraining loss", algorithm.pretraining),
         ("step", algorithm.trust_region),
+        ("end of a step's updates", algorithm.early_stop),
         ("replay", algorithm.replay),
     )
     found += [(what, part.formula, part.source) for what, part in named if part is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.core.batch import Stats
 from posttrain.core.component import Component, Need, setting
 
 if TYPE_CHECKING:
@@ -65,6 +66,36 @@ class HalvingDoubling(Control):
         if measured < self.target / 1.5:
             return coefficient / 2
         return coefficient * 2 if measured > self.target * 1.5 else coefficient
+
+
+@dataclass(frozen=True)
+class EarlyStop(Component):
+    """Ends a step's updates once they have moved the policy far enough, whatever their planned number.
+
+    After an update whose tokens have a mean of r - 1 - log r above `kl`, r = exp(lp - old), no further update of the step is
+    made: that estimates KL(old || policy) in nats per token, as it was before the update (the early stopping of PPO's
+    implementations: Spinning Up 2018, which stops at 1.5 x its target; Huang et al. 2022, "The 37 implementation details of
+    PPO", which stop after an epoch). Groups of updates that are not made are not learned from. The learning rate's schedule
+    counts the updates that are made.
+    """
+
+    kl: float = setting(
+        0.02,
+        "target-kl",
+        "End a step's updates after one whose KL to the policy before them is above this, in nats per token (0: never).",
+        above=0,
+        absent=0,
+    )
+    source = "Spinning Up 2018; Huang et al. 2022, The 37 implementation details of PPO"
+
+    @property
+    def formula(self) -> str:
+        return f"no further update of a step after one with a mean of r - 1 - log r above {self.kl:g}"
+
+    def __call__(self, stats: Stats) -> bool:
+        """Return whether the step ends after the update with these metrics."""
+        total, count = stats.get("kl/step", (0.0, 0.0))
+        return bool(count) and total / count > self.kl
 
 
 CONTROLS: dict[str, Control | None] = {"fixed": None, "adaptive": Adaptive(), "halving-doubling": HalvingDoubling()}

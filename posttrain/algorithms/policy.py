@@ -16,7 +16,7 @@ from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
 from posttrain.algorithms.critic_loss import CriticLoss
 from posttrain.algorithms.filters import CovariancePenalty, DynamicSampling, OverlongFilter, Replay, TokenSelection
-from posttrain.algorithms.penalty import KL, Entropy
+from posttrain.algorithms.penalty import KL, EarlyStop, Entropy
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, OffPolicyMask, RatioStep, over_rollouts
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
@@ -128,6 +128,7 @@ class Algorithm(AlgorithmBase):
     imitation: Imitation | None = None
     pretraining: Pretraining | None = setting(None, brought="--ptx FILE")
     trust_region: TrustRegion | None = None
+    early_stop: EarlyStop | None = None
     replay: Replay | None = None
     refresh: int = setting(
         0, "reference-every", "Steps between updates of the reference to the current policy (0: never).", least=0
@@ -146,9 +147,8 @@ class Algorithm(AlgorithmBase):
     def looks_back(self) -> bool:
         """Whether the log-probabilities of the step's start have to be known in its later updates."""
         weighed = self.kl is not None and self.kl.weighed
-        compares = (
-            self.surrogate.uses_ratio or weighed or self.off_policy_mask is not None or self.covariance is not None
-        )
+        parts = self.off_policy_mask, self.covariance, self.early_stop
+        compares = self.surrogate.uses_ratio or weighed or any(part is not None for part in parts)
         return compares and not self.on_policy and self.old == "start"
 
     @property
@@ -303,6 +303,10 @@ class PolicyObjective:
             stats.add("ratio/max", ratio.max().item())
             stats.add("ratio/min", ratio.min().item())
         self.algorithm.surrogate.measure(ratio, outputs, batch, stats)
+        if self.algorithm.early_stop is not None:
+            assert batch.old_logp is not None
+            moved = (outputs.logp.detach() - batch.old_logp).double()
+            stats.add("kl/step", (moved.expm1() - moved).sum().item(), count)
         if batch.sampler_logp is not None:
             # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
             gap = (start - batch.sampler_logp).double()

@@ -234,3 +234,5 @@ class TrainingStep:
     seconds: Mapping[str, float] = field(default_factory=dict)  # by activity: "waiting" is for environments alone
     counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock
     work: Mapping[str, float] = field(default_factory=dict)  # the engine's counts of this step: see `engines.pace`
+    enough: Callable[[Stats], bool] = lambda stats: False
+    """Whether the updates end after the one with these metrics. The same in all processes, as the metrics are."""

@@ -112,6 +112,7 @@ _TRAINING = (
     Metric("ratio/first", "Ratio of the first update", "", "Mean importance ratio before the first update of a step, exactly 1 where the engine has the learner's weights."),
     Metric("ratio/clipped_low", "Share clipped below", "share", "Share of the tokens whose ratio the lower clip bounds, or that a mask leaves out, with A < 0."),
     Metric("ratio/clipped_high", "Share clipped above", "share", "Share of the tokens whose ratio the upper clip bounds, or that a mask leaves out, with A > 0.", checked=True),
+    Metric("kl/step", "KL to the policy before the step", "nats per token", "Estimate of KL(old || policy) over the updates of the step, k3, which --target-kl bounds."),
     Metric("ratio/masked", "Share masked as off-policy", "share", "Share of the tokens with a negative advantage that the off-policy mask leaves out."),
     Metric("ratio/clipped_dual", "Share clipped by the dual clip", "share", "Share of the tokens with a negative advantage whose ratio the dual clip bounds."),
     Metric("grad_norm", "Gradient norm", "", "Norm of the policy's gradient before clipping.", STABLE, zero=True, plotted=True, checked=True),

@@ -261,6 +261,7 @@ def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
         replay is not None
         and (
             algorithm.covariance is not None
+            or algorithm.early_stop is not None
             or (algorithm.old == "start" and (weighed or algorithm.off_policy_mask is not None))
         ),
         "compares with the policy at the step's start, which is not known of rollouts of earlier steps: leave out --replay",
@@ -330,7 +331,11 @@ def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> I
         f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
         "clipped; take several, such as --minibatches 4, or leave it out",
     )
-    compared = {"off_policy_mask": algorithm.off_policy_mask, "kl_cov": algorithm.covariance}
+    compared = {
+        "off_policy_mask": algorithm.off_policy_mask,
+        "kl_cov": algorithm.covariance,
+        "target_kl": algorithm.early_stop,
+    }
     still = [f"--{name.replace('_', '-')}" for name, part in compared.items() if run.chooses(name) and part is not None]
     yield (
         bool(still) and algorithm.on_policy and algorithm.old == "start",

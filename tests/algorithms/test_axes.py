@@ -39,7 +39,7 @@ from posttrain.algorithms.filters import (
     Replay,
     TopEntropy,
 )
-from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, Entropy, HalvingDoubling
+from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, EarlyStop, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, policy_objective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import (
@@ -247,6 +247,8 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"teacher": "t", "divergence": "sampled"}, TEACHER, Distillation("sampled", temperature=1.0)),
     ("grpo", {"teacher": "t", "advantage": "none"}, ADVANTAGE, Unrewarded()),
     ("grpo", {"epochs": 3}, part("epochs"), 3),
+    ("grpo", {"epochs": 3, "target_kl": 0.05}, part("early_stop"), EarlyStop(0.05)),
+    ("grpo", {"target_kl": 0}, part("early_stop"), None),
     ("grpo", {"minibatches": 2}, part("minibatches"), 2),
 ]
 CASES = [pytest.param(*c, id=f"{c[0]} {c[1]}".replace("'", "")) for c in CHANGES]
@@ -282,6 +284,7 @@ EVERYTHING = replace(
     entropy=Entropy(0.1, target=0.5),
     select=(TopEntropy(), CovarianceClip()),
     covariance=CovariancePenalty(),
+    early_stop=EarlyStop(),
     branching=Branching(),
     sampling=DynamicSampling(),
     filters=(OverlongFilter(),),
@@ -472,6 +475,7 @@ CovariancePenalty.share = 0.0002: above 0 and at most 1; 0 is absent
 CovariancePenalty.coefficient = 1.0: above 0
 Adaptive.target = 0.05: above 0
 Adaptive.horizon = 10000.0: above 0
+EarlyStop.kl = 0.02: above 0; 0 is absent
 Entropy.coefficient = 0.0: at least 0; 0 is absent
 Entropy.target = None: above 0
 Entropy.rate = 0.01: above 0
@@ -699,6 +703,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dapo", {"minibatches": 1, "clip_low": 0.1}, "dapo: --clip-low would have no effect"),
     ("cispo", {"minibatches": 1, "settings": {"surrogate.high": 3}}, "cispo: --clip-high would have no effect"),
     ("grpo", {"off_policy_mask": 0.1}, "grpo: --off-policy-mask would have no effect: .*--minibatches 4"),
+    ("grpo", {"target_kl": 0.1}, "grpo: --target-kl would have no effect: .*--minibatches 4"),
+    ("dr-grpo", {"replay": 100, "target_kl": 0.1}, "dr-grpo: .*not known of rollouts of earlier steps"),
+    ("grpo", {"target_kl": -0.1}, "--target-kl must be above 0, not -0.1"),
     ("grpo", {"kl_cov": 0.1}, "grpo: --kl-cov would have no effect: .*--minibatches 4"),
     ("sac", {"clip_cov": 0.1}, "sac: its critic learns from every token: leave out --clip-cov"),
     ("distill-jsd", {"kl_cov": 0.1, "minibatches": 2}, "--kl-cov chooses where rewards are learned from, and none are"),

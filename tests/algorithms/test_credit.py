@@ -545,6 +545,31 @@ def run(source: RLSource, first: int, last: int) -> list[dict[str, float]]:
     return seen
 
 
+def test_updates_of_a_step_end_once_the_policy_is_far_enough() -> None:
+    """Six updates of one step: the first has KL 0, and the second shows how far the first one went."""
+    whole, ended = new_source("lite-ppo", epochs=6), new_source("lite-ppo", epochs=6, target_kl=1e-9)
+    (every,), (some,) = run(whole, 1, 1), run(ended, 1, 1)
+    assert (every["updates"], some["updates"]) == (6, 2) and "kl/step" not in every and some["kl/step"] > 1e-10
+    far = new_source("lite-ppo", epochs=6, target_kl=1e3)
+    (all_of_them,) = run(far, 1, 1)
+    assert all_of_them["updates"] == 6 and all_of_them["loss"] == every["loss"]
+
+
+def test_groups_of_updates_that_are_not_made_are_told_as_such() -> None:
+    """The early stop is asked after each update, and what no update drew keeps that as its fate."""
+    source = new_source("lite-ppo", minibatches=3, target_kl=1e-9)
+    told: list[list[str]] = []
+    train(
+        source.learner,
+        source,
+        policy_objective(source.algorithm),
+        [lambda t: told.append([o.why for o in t.step.outcomes])],
+        first=1,
+        steps=1,
+    )
+    assert "no update drew it" in told[0] and any(why.startswith("in update") for why in told[0])
+
+
 def test_top_entropy_leaves_every_denominator_as_it_was() -> None:
     plain, chosen = new_source("lite-ppo"), new_source("lite-ppo", top_entropy=0.25)
     whole, some = ([b for build in s.produce(1).updates for b in build()] for s in (plain, chosen))

@@ -126,9 +126,9 @@ def of_library(row: Algorithm, lp: Tensor) -> Tensor:
         credited = [a * keep for a, keep in zip(credited, select(own, credited), strict=True)]
     none = torch.zeros(len(rollout), dtype=torch.int64)
     batch = Batch(
-        None, none, none, rollout, none, weight=row.aggregate(SCORES)[rollout], advantage=torch.cat(credited),
+        None, none, none, rollout, none, weight=row.aggregate(SCORES)[rollout], advantage=torch.cat(credited),  # type: ignore[arg-type]
         sampler_logp=OLD[there], old_logp=OLD[there], ref_logp=REF[there], held=held,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     return PolicyObjective(replace(row, correction=None))(Outputs(lp[there]), batch, Stats())
 
 
@@ -146,7 +146,7 @@ def test_loss_and_gradient_are_those_of_the_peer(name: str) -> None:
 
 def test_max_rl_has_the_advantages_of_its_authors_code() -> None:
     mean = torch.tensor([0.5, 0.5, 0.5, 1 / 3, 1 / 3, 1 / 3]).double()
-    assert torch.allclose(OF_NAME["maxrl"].advantage(SCORES), (SCORES.reward - mean) / (mean + 1e-6), atol=1e-12)  # type: ignore[arg-type]
+    assert torch.allclose(OF_NAME["maxrl"].advantage(SCORES), (SCORES.reward - mean) / (mean + 1e-6), atol=1e-12)
 
 
 def test_mean_of_a_group_scales_no_reward_below_0_and_leaves_a_group_without_any_at_exactly_0() -> None:

@@ -117,7 +117,8 @@ def start(out: Path, seed: int) -> None:
     shown = demonstrations(tasks, seed)
     for name, rows in (("practice", tasks), ("unseen", unseen(seed)), ("demonstrations", shown)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    posttrain.sft(shown, out=str(folder / "sft"), overwrite=True, seed=seed, **IMITATION)
+    begun = posttrain.sft(shown, out=str(folder / "sft"), overwrite=True, seed=seed, **IMITATION)
+    assert not begun.interrupted, "half a start is none"
     (folder / "settings.json").write_text(json.dumps(_start_settings()))  # last: it says that the rest is whole
 
 

@@ -277,6 +277,9 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
 
     mask_prompt: bool
     """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
+    token_weight: Literal["equal", "probability", "uncertainty"]
+    """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or
+    uncertainty, p (1 - p)."""
     min_reward: float | None
     """Keep rollouts with at least this reward: those of a recorded run, or replies that run through --env."""
     hidden: int
@@ -444,12 +447,13 @@ class RLOptions(
     """Replies per held-out task in each evaluation."""
     eval_limit: int
     """Maximum number of held-out tasks in an evaluation."""
-    advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "earned", "none"]
+    advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "k-step", "earned", "none"]
     """Advantage estimator; gae adds a critic."""
     baseline: Literal["none", "batch", "group", "others"]
     """Baseline: the mean reward to subtract."""
-    scale: Literal["none", "batch", "group"]
-    """Divide advantages by the standard deviation of the group, of the batch, or not at all."""
+    scale: Literal["none", "batch", "group", "mean"]
+    """Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at
+    all."""
     baseline_weight: Literal["equal", "length", "gradient"]
     """Weight of each reward in the baseline. gradient is the optimal baseline, with one backward pass per rollout."""
     whiten: bool
@@ -464,8 +468,12 @@ class RLOptions(
     """Lambda of generalized advantage estimation (GAE)."""
     gae_alpha: float
     """Length-adaptive lambda of GAE: 1 - 1 / (alpha x tokens of the reply), at least 0."""
-    surrogate: Literal["clip", "ratio", "log-probability", "weighted", "expected-q"]
-    """Surrogate objective: min(r A, clip(r) A), r A, lp A, or sg(r) lp A."""
+    k_step: int
+    """k-step advantage: rewards of this many tokens, then the critic's value."""
+    surrogate: Literal[
+        "clip", "ratio", "log-probability", "weighted", "soft-gate", "divergence-mask", "gamma-weight", "expected-q"
+    ]
+    """Surrogate objective: min(r A, clip(r) A), r A, lp A, sg(r) lp A, or another with a soft or a masked ratio."""
     clip_low: float
     """Clip the ratio below 1 minus this."""
     clip_high: float
@@ -486,6 +494,8 @@ class RLOptions(
     weight. One per token is unbiased for replies of one token alone."""
     correction_cap: float
     """Cap of the weight of --correction, above 1."""
+    off_policy_mask: float
+    """Leave out tokens with A < 0 of rollouts whose mean of old - lp is above this, in nats per token (0: none)."""
     kl_estimator: Literal["k1", "k2", "k3", "exact", "forward"]
     """Estimator of the KL; exact sums over the whole vocabulary. In the loss k2 and exact have the gradient of the KL
     per token, in the reward k1 that of a reply."""
@@ -493,6 +503,10 @@ class RLOptions(
     """Coefficient of the KL penalty to the reference, the starting model (0: none, and no reference is kept)."""
     kl_where: Literal["loss", "reward"]
     """Where the KL goes: into the loss, or subtracted from the reward."""
+    kl_unit: Literal["token", "response"]
+    """Estimate the KL per token, or from the ratio of the whole response; in the loss."""
+    kl_weighed: bool
+    """Multiply the KL estimate by the ratio to the old policy, so that its gradient is that of the KL per token."""
     kl_control: Literal["fixed", "adaptive", "halving-doubling"]
     """How the KL coefficient changes from step to step."""
     kl_target: float
@@ -505,6 +519,11 @@ class RLOptions(
     """Target entropy in nats per token; the coefficient is tuned to hold it."""
     top_entropy: float
     """Learn only from this share of the tokens, those with the highest entropy (1: all)."""
+    clip_cov: float
+    """Clip-Cov: leave out this share of the tokens, among those whose update lowers the entropy most (0: none)."""
+    kl_cov: float
+    """KL-Cov: penalise the distance to the old policy at this share of the tokens, those whose update lowers the
+    entropy most (0: none)."""
     value_clip: float
     """Clip range of the value function (0: no clipping)."""
     value_coefficient: float
@@ -537,14 +556,21 @@ class RLOptions(
     """Exclude truncated episodes from the loss."""
     overlong_cache: int
     """Overlong penalty: tokens before the limit over which it grows to -1 (0: none)."""
+    length_penalty: float
+    """Deduction from the reward for each sampled token (0: none)."""
     length_reward: float
     """Reward for being among the shorter replies of the group (0: none)."""
     imitation: float
     """Weight of the likelihood of right replies in the loss (0: none)."""
     ptx_coefficient: float
     """Weight of the likelihood of --ptx texts in the loss."""
+    ptx_weight: Literal["equal", "probability", "uncertainty"]
+    """Weight of each token of --ptx texts, without a gradient: equal, its probability p (DFT), or uncertainty, p (1 -
+    p) (CHORD)."""
     trust_region: float
     """Natural gradient steps within this KL, in nats per token, instead of AdamW (0: AdamW)."""
+    target_kl: float
+    """End a step's updates after one whose KL to the policy before them is above this, in nats per token (0: never)."""
     replay: int
     """Replay buffer, in rollouts (0: on-policy, only the step's own). A --correction, or a ratio with --old-policy
     sampler, makes up for the weights that sampled them."""

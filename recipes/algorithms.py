@@ -66,10 +66,12 @@ OWN: dict[str, dict[str, Any]] = {
     "dapo": {"steps": 60},  # it plays up to four times as many prompts for a step full of groups that tell something
     # No schedule shortens a step that is as long as the region allows, nor its noise: a small region, more rollouts.
     "trpo": {"minibatches": 1, "prompts": 128, "trust_region": 5e-4, "steps": 60},
+    "a2c": {**CRITIC, **ON_POLICY},
     "ppo": CRITIC,
     "ppo-kl": CRITIC,
     # The text is what the start imitated, and pulls back to it: at 1 nothing would be unlearned.
     "ppo-ptx": {**CRITIC, "ptx": "{start}/demonstrations.jsonl", "ptx_coefficient": 0.05},
+    "chord": {"ptx": "{start}/demonstrations.jsonl"},
     "open-reasoner-zero": CRITIC,
     # lambda = 1 - 1 / (0.05 n) is made for thousands of tokens; for the two or three of a sum it is 0.
     "vapo": {**CRITIC, "critic_warmup": 10, "gae_lambda": 0.95},
@@ -115,7 +117,8 @@ def start(out: Path, seed: int) -> None:
     shown = demonstrations(tasks, seed)
     for name, rows in (("practice", tasks), ("unseen", unseen(seed)), ("demonstrations", shown)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    posttrain.sft(shown, out=str(folder / "sft"), overwrite=True, seed=seed, **IMITATION)
+    begun = posttrain.sft(shown, out=str(folder / "sft"), overwrite=True, seed=seed, **IMITATION)
+    assert not begun.interrupted, "half a start is none"
     (folder / "settings.json").write_text(json.dumps(_start_settings()))  # last: it says that the rest is whole
 
 

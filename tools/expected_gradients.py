@@ -179,7 +179,7 @@ def configured(name: str) -> Algorithm:
     kl = row.kl if row.kl is not None and row.kl.where == "reward" else None
     entropy = row.entropy if row.critic is not None and not row.surrogate.samples else None  # its values hold it too
     other: Any = dict.fromkeys(("imitation", "pretraining", "critic", "replay", "trust_region"))
-    return replace(row, kl=kl, entropy=entropy, epochs=1, minibatches=1, **other)
+    return replace(row, kl=kl, entropy=entropy, epochs=1, minibatches=1, old="start", **other)
 
 
 @cache
@@ -356,10 +356,11 @@ def formed(form: str, by: str) -> float | None:
     return error(expected(row, "older"), true(row))
 
 
-def penalised(estimator: Any, where: Any) -> tuple[float, float] | None:
+def penalised(estimator: Any, where: Any, weighed: bool = False) -> tuple[float, float] | None:
     """The errors of a KL's gradient on policy, as that of a reply and as that of each token; None where it is 0."""
     row = configured("reinforce")
-    found = expected(replace(row, kl=KL(estimator, 1.0, where)), "policy") - expected(row, "policy")
+    kl = KL(estimator, 1.0, where, weighed=weighed)
+    found = expected(replace(row, kl=kl), "policy") - expected(row, "policy")
     if found.norm() < EXACT:
         return None
     return error(-found, gradient_of(reply_kl)), error(-found, gradient_of(per_token))
@@ -377,6 +378,8 @@ def document() -> str:
     kls = []
     for estimator, where in itertools.product(("k1", "k2", "k3", "exact", "forward"), ("loss", "reward")):
         kls.append([f"`{estimator}`", where, *map(said, penalised(estimator, where) or (None, None))])
+    for estimator in ("k1", "k2", "k3", "forward"):
+        kls.append([f"`{estimator}`, weighed", "loss", *map(said, penalised(estimator, "loss", True) or (None, None))])
     forms = [[form, *(said(formed(form, by)) for by in CREDITS)] for form in FORMS]
     return TEXT.format(
         rows=_table(["algorithm", "aim", "on policy", *WEIGHTS], rows),
@@ -444,7 +447,8 @@ reply" includes the later effect of a token; "as the KL of each token" holds the
 {kls}
 
 So `k2` and `exact` in the loss have the gradient of the reverse KL **per token**, and not that of a reply, which `k1` in
-the reward has. `-`: it is 0. In the reward an estimator has no gradient of its own, only that of the sampled tokens:
+the reward has. `weighed` is `--kl-weighed`, the estimate times the ratio to the old policy: with it `k1` and `k3` have that
+gradient too. `-`: it is 0. In the reward an estimator has no gradient of its own, only that of the sampled tokens:
 there all but `k1` are opposed to the KL's gradient in this example.
 """
 

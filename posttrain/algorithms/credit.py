@@ -48,7 +48,9 @@ class Baselined(Advantage):
     weight    weight of each reward in that mean. `equal`: 1. `gradient`: g^2, the squared norm of the gradient of the
               rollout's log-probability, which gives the least variance (Weaver and Tao 2001; Peters and Schaal 2008).
               `length`: n_i, its cheap stand-in (OPO, arXiv 2505.23585, eq. 9).
-    scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2).
+    scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2);
+              `mean`: the group's mean reward + eps, for rewards of at least 0: the gradient of the log-likelihood of
+              success, up to the order of the group's size (MaxRL, arXiv 2602.02710).
     signal    all advantages times B / (rollouts in groups with any signal), so that groups without one do not dilute the
               gradient (GPG, arXiv 2504.02546, eq. 7).
 
@@ -58,8 +60,10 @@ class Baselined(Advantage):
     baseline: Literal["none", "batch", "group", "others"] = setting(
         "group", "baseline", "Baseline: the mean reward to subtract."
     )
-    scale: Literal["none", "batch", "group"] = setting(
-        "none", "scale", "Divide advantages by the standard deviation of the group, of the batch, or not at all."
+    scale: Literal["none", "batch", "group", "mean"] = setting(
+        "none",
+        "scale",
+        "Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at all.",
     )
     weight: Literal["equal", "length", "gradient"] = setting(
         "equal",
@@ -72,7 +76,7 @@ class Baselined(Advantage):
     @property
     def compares(self) -> bool:
         """Whether rollouts of a group are compared with each other."""
-        return self.baseline in ("group", "others") or self.scale == "group"
+        return self.baseline in ("group", "others") or self.scale in ("group", "mean")
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -88,7 +92,8 @@ class Baselined(Advantage):
             "group": f" - {weight}mean(group)",
             "others": f" - {weight}mean(others of the group)",
         }
-        scale = "" if self.scale == "none" else f" / (std({self.scale}) + {self.eps:g})"
+        of_scale = "mean(group)" if self.scale == "mean" else f"std({self.scale})"
+        scale = "" if self.scale == "none" else f" / ({of_scale} + {self.eps:g})"
         numerator = f"R_i{of[self.baseline]}"
         formula = f"({numerator}){scale}" if scale else numerator
         return f"({formula}) B / (rollouts in groups with unequal rewards)" if self.signal else formula
@@ -110,6 +115,7 @@ class Baselined(Advantage):
             "none": "no scale: Dr. GRPO, arXiv 2503.20783, section 3.2" if self.baseline == "group" else "",
             "group": "",
             "batch": "scale: Lite PPO, arXiv 2508.08221, section 4",
+            "mean": "scale: MaxRL, arXiv 2602.02710, algorithm 1",
         }
         signal = "signal: GPG, arXiv 2504.02546, eq. 7" if self.signal else ""
         return "; ".join(filter(None, [papers[self.baseline], weights[self.weight], scales[self.scale], signal]))
@@ -127,6 +133,13 @@ class Baselined(Advantage):
         if self.scale == "group":
             variance = over_group((reward - over_group(reward) / count).square()) / (count - 1)
             advantage = advantage / (variance.sqrt() + self.eps)
+        elif self.scale == "mean":
+            if bool((reward < 0).any()):
+                raise UserError(
+                    f"--scale mean divides by a group's mean reward, which needs rewards of at least 0, and one is "
+                    f"{reward.min().item():g}: leave it out, or change the reward"
+                )
+            advantage = advantage / (over_group(reward) / count + self.eps)
         elif self.scale == "batch":
             advantage = advantage / ((reward.std() if len(reward) > 1 else reward.new_zeros(())) + self.eps)
         equal = equal_rewards(scores)
@@ -419,6 +432,50 @@ class GAE(Advantage):
         return discounted_sums(delta, self.gamma * lam)
 
 
+@dataclass(frozen=True)
+class KStep(Advantage):
+    """Trusts what was earned over the next k tokens, then the critic's value of the state behind them.
+
+    A_t = sum_{j<k} gamma^j r_{t+j} + gamma^k V_{t+k} - V_t, over the sampled tokens only, with V = 0 after the last one
+    (A3C, arXiv 1602.01783, section 4). k 1 is the TD residual; from the longest reply's length on it is the return minus V.
+
+    whiten    (A - mean) / (std + eps) over all tokens of the batch.
+    """
+
+    k: int = setting(5, "k-step", "k-step advantage: rewards of this many tokens, then the critic's value.", least=1)
+    gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
+    whiten: bool = setting(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
+    eps: float = setting(1e-8, above=0)
+    needs = frozenset({Need.VALUE})
+    source = "A3C, arXiv 1602.01783, section 4"
+
+    @property
+    def formula(self) -> str:
+        gamma = ("", "") if self.gamma == 1 else (f"{self.gamma:g}^j ", f"{self.gamma:g}^{self.k} ")
+        inside = f"sum_{{j<{self.k}}} {gamma[0]}r_(t+j) + {gamma[1]}V_(t+{self.k}) - V_t"
+        return f"whitened over all tokens: {inside}" if self.whiten else inside
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        out = self.estimate(scores)
+        return [x.to(scores.reward.dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
+
+    def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
+        """Return the estimate plus the values that it was made from, float64 [n_i] for each rollout; there is no lambda."""
+        return [a + value.double().cpu() for a, value in zip(self.estimate(scores), scores.value, strict=True)]
+
+    def estimate(self, scores: Scores) -> list[Tensor]:
+        """Return the estimate before any whitening, float64 [n_i] for each rollout."""
+        assert len(scores.value) == len(scores.reward), "a k-step advantage needs the critic's values"
+        discount = self.gamma ** torch.arange(self.k, dtype=torch.float64)
+        out = []
+        for earned, own in zip(earnings(scores), scores.value, strict=True):
+            value = own.double().cpu()
+            ahead = torch.cat([earned, earned.new_zeros(self.k - 1)]).unfold(0, self.k, 1)  # [n_i, k]
+            behind = torch.cat([value[self.k :], value.new_zeros(min(self.k, len(value)))])
+            out.append(ahead @ discount + self.gamma**self.k * behind - value)
+        return out
+
+
 ADVANTAGES: dict[str, Advantage] = {
     "baselined": Baselined(),
     "to-go": ToGo(),
@@ -426,6 +483,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "decoupled": Decoupled(),
     "pass-at-k": PassAtK(),
     "gae": GAE(whiten=True),
+    "k-step": KStep(),
     "earned": Earned(),
     "none": Unrewarded(),
 }

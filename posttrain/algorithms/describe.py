@@ -70,7 +70,9 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
             found.append(("control of beta", algorithm.kl.control.formula, algorithm.kl.control.source))
     named = (
         ("entropy bonus coefficient", algorithm.entropy),
-        ("selected tokens", algorithm.select),
+        ("off-policy mask", algorithm.off_policy_mask),
+        *(("selected tokens", chosen) for chosen in algorithm.select),
+        ("covariance penalty", algorithm.covariance),
         ("correction for the engine", algorithm.correction),
         ("critic loss", algorithm.critic),
         ("rollouts of a group", algorithm.branching),
@@ -80,6 +82,7 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
         ("imitation loss", algorithm.imitation),
         ("pretraining loss", algorithm.pretraining),
         ("step", algorithm.trust_region),
+        ("end of a step's updates", algorithm.early_stop),
         ("replay", algorithm.replay),
     )
     found += [(what, part.formula, part.source) for what, part in named if part is not None]
@@ -156,6 +159,8 @@ def _(algorithm: Algorithm) -> str:
     inside = algorithm.surrogate.formula if algorithm.reinforces else ""
     if algorithm.correction is not None and algorithm.reinforces:
         inside = f"c {inside}"
+    if algorithm.off_policy_mask is not None and algorithm.reinforces:
+        inside = f"M {inside}"
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         inside += f" - {algorithm.kl.beta:g} k"
     if algorithm.entropy is not None:
@@ -227,8 +232,8 @@ ABOUT = """\
 Which algorithms are there, and what does each compute? An algorithm is a set of components: advantage, surrogate,
 aggregation, KL, critic, filters. Each name leads to a page with its objective, its components with paper and equation,
 and its differences from GRPO or DPO. `posttrain algorithms NAME` prints the same and lists every setting; `--json` prints
-it as data. [The guide](../guides/algorithms.md) shows how to choose one, change a setting or write your own. All policy
-gradients have been run on [one common task](../results/algorithms.md).
+it as data. [The guide](../guides/algorithms.md) shows how to choose one, change a setting or write your own. Most policy
+gradients have been run on [one common task](../results/algorithms.md); their pages show the curve.
 """
 
 
@@ -331,8 +336,16 @@ def axes(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
     return [(option, f"{what}: {part.formula}", part.source) for option, what, part in found]
 
 
-def page(algorithm: AlgorithmBase, beside: AlgorithmBase) -> str:
-    """Return the algorithm's page of the documentation, Markdown. `beside`: the algorithm it is compared with."""
+def curve(algorithm: AlgorithmBase) -> str:
+    """Return the place of its curve on the common task, from the folder of its page."""
+    return f"curves/{algorithm.name}.png"
+
+
+def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: bool) -> str:
+    """Return the algorithm's page of the documentation, Markdown.
+
+    `beside`: the algorithm it is compared with; `measured`: whether there is a curve of it on the common task.
+    """
     lines = [
         f"# {algorithm.name}",
         "",
@@ -350,17 +363,17 @@ def page(algorithm: AlgorithmBase, beside: AlgorithmBase) -> str:
     if algorithm.name != beside.name:
         others = differences(algorithm, beside)
         lines += [f"Differences from `{beside.name}`:", "", *(f"- {line}" for line in others), ""]
-    return "\n".join([*lines, *_use(algorithm), symbols(algorithm), ""])
+    return "\n".join([*lines, *_use(algorithm, measured), symbols(algorithm), ""])
 
 
 @singledispatch
-def _use(algorithm: AlgorithmBase) -> list[str]:
+def _use(algorithm: AlgorithmBase, measured: bool) -> list[str]:
     """Return the end of its page: figures, options, and the command."""
     raise NotImplementedError
 
 
 @_use.register
-def _(algorithm: Algorithm) -> list[str]:
+def _(algorithm: Algorithm, measured: bool) -> list[str]:
     exact = "Bias of its gradient: [expected gradients](expected-gradients.md)."
     if algorithm.multiplies:
         exact += " [Other weights and their bias](expected-gradients.md#the-weights-of-off-policy-pg)."
@@ -371,8 +384,10 @@ def _(algorithm: Algorithm) -> list[str]:
     if algorithm.teacher is not None:  # the common task has no teacher
         use = f"`posttrain distill --algorithm {algorithm.name} --teacher FOLDER`"
         return [f"Figures: [distillation](../results/distill.md). Command: {use}. {every}", ""]
+    if not measured:
+        return [f"Command: `posttrain rl --algorithm {algorithm.name}`. {every}", ""]
     return [
-        f"![held-out accuracy over steps, three seeds](curves/{algorithm.name}.png)",
+        f"![held-out accuracy over steps, three seeds]({curve(algorithm)})",
         "",
         "Settings and figures: [the common task](../results/algorithms.md). Command: `posttrain rl --algorithm "
         f"{algorithm.name}`. {every}",
@@ -381,7 +396,7 @@ def _(algorithm: Algorithm) -> list[str]:
 
 
 @_use.register
-def _(algorithm: PreferenceAlgorithm) -> list[str]:
+def _(algorithm: PreferenceAlgorithm, measured: bool) -> list[str]:
     return [
         "Variants:",
         "",
@@ -395,6 +410,6 @@ def _(algorithm: PreferenceAlgorithm) -> list[str]:
 
 
 @_use.register
-def _(algorithm: RewardModelAlgorithm) -> list[str]:
+def _(algorithm: RewardModelAlgorithm, measured: bool) -> list[str]:
     use = f"`posttrain reward-model --algorithm {algorithm.name}`"
     return [f"Command: {use}. All settings: `posttrain algorithms {algorithm.name}`.", ""]

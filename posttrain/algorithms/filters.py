@@ -5,8 +5,9 @@ S    rollouts    n_i    sampled tokens of rollout i    G    rollouts of a group 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from posttrain.algorithms.credit import equal_rewards
 from posttrain.core.batch import Scores
@@ -87,8 +88,24 @@ class OverlongFilter(Component):
         return f"cut off after {sampled} tokens ({stop})"
 
 
+class TokenSelection(Component):
+    """Map from what is known of a step's tokens before its updates to those that keep their advantage; it becomes 0
+    elsewhere, and every denominator stays that of the full batch.
+    """
+
+    option: ClassVar[str] = "a selection of tokens of your own"  # that brings it, for messages
+
+    def __call__(self, own: Mapping[str, list[Tensor]], advantage: list[Tensor]) -> list[Tensor]:
+        """Return the tokens that are kept, bool [n_i] for each rollout.
+
+        `own`: the policy's outputs by field of `Outputs`, as far as `needs` asks for them; [n_i] for each rollout, as
+        `advantage`.
+        """
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class TopEntropy(Component):
+class TopEntropy(TokenSelection):
     """Spends the update on the tokens where a reply could have gone another way: those with high entropy.
 
     The `share` of the step's tokens with the highest entropy keep their advantage, that of the others becomes 0; every
@@ -103,6 +120,7 @@ class TopEntropy(Component):
         most=1,
         absent=1,
     )
+    option = "--top-entropy"
     needs = frozenset({Need.ENTROPY})
     source = "Beyond the 80/20 rule, arXiv 2506.01939, eq. 6"
 
@@ -110,14 +128,100 @@ class TopEntropy(Component):
     def formula(self) -> str:
         return f"A = 0 except at the {self.share:g} of the step's tokens with the highest entropy"
 
-    def __call__(self, entropy: list[Tensor]) -> list[Tensor]:
-        """Return the tokens that are kept, bool [n_i], from the entropies [n_i] of each rollout; ties at the threshold are
-        kept.
-        """
+    def __call__(self, own: Mapping[str, list[Tensor]], advantage: list[Tensor]) -> list[Tensor]:
+        """Return the tokens that are kept, bool [n_i] for each rollout; ties at the threshold are kept."""
+        entropy = own["entropy"]
         every = torch.cat([e.float().cpu() for e in entropy])
         kept = max(1, round(self.share * len(every)))
         threshold = every.topk(kept).values[-1]
         return [e.float().cpu() >= threshold for e in entropy]
+
+
+@dataclass(frozen=True)
+class CovarianceClip(TokenSelection):
+    """Keeps the entropy from collapsing: leaves out a few of the tokens whose update would lower it most.
+
+    These are likely tokens with a high advantage, or unlikely ones with a low one: the entropy falls by the covariance of lp
+    and A over all tokens of the step (Clip-Cov, arXiv 2505.22617, eq. 10 to 12). cov = (old - mean(old)) (A - mean(A)). Of
+    the tokens with low < cov < high, share x (tokens of the step) become without an advantage, at least one. The paper
+    draws them at random; here they are evenly spaced in the order of cov, which needs no random numbers. Its covariance is
+    of the log-probabilities of each update (in verl, of each micro-batch); here of the step's start.
+    """
+
+    share: float = setting(
+        2e-4,
+        "clip-cov",
+        "Clip-Cov: leave out this share of the tokens, among those whose update lowers the entropy most (0: none).",
+        above=0,
+        most=1,
+        absent=0,
+    )
+    low: float = 1.0
+    high: float = 5.0
+    option = "--clip-cov"
+    needs = frozenset({Need.OLD})
+    source = "Clip-Cov, arXiv 2505.22617, eq. 10 to 12"
+
+    @property
+    def formula(self) -> str:
+        return (
+            f"A = 0 at {self.share:g} of the step's tokens, among those with {self.low:g} < cov < {self.high:g}, "
+            "cov = (old - mean(old)) (A - mean(A))"
+        )
+
+    def __call__(self, own: Mapping[str, list[Tensor]], advantage: list[Tensor]) -> list[Tensor]:
+        """Return the tokens that are kept, bool [n_i] for each rollout."""
+        every = covariances(own["logp"], advantage)
+        (candidates,) = torch.where((every > self.low) & (every < self.high))
+        candidates = candidates[every[candidates].argsort(stable=True)]
+        count = min(len(candidates), max(1, int(self.share * len(every))))
+        places = torch.arange(count, dtype=torch.float64).add(0.5).mul(len(candidates) / max(1, count)).long()
+        kept = torch.ones(len(every), dtype=torch.bool)
+        kept[candidates[places]] = False
+        return list(kept.split([len(a) for a in advantage]))
+
+
+@dataclass(frozen=True)
+class CovariancePenalty(Component):
+    """Keeps the entropy from collapsing: holds the tokens whose update would lower it most near the old policy.
+
+    coefficient x |lp - old| is subtracted from what is maximised at the `share` of the step's tokens with the highest cov =
+    (old - mean(old)) (A - mean(A)), at least one (KL-Cov, arXiv 2505.22617, eq. 13 and 14). |lp - old| for the KL is that of
+    the authors' code. The covariance is of the step's start, as with --clip-cov.
+    """
+
+    share: float = setting(
+        2e-4,
+        "kl-cov",
+        "KL-Cov: penalise the distance to the old policy at this share of the tokens, those whose update lowers the entropy "
+        "most (0: none).",
+        above=0,
+        most=1,
+        absent=0,
+    )
+    coefficient: float = setting(1.0, above=0)
+    needs = frozenset({Need.OLD})
+    source = "KL-Cov, arXiv 2505.22617, eq. 13 and 14, and the authors' code"
+
+    @property
+    def formula(self) -> str:
+        return (
+            f"{self.coefficient:g} |lp - old| at the {self.share:g} of the step's tokens with the highest "
+            "(old - mean(old)) (A - mean(A))"
+        )
+
+    def __call__(self, own: Mapping[str, list[Tensor]], advantage: list[Tensor]) -> list[Tensor]:
+        """Return the weight of |lp - old| of each token, [n_i] for each rollout."""
+        every = covariances(own["logp"], advantage)
+        weight = torch.zeros_like(every)
+        weight[every.topk(max(1, int(self.share * len(every)))).indices] = self.coefficient
+        return [w.to(a.dtype) for w, a in zip(weight.split([len(a) for a in advantage]), advantage, strict=True)]
+
+
+def covariances(logp: list[Tensor], advantage: list[Tensor]) -> Tensor:
+    """Return each token's part in the covariance of log-probability and advantage, float64, all rollouts end to end."""
+    lp, a = (torch.cat([own.double().cpu() for own in of]) for of in (logp, advantage))
+    return (lp - lp.mean()) * (a - a.mean())
 
 
 @dataclass(frozen=True)

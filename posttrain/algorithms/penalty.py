@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.core.batch import Stats
 from posttrain.core.component import Component, Need, setting
 
 if TYPE_CHECKING:
@@ -67,6 +68,36 @@ class HalvingDoubling(Control):
         return coefficient * 2 if measured > self.target * 1.5 else coefficient
 
 
+@dataclass(frozen=True)
+class EarlyStop(Component):
+    """Ends a step's updates once they have moved the policy far enough, whatever their planned number.
+
+    After an update whose tokens have a mean of r - 1 - log r above `kl`, r = exp(lp - old), no further update of the step is
+    made: that estimates KL(old || policy) in nats per token, as it was before the update (the early stopping of PPO's
+    implementations: Spinning Up 2018, which stops at 1.5 x its target; Huang et al. 2022, "The 37 implementation details of
+    PPO", which stop after an epoch). Groups of updates that are not made are not learned from. The learning rate's schedule
+    counts the updates that are made.
+    """
+
+    kl: float = setting(
+        0.02,
+        "target-kl",
+        "End a step's updates after one whose KL to the policy before them is above this, in nats per token (0: never).",
+        above=0,
+        absent=0,
+    )
+    source = "Spinning Up 2018; Huang et al. 2022, The 37 implementation details of PPO"
+
+    @property
+    def formula(self) -> str:
+        return f"no further update of a step after one with a mean of r - 1 - log r above {self.kl:g}"
+
+    def __call__(self, stats: Stats) -> bool:
+        """Return whether the step ends after the update with these metrics."""
+        total, count = stats.get("kl/step", (0.0, 0.0))
+        return bool(count) and total / count > self.kl
+
+
 CONTROLS: dict[str, Control | None] = {"fixed": None, "adaptive": Adaptive(), "halving-doubling": HalvingDoubling()}
 """Choices of --kl-control."""
 
@@ -93,6 +124,12 @@ class KL(Component):
     correction weigh the gain alone. `exact` is the true KL at each token then too, but where the older weights went. The
     KL that steers a `control` weighs each token as the algorithm's correction does (truncate, where it has none).
 
+    unit      `token`: k of each token. `response`: k of the whole response's ratio, x = sum_t (ref_t - lp_t), at each of its
+              tokens, so that with a mean over them it counts once (DeepSeek-R1, arXiv 2501.12948, eq. 2). With k3 its
+              spread grows with length.
+    weighed   the estimate times the ratio exp(lp - old), with its gradient: what others have sampled then estimates the KL
+              of the policy, and on policy k1 and k3 in the loss have the gradient of the KL per token (DeepSeek-V3.2,
+              arXiv 2512.02556, section 3.1).
     against   `reference`: the frozen starting model. `old`: the policy before the step's updates, from which the tokens
               were sampled, so that the estimators estimate KL(old || policy) (PPO's penalty, arXiv 1707.06347, eq. 8).
               Of rollouts that lag behind, it has sampled them only under --old-policy sampler.
@@ -116,6 +153,14 @@ class KL(Component):
     where: Literal["loss", "reward"] = setting(
         "loss", "kl-where", "Where the KL goes: into the loss, or subtracted from the reward."
     )
+    unit: Literal["token", "response"] = setting(
+        "token", "kl-unit", "Estimate the KL per token, or from the ratio of the whole response; in the loss."
+    )
+    weighed: bool = setting(
+        False,
+        "kl-weighed",
+        "Multiply the KL estimate by the ratio to the old policy, so that its gradient is that of the KL per token.",
+    )
     against: Literal["reference", "old"] = "reference"
     control: Control | None = setting(
         None, "kl-control", "How the KL coefficient changes from step to step.", choices=CONTROLS
@@ -124,19 +169,27 @@ class KL(Component):
     @property
     def formula(self) -> str:
         lp, ref = ("lp", "ref") if self.against == "reference" else ("old", "lp")
-        return {
-            "k1": f"({lp} - {ref})",
-            "k2": f"({ref} - {lp})^2 / 2",
-            "k3": f"(exp({ref} - {lp}) - 1 - ({ref} - {lp}))",
-            "exact": "sum_a pi(a) (log pi(a) - log ref(a))",
-            "forward": f"(q log q - (q - 1)), q = exp({ref} - {lp})",
-        }[self.estimator]
+        if self.unit == "response":
+            lp, ref = f"sum_t {lp}_t", f"sum_t {ref}_t"
+        weight = "exp(lp - old) " if self.weighed else ""
+        return (
+            weight
+            + {
+                "k1": f"({lp} - {ref})",
+                "k2": f"({ref} - {lp})^2 / 2",
+                "k3": f"(exp({ref} - {lp}) - 1 - ({ref} - {lp}))",
+                "exact": "sum_a pi(a) (log pi(a) - log ref(a))",
+                "forward": f"(q log q - (q - 1)), q = exp({ref} - {lp})",
+            }[self.estimator]
+        )
 
     @property
     def source(self) -> str:
         against = "; against the old policy: PPO, arXiv 1707.06347, eq. 8" if self.against == "old" else ""
+        weighed = "; times the ratio: DeepSeek-V3.2, arXiv 2512.02556, section 3.1" if self.weighed else ""
         control = f"; control: {self.control.source}" if self.control else ""
-        return f"Schulman 2020, Approximating KL divergence{against}{control}"
+        whole = "; of a response: DeepSeek-R1, arXiv 2501.12948, eq. 2" if self.unit == "response" else ""
+        return f"Schulman 2020, Approximating KL divergence{whole}{weighed}{against}{control}"
 
     @property
     def wants(self) -> frozenset[str]:
@@ -154,7 +207,7 @@ class KL(Component):
     def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
         """Estimate the KL per token, [N] in nats, from log-probabilities [N] of the sampling policy and of the other.
 
-        Not for `exact`.
+        Not for `exact`, and without the weight of `weighed`.
         """
         x = ref_logp - logp
         if self.estimator == "k1":

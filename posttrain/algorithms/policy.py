@@ -15,12 +15,13 @@ from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
 from posttrain.algorithms.critic_loss import CriticLoss
-from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
-from posttrain.algorithms.penalty import KL, Entropy
-from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, RatioStep
+from posttrain.algorithms.filters import CovariancePenalty, DynamicSampling, OverlongFilter, Replay, TokenSelection
+from posttrain.algorithms.penalty import KL, EarlyStop, Entropy
+from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, OffPolicyMask, RatioStep, over_rollouts
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.algorithms.teacher import Distillation
+from posttrain.algorithms.token_weights import FORMULAS, SOURCES, TokenWeight, weighed_likelihood
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.component import Component, Need, setting
 from posttrain.core.lazy_torch import torch
@@ -55,17 +56,32 @@ class Pretraining(Component):
 
     coefficient x the language-model loss on texts of the user's, in every update (PPO-ptx, InstructGPT, arXiv 2203.02155,
     eq. 2).
+
+    weight        of each token: see `posttrain.algorithms.token_weights`.
+    mask_prompt   whether of rows with prompt and response the response alone is learned.
     """
 
     coefficient: float = setting(
         1.0, "ptx-coefficient", "Weight of the likelihood of --ptx texts in the loss.", least=0
     )
     rows: int = setting(16, above=0)  # texts in each update
-    source = "InstructGPT, arXiv 2203.02155, eq. 2"
+    weight: TokenWeight = setting(
+        "equal",
+        "ptx-weight",
+        "Weight of each token of --ptx texts, without a gradient: equal, its probability p (DFT), or uncertainty, p (1 - p) "
+        "(CHORD).",
+    )
+    mask_prompt: bool = False
+
+    @property
+    def source(self) -> str:
+        return "; ".join(filter(None, ["InstructGPT, arXiv 2203.02155, eq. 2", SOURCES[self.weight]]))
 
     @property
     def formula(self) -> str:
-        return f"{self.coefficient:g} x mean of -lp over the tokens of {self.rows} pretraining texts"
+        texts = "responses of demonstrations" if self.mask_prompt else "pretraining texts"
+        weight = f"-{FORMULAS[self.weight]}lp"
+        return f"{self.coefficient:g} x mean of {weight} over the tokens of {self.rows} {texts}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,7 @@ class Algorithm(AlgorithmBase):
     advantage: Advantage = setting(flag="advantage", help="Advantage estimator; gae adds a critic.", choices=ADVANTAGES)
     surrogate: Surrogate = setting(
         flag="surrogate",
-        help="Surrogate objective: min(r A, clip(r) A), r A, lp A, or sg(r) lp A.",
+        help="Surrogate objective: min(r A, clip(r) A), r A, lp A, sg(r) lp A, or another with a soft or a masked ratio.",
         choices=SURROGATES,
     )
     aggregate: Aggregate = setting(flag="aggregate", help="Aggregation of the loss over tokens.", choices=AGGREGATES)
@@ -93,9 +109,11 @@ class Algorithm(AlgorithmBase):
     correction: Correction | None = (
         None  # for an engine whose log-probabilities differ from the learner's, or whose weights are older
     )
+    off_policy_mask: OffPolicyMask | None = None
     kl: KL | None = None
     entropy: Entropy | None = None
-    select: TopEntropy | None = None
+    select: tuple[TokenSelection, ...] = ()  # tokens that keep their advantage: those that all of them keep
+    covariance: CovariancePenalty | None = None
     critic: CriticLoss | None = setting(None, brought="--advantage gae")
     teacher: Distillation | None = setting(None, brought="posttrain distill --teacher FOLDER")
     branching: Branching | None = None
@@ -110,6 +128,7 @@ class Algorithm(AlgorithmBase):
     imitation: Imitation | None = None
     pretraining: Pretraining | None = setting(None, brought="--ptx FILE")
     trust_region: TrustRegion | None = None
+    early_stop: EarlyStop | None = None
     replay: Replay | None = None
     refresh: int = setting(
         0, "reference-every", "Steps between updates of the reference to the current policy (0: never).", least=0
@@ -127,7 +146,10 @@ class Algorithm(AlgorithmBase):
     @property
     def looks_back(self) -> bool:
         """Whether the log-probabilities of the step's start have to be known in its later updates."""
-        return self.surrogate.uses_ratio and not self.on_policy and self.old == "start"
+        weighed = self.kl is not None and self.kl.weighed
+        parts = self.off_policy_mask, self.covariance, self.early_stop
+        compares = self.surrogate.uses_ratio or weighed or any(part is not None for part in parts)
+        return compares and not self.on_policy and self.old == "start"
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -158,7 +180,7 @@ class Algorithm(AlgorithmBase):
 
     @property
     def moves_every_token(self) -> bool:
-        """Whether a rollout can have a gradient, or bound the step, though its advantage is 0."""
+        """Whether every rollout can have a gradient, or bound the step, though its advantage is 0."""
         penalised = self.kl is not None and self.kl.where == "loss"
         region = self.trust_region is not None  # its KL is over all tokens, not those alone that the advantage moves
         others = self.entropy, self.critic, self.imitation, self.teacher, self.surrogate.wants
@@ -181,12 +203,13 @@ class PolicyObjective:
         if algorithm.old == "sampler" and batch.advantage is not None:
             assert batch.sampler_logp is not None, "rollouts were sampled"
             batch = replace(batch, old_logp=batch.sampler_logp)
+        if batch.advantage is None:  # text to imitate, and nothing else
+            assert batch.imitate is not None and algorithm.pretraining is not None
+            stats.add("ptx/nll", -outputs.logp.detach().sum().item(), outputs.logp.numel())
+            return -(batch.imitate * weighed_likelihood(outputs.logp, algorithm.pretraining.weight)).sum()
         imitated = outputs.logp.new_zeros(())
         if batch.imitate is not None:
             imitated = -(batch.imitate * outputs.logp).sum()
-        if batch.advantage is None:  # text to imitate, and nothing else
-            stats.add("ptx/nll", -outputs.logp.detach().sum().item(), outputs.logp.numel())
-            return imitated
         loss = outputs.logp.new_zeros(())
         if algorithm.critic is not None:
             loss = loss + algorithm.critic.coefficient * (batch.weight * algorithm.critic(outputs, batch, stats)).sum()
@@ -201,6 +224,8 @@ class PolicyObjective:
             gain = gain - algorithm.teacher.coefficient * distance
         if algorithm.kl is not None:
             gain = gain - self._penalty(algorithm.kl, outputs, batch, stats)
+        if batch.held is not None and batch.old_logp is not None:
+            gain = gain - batch.held * (outputs.logp - batch.old_logp).abs()
         if algorithm.entropy is not None:
             assert outputs.entropy is not None
             gain = gain + batch.coefficients.get("entropy", algorithm.entropy.coefficient) * outputs.entropy
@@ -227,7 +252,9 @@ class PolicyObjective:
         gain = algorithm.surrogate(ratio, replace(outputs, logp=logp), batch)
         if batch.sampler_logp is not None and algorithm.correction is not None:
             gain = gain * algorithm.correction(old - batch.sampler_logp, batch.rollout)
-        self._measure(ratio.detach(), start, first, batch, stats)
+        if algorithm.off_policy_mask is not None:
+            gain = gain * algorithm.off_policy_mask((old - logp).detach(), batch, stats)
+        self._measure(ratio.detach(), start, first, outputs, batch, stats)
         return gain
 
     def _penalty(self, kl: KL, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
@@ -237,19 +264,31 @@ class PolicyObjective:
         if kl.against == "old":
             old = current if batch.old_logp is None else batch.old_logp
             stats.add("kl/old", KL("k3")(old, current).sum().item(), count)
-            return batch.coefficients.get("kl", kl.beta) * kl(old, logp)
+            return batch.coefficients.get("kl", kl.beta) * self._estimate(kl, old, logp, batch)
         assert batch.ref_logp is not None
         # Reported with the same estimator for all algorithms: k3 has no bias and little variance.
         stats.add("kl", KL("k3")(current, batch.ref_logp).sum().item(), count)
         if kl.where == "reward":
             return torch.zeros_like(logp)
         if kl.estimator != "exact":
-            return batch.coefficients.get("kl", kl.beta) * kl(logp, batch.ref_logp)
+            estimate = self._estimate(kl, logp, batch.ref_logp, batch)
+            if kl.weighed:
+                old = current if batch.old_logp is None else batch.old_logp
+                estimate = estimate * (logp - old).clamp(max=LARGEST_LOG_RATIO).exp()
+            return batch.coefficients.get("kl", kl.beta) * estimate
         assert outputs.kl is not None
         stats.add("kl/exact", outputs.kl.detach().sum().item(), count)
         return batch.coefficients.get("kl", kl.beta) * outputs.kl
 
-    def _measure(self, ratio: Tensor, start: Tensor, first: bool, batch: Batch, stats: Stats) -> None:
+    @staticmethod
+    def _estimate(kl: KL, logp: Tensor, other: Tensor, batch: Batch) -> Tensor:
+        """Return the estimate of each token, [N]: its own, or that of its whole response."""
+        if kl.unit == "token":
+            return kl(logp, other)
+        total, _, inverse = over_rollouts(other - logp, batch.rollout)
+        return kl(torch.zeros_like(total), total.clamp(max=LARGEST_LOG_RATIO))[inverse]
+
+    def _measure(self, ratio: Tensor, start: Tensor, first: bool, outputs: Outputs, batch: Batch, stats: Stats) -> None:
         """Add the metrics of the ratio.
 
         `start`: log-probabilities of the step's start, or the current ones where these are no longer known.
@@ -263,7 +302,11 @@ class PolicyObjective:
         if count:
             stats.add("ratio/max", ratio.max().item())
             stats.add("ratio/min", ratio.min().item())
-        self.algorithm.surrogate.measure(ratio, batch, stats)
+        self.algorithm.surrogate.measure(ratio, outputs, batch, stats)
+        if self.algorithm.early_stop is not None:
+            assert batch.old_logp is not None
+            moved = (outputs.logp.detach() - batch.old_logp).double()
+            stats.add("kl/step", (moved.expm1() - moved).sum().item(), count)
         if batch.sampler_logp is not None:
             # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
             gap = (start - batch.sampler_logp).double()

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import GAE, Baselined, Earned, PassAtK, StepRewards, ToGo, Unrewarded
+from posttrain.algorithms.credit import GAE, Baselined, Earned, KStep, PassAtK, StepRewards, ToGo, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
-from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay
+from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, Replay
 from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining
-from posttrain.algorithms.ratio import Causal, OverSequence, PessimisticClip, SequenceValueTokenGradient
+from posttrain.algorithms.ratio import (
+    Causal,
+    OffPolicyMask,
+    OverSequence,
+    PessimisticClip,
+    SequenceValueTokenGradient,
+)
 from posttrain.algorithms.shaping import SoftOverlong
-from posttrain.algorithms.surrogate import Clip, ExpectedQ, ImportanceRatio, LogProbability, WeightedLogProbability
+from posttrain.algorithms.surrogate import (
+    Clip,
+    DivergenceMask,
+    ExpectedQ,
+    GammaWeight,
+    ImportanceRatio,
+    LogProbability,
+    SoftGate,
+    WeightedLogProbability,
+)
 from posttrain.algorithms.teacher import Distillation
 from posttrain.learners.natural_gradient import TrustRegion
 
@@ -97,7 +112,7 @@ _ALGORITHMS = (
     ),
     Algorithm(
         "grpo-sequence",
-        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); KL by token, not as in eq. 2",
+        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); its eq. 2 is --kl-unit response",
         advantage=Baselined("group", "group"),
         ratio=(OverSequence("sum"),),
         surrogate=Clip(0.2, 0.2),
@@ -211,6 +226,105 @@ _ALGORITHMS = (
         idea="Clips the importance weight, keeps every gradient",
     ),
     Algorithm(
+        "sapo",
+        "Soft Adaptive Policy Optimization: a soft gate instead of a clip (arXiv 2511.20347)",
+        advantage=Baselined("group", "group"),
+        surrogate=SoftGate(),
+        aggregate=SequenceMean(),
+        minibatches=4,
+        stated="as gspo, chosen here",
+        idea="A gate that fades instead of a clip",
+    ),
+    Algorithm(
+        "dppo",
+        "Divergence PPO, binary total variation: a trust region of probabilities (arXiv 2602.04879)",
+        advantage=Baselined("group", "none"),
+        surrogate=DivergenceMask("tv", 0.15, 0.15),
+        aggregate=ConstantLength(),
+        old="sampler",
+        minibatches=8,
+        stated="8 in verl's script for it: 256 prompts a step, 32 in an update",
+        idea="Masks by change of probability, not by ratio",
+    ),
+    Algorithm(
+        "dppo-kl",
+        "Divergence PPO, binary KL: a trust region of probabilities (arXiv 2602.04879)",
+        advantage=Baselined("group", "none"),
+        surrogate=DivergenceMask("kl", 0.05, 0.05),
+        aggregate=ConstantLength(),
+        old="sampler",
+        minibatches=8,
+        stated="8 in verl's script for it: 256 prompts a step, 32 in an update",
+        idea="Masks by a KL of the sampled token",
+    ),
+    Algorithm(
+        "maxrl",
+        "Maximum likelihood reinforcement learning; clip and token mean as in the authors' code (arXiv 2602.02710)",
+        advantage=Baselined("group", "mean"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        stated="one in the authors' code: 256 prompts a step and in an update",
+        idea="Divides by the group's mean reward, for likelihood",
+    ),
+    Algorithm(
+        "luspo",
+        "Length-unbiased GSPO: a reply's loss times its length (arXiv 2602.05261)",
+        advantage=Baselined("group", "group"),
+        ratio=(OverSequence("mean"),),
+        surrogate=Clip(2e-3, 2.5e-3),
+        aggregate=SequenceSum(),
+        minibatches=4,
+        stated="as gspo, chosen here",
+        idea="GSPO whose long replies weigh by their length",
+    ),
+    Algorithm(
+        "vespo",
+        "Variational sequence-level soft policy optimization; token mean as in the authors' code (arXiv 2602.10693)",
+        advantage=Baselined("group", "group"),
+        ratio=(OverSequence("sum"),),
+        surrogate=GammaWeight(),
+        aggregate=TokenMean(),
+        old="sampler",
+        minibatches=8,
+        stated="8 in the authors' code, and up to 64 to show that it is stable",
+        idea="Soft weight of the whole reply's ratio",
+    ),
+    Algorithm(
+        "deepseek-v3.2",
+        "GRPO with an off-policy mask and an unbiased KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)",
+        advantage=Baselined("group", "none"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=SequenceMean(),
+        kl=KL("k3", 0.04, weighed=True),
+        off_policy_mask=OffPolicyMask(),
+        old="sampler",
+        minibatches=4,
+        stated="several, their number is not stated, nor are clip, KL coefficient and delta (0.5: TRL's documentation)",
+        idea="Masks bad stale replies, weighs the KL",
+    ),
+    Algorithm(
+        "clip-cov",
+        "Clip-Cov: no gradient at some tokens of high covariance (entropy mechanism, arXiv 2505.22617)",
+        advantage=Baselined("group", "group"),
+        surrogate=ImportanceRatio(),
+        aggregate=TokenMean(),
+        select=(CovarianceClip(),),
+        minibatches=8,
+        stated="chosen here: several, as the ratio asks for",
+        idea="Leaves out tokens that lower the entropy most",
+    ),
+    Algorithm(
+        "kl-cov",
+        "KL-Cov: tokens of high covariance stay near the old policy (entropy mechanism, arXiv 2505.22617)",
+        advantage=Baselined("group", "group"),
+        surrogate=ImportanceRatio(),
+        aggregate=TokenMean(),
+        covariance=CovariancePenalty(),
+        minibatches=8,
+        stated="chosen here: several, as the penalty asks for",
+        idea="Holds tokens that lower the entropy most",
+    ),
+    Algorithm(
         "trpo",
         "Trust Region Policy Optimization (arXiv 1502.05477), on group advantages",
         advantage=Baselined("group", "group"),
@@ -231,7 +345,29 @@ _ALGORITHMS = (
         stated="not stated in the paper: as grpo",
         idea="Branches where a tool's answer raises the entropy",
     ),
+    Algorithm(
+        "chord",
+        "CHORD-phi: GRPO with demonstrations of uncertain tokens (arXiv 2508.11408); its weight has no gradient, as "
+        "ms-swift's has",
+        advantage=Baselined("group", "group"),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        pretraining=Pretraining(0.1, weight="uncertainty", mask_prompt=True),
+        stated="chosen here: one, and a constant weight of the demonstrations",
+        idea="Imitates where the policy is uncertain",
+    ),
     # -- a critic ------------------------------------------------------------------------------------------------------
+    Algorithm(
+        "a2c",
+        "Advantage actor-critic: k-step returns and an entropy bonus (A3C, arXiv 1602.01783), in one process",
+        advantage=KStep(5),
+        surrogate=LogProbability(),
+        aggregate=TokenMean(),
+        entropy=Entropy(0.01),
+        critic=Value(clip=None),
+        stated="one, arXiv 1602.01783, algorithm S3",
+        idea="Rewards of k tokens, then the critic",
+    ),
     Algorithm(
         "ppo",
         "Proximal Policy Optimization with a critic and the KL in the reward (arXiv 1707.06347; InstructGPT, 2203.02155)",

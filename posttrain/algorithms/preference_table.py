@@ -1,5 +1,7 @@
 """Table of preference algorithms, which learn from preferences without sampling.
 
+WPO (arXiv 2406.11827) is --policy-weight, LD-DPO (arXiv 2409.06411) is --tail, for any row.
+
 Left out: AOT (arXiv 2406.05882), which sorts the scores of a micro-batch, so that the loss depends on how the batch is cut;
 and DiscoPOP (arXiv 2406.08414), a link that a search over code found: it has no derivation, and is not convex.
 """
@@ -91,6 +93,14 @@ _ALGORITHMS = (
         score=ResponseLikelihood(mean=True),
         margin=Margin(1.0),
         idea="Mean likelihood as reward, with a margin",
+    ),
+    PreferenceAlgorithm(
+        "alphapo",
+        "AlphaPO: SimPO with a reward of another shape (arXiv 2501.03884, its settings for Mistral)",
+        link=Sigmoid(2.5),
+        score=ResponseLikelihood(mean=True, alpha=0.25),
+        margin=Margin(0.1),
+        idea="SimPO whose reward bends for unlikely responses",
     ),
     PreferenceAlgorithm(
         "rpo",

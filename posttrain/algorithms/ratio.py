@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.core.batch import Batch
+from posttrain.core.batch import Batch, Stats
 from posttrain.core.component import Component, setting
 from posttrain.core.lazy_torch import torch
 
@@ -175,6 +175,37 @@ class Correction(Component):
         if self.kind == "truncate":
             return ratio.clamp(max=self.cap)
         return ratio * (gap.abs() <= math.log(self.cap))
+
+
+@dataclass(frozen=True)
+class OffPolicyMask(Component):
+    """Leaves out bad replies that the policy would hardly give any more, which teach it little and disturb it much.
+
+    M = 0 for the tokens with A < 0 of a rollout whose mean of old - lp is above `delta`, in nats per token, else 1; M
+    multiplies what is maximised (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The mean estimates KL(old || policy). `old`
+    is that of the ratio; the paper's are the probabilities of sampling, which is --old-policy sampler.
+    """
+
+    delta: float = setting(
+        0.5,
+        "off-policy-mask",
+        "Leave out tokens with A < 0 of rollouts whose mean of old - lp is above this, in nats per token (0: none).",
+        above=0,
+        absent=0,
+    )
+    source = "DeepSeek-V3.2, arXiv 2512.02556, section 3.1"
+
+    @property
+    def formula(self) -> str:
+        return f"M = 0 where A < 0 and sum_t (old_t - lp_t) / n_i > {self.delta:g}, else 1"
+
+    def __call__(self, gap: Tensor, batch: Batch, stats: Stats) -> Tensor:
+        """Return M [N] from gap [N] = old - lp, without a gradient. Adds the share of masked tokens to the metrics."""
+        assert batch.advantage is not None
+        total, count, inverse = over_rollouts(gap, batch.rollout)
+        masked = (batch.advantage < 0) & (total / count > self.delta)[inverse]
+        stats.add("ratio/masked", masked.sum().item(), masked.numel())
+        return (~masked).to(gap.dtype)
 
 
 RATIOS: dict[str, tuple[RatioStep, ...]] = {

@@ -123,29 +123,36 @@ class LogRatio(Score):
 class ResponseLikelihood(Score):
     """Likelihood of the response, without a reference.
 
-    s = sum_t lp_t (CPO, arXiv 2401.08417), or its mean over the tokens (SimPO, arXiv 2405.14734, eq. 3).
+    s = sum_t lp_t (CPO, arXiv 2401.08417), or its mean over the tokens (SimPO, arXiv 2405.14734, eq. 3). With `alpha`, the
+    reward has another shape: (1 - exp(-alpha s)) / alpha, which is s at 0 and whose slope for unlikely responses is steeper
+    the larger alpha is (AlphaPO, arXiv 2501.03884, eq. 9).
     """
 
     mean: bool = setting(
         False, "length-normalised", "Average scores over a response's tokens, instead of summing them."
     )
     tail: float = setting(1.0, "tail", TAIL, least=0, most=1)
+    alpha: float = 0.0
 
     @property
     def source(self) -> str:
+        if self.alpha:
+            return "AlphaPO, arXiv 2501.03884, eq. 9" + ("" if self.tail == 1 else LENGTH_DESENSITISED)
         base = "SimPO, arXiv 2405.14734, eq. 3" if self.mean else "CPO, arXiv 2401.08417"
         return base + ("" if self.tail == 1 else LENGTH_DESENSITISED)
 
     @property
     def formula(self) -> str:
         weighed = "" if self.tail == 1 else f" (x {self.tail:g} behind the shorter one's length)"
-        return f"sum_t lp{weighed}" + (" / n" if self.mean else "")
+        total = f"sum_t lp{weighed}" + (" / n" if self.mean else "")
+        return f"(1 - exp(-{self.alpha:g} m)) / {self.alpha:g}, m = {total}" if self.alpha else total
 
     def __call__(
         self, outputs: Outputs, batch: Batch, responses: Responses, which: Tensor, first: Tensor | None
     ) -> Tensor:
         total = responses.total(outputs.logp, which, first, self.tail)
-        return total / responses.length[which] if self.mean else total
+        score = total / responses.length[which] if self.mean else total
+        return -torch.expm1((-self.alpha * score).clamp(max=LARGEST_LOG_RATIO)) / self.alpha if self.alpha else score
 
 
 @dataclass(frozen=True)

@@ -395,4 +395,5 @@ def _unknown(kind: type[Any], written: str, place: Sequence[str], whole: str, na
         *(".".join(place) for place, _, _, _ in _declared_settings(kind, ())),
         *(f"--{name.replace('_', '-')}" for name in flags(kind)),
     ]
-    return f"{written}: no component {place[0]!r}{near(written, known)} (there are: {', '.join(names)})"
+    every = f" (there are: {', '.join(names)})"
+    return f"{written}: no component {place[0]!r}{near(written, known) or every}"

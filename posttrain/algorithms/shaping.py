@@ -70,6 +70,27 @@ class SoftOverlong(Shaping):
 
 
 @dataclass(frozen=True)
+class LengthPenalty(Shaping):
+    """Makes every token cost something, so that of two right replies the shorter one is better: -cost m_i, linear in the
+    sampled tokens of the episode.
+    """
+
+    cost: float = setting(
+        1e-4, "length-penalty", "Deduction from the reward for each sampled token (0: none).", least=0, absent=0
+    )
+    source = "a plain cost per token, of no single paper"
+
+    @property
+    def formula(self) -> str:
+        return f"-{self.cost:g} m_i"
+
+    def __call__(self, scores: Scores) -> Tensor:
+        """Return the addition to each reward, float64 [S]."""
+        assert scores.sampled is not None
+        return -self.cost * scores.sampled.double()
+
+
+@dataclass(frozen=True)
 class GroupLength(Shaping):
     """Rewards brevity among right replies, and never a wrong one for being short.
 

@@ -37,7 +37,7 @@ class Surrogate(Component):
         """Return [N], from the ratio [N], the models' outputs, and the batch, whose `old_logp` is filled in."""
         raise NotImplementedError
 
-    def measure(self, ratio: Tensor, batch: Batch, stats: Stats) -> None:
+    def measure(self, ratio: Tensor, outputs: Outputs, batch: Batch, stats: Stats) -> None:
         """Add the metrics of this component."""
 
 
@@ -109,7 +109,7 @@ class Clip(Surrogate):
             return bound
         return torch.where(advantage < 0, torch.maximum(bound, self.dual * advantage), bound)
 
-    def measure(self, ratio: Tensor, batch: Batch, stats: Stats) -> None:
+    def measure(self, ratio: Tensor, outputs: Outputs, batch: Batch, stats: Stats) -> None:
         """Add the shares of tokens that the clip leaves without a gradient."""
         advantage = _advantage(batch)
         low = ((ratio < 1 - self.low) & (advantage < 0)).sum().item()
@@ -180,9 +180,125 @@ class WeightedLogProbability(Surrogate):
         earned = [(w * (a - torch.cat([a[1:], 0 * a[:1]]))).flip(0).cumsum(0).flip(0) for w, a in rollouts]
         return torch.cat([*earned, weight[:0]]) * outputs.logp
 
-    def measure(self, ratio: Tensor, batch: Batch, stats: Stats) -> None:
+    def measure(self, ratio: Tensor, outputs: Outputs, batch: Batch, stats: Stats) -> None:
         if self.high is not None:
             stats.add("ratio/clipped_high", (ratio > 1 + self.high).sum().item(), ratio.numel())
+
+
+@dataclass(frozen=True)
+class SoftGate(Surrogate):
+    """Lets a token's gradient fade as its ratio moves away from 1, where a clip removes it at a border.
+
+    (4 / tau) sigma(tau (r - 1)) A, whose gradient at r = 1 is that of r A (SAPO, arXiv 2511.20347, eq. 5 and 6). tau is
+    `positive` where A > 0 and `negative` elsewhere: a larger one fades faster, as tokens that are pushed down should, for
+    that raises many others.
+    """
+
+    positive: float = setting(1.0, above=0)  # temperature where A > 0
+    negative: float = setting(1.05, above=0)  # temperature elsewhere
+    source = "SAPO, arXiv 2511.20347, eq. 5 and 6"
+
+    @property
+    def clips(self) -> bool:
+        return True
+
+    @property
+    def formula(self) -> str:
+        return f"(4 / tau) sigma(tau (r - 1)) A, tau = {self.positive:g} where A > 0, else {self.negative:g}"
+
+    def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
+        advantage = _advantage(batch)
+        tau = _either(advantage > 0, self.positive, self.negative, ratio)
+        return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+
+
+@dataclass(frozen=True)
+class DivergenceMask(Surrogate):
+    """Holds each token within a trust region of probabilities, not of ratios: a rare token may become twice as likely.
+
+    M r A with M = 0 for a token that has left the region in the direction that its advantage pushes (A > 0 and r > 1, or
+    A < 0 and r < 1), else 1 (DPPO, arXiv 2602.04879, with its binary divergences of the sampled token against all others,
+    pi and mu its probabilities now and before). `tv`: |pi - mu|. `kl`: mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)).
+
+    low, high   most divergence where A < 0, and where A > 0. The authors' code has 0.15 for tv and 0.05 for kl.
+    """
+
+    divergence: Literal["tv", "kl"] = "tv"
+    low: float = setting(0.15, least=0)
+    high: float = setting(0.15, least=0)
+    source = "DPPO, arXiv 2602.04879, binary divergences"
+
+    @property
+    def clips(self) -> bool:
+        return True
+
+    @property
+    def formula(self) -> str:
+        binary = {
+            "tv": "abs(pi - mu)",
+            "kl": "mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))",
+        }[self.divergence]
+        bound = f"{self.high:g}" if self.low == self.high else f"{self.high:g} ({self.low:g} where A < 0)"
+        return f"M r A, M = 0 where D > {bound} and (lp - old) A > 0, else 1; D = {binary}, pi = exp(lp), mu = exp(old)"
+
+    def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
+        assert batch.old_logp is not None
+        advantage, logp = _advantage(batch), outputs.logp.detach()
+        outside = self._outside(logp, batch.old_logp, advantage)
+        return torch.where(outside, 0.0, ratio * advantage)
+
+    def _outside(self, logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+        """Return whether the token is masked, bool [N]."""
+        bound = _either(advantage > 0, self.high, self.low, logp)
+        return ((logp - old) * advantage > 0) & (self._distance(logp, old) > bound)
+
+    def _distance(self, logp: Tensor, old: Tensor) -> Tensor:
+        if self.divergence == "tv":
+            return (logp.exp() - old.exp()).abs()
+        least = torch.finfo(logp.dtype).tiny  # a probability of 1 leaves nothing for the others
+        others, before = (-torch.expm1(x.clamp(max=-least)) for x in (logp, old))
+        return old.exp() * (old - logp) + before * (before.log() - others.log())
+
+    def measure(self, ratio: Tensor, outputs: Outputs, batch: Batch, stats: Stats) -> None:
+        """Add the shares of tokens that the mask leaves without a gradient."""
+        assert batch.old_logp is not None
+        advantage = _advantage(batch)
+        outside = self._outside(outputs.logp.detach(), batch.old_logp, advantage)
+        stats.add("ratio/clipped_low", (outside & (advantage < 0)).sum().item(), ratio.numel())
+        stats.add("ratio/clipped_high", (outside & (advantage > 0)).sum().item(), ratio.numel())
+
+
+@dataclass(frozen=True)
+class GammaWeight(Surrogate):
+    """Uses replies of far older policies: the weight of a whole reply rises to its peak near 1, and fades beyond it.
+
+    sg(r^k exp(lambda (1 - r))) lp A, r the ratio of the whole reply, not normalised by its length (VESPO, arXiv 2602.10693).
+    The weight is 1 at r = 1 and largest at k / lambda. Replies with A < 0 have a k and a lambda of their own.
+    """
+
+    power: float = setting(2.0, above=0)  # k where A >= 0
+    decay: float = setting(3.0, above=0)  # lambda where A >= 0
+    negative_power: float = setting(3.0, above=0)  # k where A < 0
+    negative_decay: float = setting(2.0, above=0)  # lambda where A < 0
+    source = "VESPO, arXiv 2602.10693, and the authors' code"
+
+    @property
+    def clips(self) -> bool:
+        return True
+
+    @property
+    def formula(self) -> str:
+        return (
+            f"sg(r^k exp(lambda (1 - r))) lp A, k = {self.power:g} and lambda = {self.decay:g}, "
+            f"where A < 0 {self.negative_power:g} and {self.negative_decay:g}"
+        )
+
+    def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
+        advantage, r = _advantage(batch), ratio.detach()
+        bad = advantage < 0
+        power = _either(bad, self.negative_power, self.power, r)
+        decay = _either(bad, self.negative_decay, self.decay, r)
+        return (power * r.log() + decay * (1 - r)).exp() * outputs.logp * advantage
 
 
 @dataclass(frozen=True)
@@ -208,6 +324,9 @@ SURROGATES: dict[str, Surrogate] = {
     "ratio": ImportanceRatio(),
     "log-probability": LogProbability(),
     "weighted": WeightedLogProbability(),
+    "soft-gate": SoftGate(),
+    "divergence-mask": DivergenceMask(),
+    "gamma-weight": GammaWeight(),
     "expected-q": ExpectedQ(),
 }
 """Choices of --surrogate."""
@@ -216,3 +335,8 @@ SURROGATES: dict[str, Surrogate] = {
 def _advantage(batch: Batch) -> Tensor:
     assert batch.advantage is not None
     return batch.advantage
+
+
+def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """Return one of two numbers for each token, [N], in the precision of `like`."""
+    return torch.where(condition, like.new_tensor(yes), like.new_tensor(no))

@@ -165,6 +165,9 @@ class SFT(EnvLimitGroup, RetrieverGroup, Passes):
     """Batch size: rows per optimizer update."""
     mask_prompt: bool = option(True, group="optimisation")
     """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
+    token_weight: Literal["equal", "probability", "uncertainty"] = option("equal", group="optimisation")
+    """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or uncertainty,
+    p (1 - p)."""
     min_reward: float | None = option(None, group="data")
     """Keep rollouts with at least this reward: those of a recorded run, or replies that run through --env."""
     lr: float = option(1e-4, above=0)

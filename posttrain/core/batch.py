@@ -166,6 +166,7 @@ class Batch(Packed):
     old_logp: Tensor | None = None  # float32 [N], the learner's at the start of the update; None: current, detached
     ref_logp: Tensor | None = None  # float32 [N]
     teacher_logp: Tensor | None = None  # float32 [N]
+    held: Tensor | None = None  # float32 [N], the weight of |lp - old| in the loss
     value: Tensor | None = None  # float32 [N], the critic's at rollout time
     returns: Tensor | None = None  # float32 [N], the critic's targets
     imitate: Tensor | None = None  # float32 [N], the share of each token in a likelihood term beside the policy's
@@ -233,3 +234,5 @@ class TrainingStep:
     seconds: Mapping[str, float] = field(default_factory=dict)  # by activity: "waiting" is for environments alone
     counts: Mapping[str, float] = field(default_factory=dict)  # of services and engines: they depend on the clock
     work: Mapping[str, float] = field(default_factory=dict)  # the engine's counts of this step: see `engines.pace`
+    enough: Callable[[Stats], bool] = lambda stats: False
+    """Whether the updates end after the one with these metrics. The same in all processes, as the metrics are."""

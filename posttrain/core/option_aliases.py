@@ -37,7 +37,6 @@ ELSEWHERE = {
     "init_kl_coef": "{kl}",
     "kl_loss_coef": "{kl}",
     "kl_penalty": "{kl_estimator}",
-    "target_kl": "{kl_target}",
     "epsilon": "{clip_low} and {clip_high}",
     "eps_clip": "{clip_low} and {clip_high}",
     "cliprange": "{clip_low} and {clip_high}",

@@ -112,7 +112,7 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
         "--tokens-per-microbatch",
     )
     yield soft and algorithm.entropy is None, "its temperature must be above 0: tune it with --entropy-target"
-    yield soft and algorithm.select is not None, "its critic learns from every token: leave out --top-entropy"
+    yield soft and bool(algorithm.select), f"its critic learns from every token: leave out {_selecting(algorithm)}"
     yield (
         run.chooses("gae_lambda") and run.chooses("gae_alpha"),
         "--gae-lambda already sets lambda, the same for every length: leave out --gae-alpha",
@@ -168,6 +168,14 @@ def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[
         "its KL is to the policy that sampled, and 0 when rewards are given: leave out --kl-where",
     )
     yield (
+        kl is not None and kl.unit == "response" and (kl.where == "reward" or kl.estimator == "exact" or kl.weighed),
+        "a response's ratio gives an estimate of its KL, in the loss and without a weight: leave out --kl-unit response",
+    )
+    yield (
+        kl is not None and kl.weighed and (kl.where == "reward" or kl.against == "old" or kl.estimator == "exact"),
+        "the ratio weighs an estimate of the KL to the reference, in the loss: leave out --kl-weighed",
+    )
+    yield (
         kl is not None and kl.where == "reward" and isinstance(algorithm.advantage, StepRewards),
         "compares the rewards of steps, from which no KL is subtracted: leave out --kl-where reward",
     )
@@ -217,8 +225,11 @@ def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[
     told = " and ".join(name for name, there in rewarding.items() if there)
     yield unrewarded and bool(told), f"learns nothing from rewards, so {told} would change nothing: leave it out"
     yield (
-        algorithm.select is not None and unrewarded and algorithm.teacher is not None and not algorithm.teacher.sampled,
-        "--top-entropy chooses where rewards are learned from, and none are: leave it out",
+        bool(algorithm.select or algorithm.covariance)
+        and unrewarded
+        and algorithm.teacher is not None
+        and not algorithm.teacher.sampled,
+        f"{_selecting(algorithm)} chooses where rewards are learned from, and none are: leave it out",
     )
     yield (
         run.chooses("jsd_beta") and divergence != "jensen-shannon",
@@ -250,6 +261,16 @@ def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
         replay is not None and ((kl is not None and kl.where == "reward") or isinstance(algorithm.critic, Value)),
         "of rollouts of earlier steps neither a KL nor a state's value is known: "
         "leave out --replay, or --kl-where reward and --advantage gae",
+    )
+    weighed = kl is not None and kl.weighed
+    yield (
+        replay is not None
+        and (
+            algorithm.covariance is not None
+            or algorithm.early_stop is not None
+            or (algorithm.old == "start" and (weighed or algorithm.off_policy_mask is not None))
+        ),
+        "compares with the policy at the step's start, which is not known of rollouts of earlier steps: leave out --replay",
     )
     yield (
         replay is not None and replay.capacity < rollouts,
@@ -295,6 +316,12 @@ def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple
     )
 
 
+def _selecting(algorithm: Algorithm) -> str:
+    """Return the options that choose tokens, as far as the algorithm has their components."""
+    chosen = [part.option for part in algorithm.select]
+    return " and ".join([*chosen, *(["--kl-cov"] if algorithm.covariance else [])])
+
+
 def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
     """Yield the chosen settings that would have no effect."""
     own = ("branches", "branch_first", "branch_tokens", "branch_threshold", "branch_credit")
@@ -309,4 +336,15 @@ def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> I
         bool(clips) and algorithm.surrogate.clips and algorithm.on_policy and algorithm.old == "start",
         f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
         "clipped; take several, such as --minibatches 4, or leave it out",
+    )
+    compared = {
+        "off_policy_mask": algorithm.off_policy_mask,
+        "kl_cov": algorithm.covariance,
+        "target_kl": algorithm.early_stop,
+    }
+    still = [f"--{name.replace('_', '-')}" for name, part in compared.items() if run.chooses(name) and part is not None]
+    yield (
+        bool(still) and algorithm.on_policy and algorithm.old == "start",
+        f"{', '.join(still)} would have no effect: with one update per step old and current log-probabilities are the same; "
+        "take several, such as --minibatches 4, or leave it out",
     )

@@ -61,12 +61,17 @@ def train(
             step = source.produce(number)
         produced = time.perf_counter()
         stats = Stats(step.stats)
-        stats.add("updates", len(step.updates))
         with phase(number, "update"):
+            made = 0
             for build in step.updates:
                 batches = build()
                 fed += sum(batch.layout.tokens.numel() for batch in batches)
-                stats.merge(learner.update(batches, objective))
+                found = learner.update(batches, objective)
+                stats.merge(found)
+                made += 1
+                if step.enough(found):
+                    break
+            stats.add("updates", made)
         source.learned(step, stats)
         between, updated = begin - updated, time.perf_counter()
         seconds = {"rollout": produced - begin, "update": updated - produced}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from posttrain.algorithms.credit import GAE, ToGo
+from posttrain.algorithms.credit import GAE, KStep, ToGo
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.surrogate import WeightedLogProbability
@@ -80,12 +80,12 @@ def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
 def _contradictions_of_reward_weights(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
     """Yield the contradiction of weights of single rewards with advantages that are no sums of them."""
     at_rewards = isinstance(algorithm.surrogate, WeightedLogProbability) and algorithm.surrogate.at == "reward"
-    discounted = isinstance(algorithm.advantage, GAE) or (
+    discounted = isinstance(algorithm.advantage, GAE | KStep) or (
         isinstance(algorithm.advantage, ToGo) and algorithm.advantage.gamma != 1
     )
     told = {
         "a discounted advantage": discounted,
-        "--top-entropy": algorithm.select is not None,
+        " and ".join(chosen.option for chosen in algorithm.select): bool(algorithm.select),
         "a teacher's reward of single tokens": algorithm.teacher is not None and algorithm.teacher.sampled,
         "rollouts that branch": algorithm.branching is not None,
     }

@@ -18,24 +18,51 @@ from feeding import WORDS, new_learner, new_player
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import ADVANTAGES, GAE, Baselined, Decoupled, PassAtK, StepRewards, ToGo, Unrewarded
+from posttrain.algorithms.credit import (
+    ADVANTAGES,
+    GAE,
+    Baselined,
+    Decoupled,
+    KStep,
+    PassAtK,
+    StepRewards,
+    ToGo,
+    Unrewarded,
+)
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.describe import differences
-from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, Replay, TopEntropy
-from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, Entropy, HalvingDoubling
+from posttrain.algorithms.filters import (
+    CovarianceClip,
+    CovariancePenalty,
+    DynamicSampling,
+    OverlongFilter,
+    Replay,
+    TopEntropy,
+)
+from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, EarlyStop, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, policy_objective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import (
     RATIOS,
     Causal,
     Correction,
+    OffPolicyMask,
     OverSequence,
     PessimisticClip,
     SequenceValueTokenGradient,
 )
 from posttrain.algorithms.settings import change, flags, settings_of
-from posttrain.algorithms.shaping import GroupLength, SoftOverlong
-from posttrain.algorithms.surrogate import SURROGATES, Clip, ImportanceRatio, LogProbability, WeightedLogProbability
+from posttrain.algorithms.shaping import GroupLength, LengthPenalty, SoftOverlong
+from posttrain.algorithms.surrogate import (
+    SURROGATES,
+    Clip,
+    DivergenceMask,
+    GammaWeight,
+    ImportanceRatio,
+    LogProbability,
+    SoftGate,
+    WeightedLogProbability,
+)
 from posttrain.algorithms.teacher import Distillation
 from posttrain.cli.main import main
 from posttrain.config.resolve import filled, validate
@@ -76,13 +103,16 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"advantage": "gae"}, ADVANTAGE, GAE(whiten=True)),
     ("grpo", {"advantage": "gae"}, CRITIC, Value()),
     ("ppo", {"advantage": "baselined"}, CRITIC, None),
+    ("grpo", {"advantage": "k-step"}, ADVANTAGE, KStep()),
+    ("grpo", {"advantage": "k-step", "k_step": 2, "gamma": 0.9, "whiten": True}, ADVANTAGE, KStep(2, 0.9, True)),
+    ("ppo", {"advantage": "k-step"}, CRITIC, Value()),
     *(("grpo", {"baseline": b}, ADVANTAGE, Baselined(b, "group")) for b in ("none", "batch", "group", "others")),
     ("reinforce", {"baseline": "group"}, ADVANTAGE, ToGo("group")),
     *(
         ("grpo", {"baseline_weight": w}, ADVANTAGE, Baselined("group", "group", w))
         for w in ("equal", "length", "gradient")
     ),
-    *(("grpo", {"scale": s}, ADVANTAGE, Baselined("group", s)) for s in ("none", "batch", "group")),
+    *(("grpo", {"scale": s}, ADVANTAGE, Baselined("group", s)) for s in ("none", "batch", "group", "mean")),
     ("ppo", {"gamma": 0.9}, ADVANTAGE, GAE(0.9, 0.95, whiten=True)),
     ("reinforce", {"gamma": 0.9}, ADVANTAGE, ToGo(gamma=0.9)),
     ("sac", {"gamma": 0.9}, CRITIC, SoftQ(gamma=0.9, warmup=2)),
@@ -104,6 +134,9 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"ratio": "causal"}, RATIO, (Causal(),)),
     ("grpo", {"ratio": "geometric"}, RATIO, (PessimisticClip(), OverSequence("mean"))),
     ("dapo", {"clip_low": 0.1}, SURROGATE, Clip(0.1, 0.28)),
+    ("grpo", {"surrogate": "soft-gate"}, SURROGATE, SoftGate()),
+    ("grpo", {"surrogate": "divergence-mask"}, SURROGATE, DivergenceMask()),
+    ("grpo", {"surrogate": "gamma-weight"}, SURROGATE, GammaWeight()),
     ("grpo", {"clip_high": 0.3, "minibatches": 2}, SURROGATE, Clip(0.2, 0.3)),
     ("cispo", {"clip_high": 2.0}, SURROGATE, WeightedLogProbability(2.0)),
     ("off-policy-pg", {}, SURROGATE, WeightedLogProbability(at="reward")),
@@ -123,6 +156,9 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"kl": 0.5}, PENALTY, KL("k3", 0.5)),
     ("dr-grpo", {"kl": 0.5}, PENALTY, KL("k3", 0.5)),
     *(("grpo", {"kl_estimator": e}, PENALTY, KL(e, 0.04)) for e in ("k1", "k2", "k3", "exact", "forward")),
+    ("grpo", {"kl_unit": "response"}, PENALTY, KL("k3", 0.04, unit="response")),
+    ("grpo", {"kl_weighed": True}, PENALTY, KL("k3", 0.04, weighed=True)),
+    ("deepseek-v3.2", {"kl_weighed": False}, PENALTY, KL("k3", 0.04)),
     ("grpo", {"kl_where": "reward"}, PENALTY, KL("k3", 0.04, "reward")),
     ("grpo", {"kl_where": "reward", "kl_estimator": "exact"}, PENALTY, KL("exact", 0.04, "reward")),
     ("ppo", {"kl_where": "loss"}, PENALTY, KL("k1", 0.05, "loss")),
@@ -138,14 +174,21 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"entropy": 0.0}, ENTROPY, None),
     ("grpo", {"entropy_target": 0.5}, ENTROPY, Entropy(0.0, target=0.5)),
     ("sac", {"entropy_target": 0.5}, ENTROPY, Entropy(0.01, target=0.5)),
-    ("grpo", {"top_entropy": 0.2}, part("select"), TopEntropy(0.2)),
-    ("grpo", {"top_entropy": 1.0}, part("select"), None),
+    ("grpo", {"top_entropy": 0.2}, part("select"), (TopEntropy(0.2),)),
+    ("grpo", {"top_entropy": 1.0}, part("select"), ()),
+    ("grpo", {"clip_cov": 0.01}, part("select"), (CovarianceClip(0.01),)),
+    ("grpo", {"clip_cov": 0.01, "top_entropy": 0.5}, part("select"), (CovarianceClip(0.01), TopEntropy(0.5))),
+    ("clip-cov", {"clip_cov": 0}, part("select"), ()),
+    ("grpo", {"kl_cov": 0.01, "minibatches": 2}, part("covariance"), CovariancePenalty(0.01)),
+    ("kl-cov", {"kl_cov": 0}, part("covariance"), None),
     *(
         ("grpo", {"correction": kind}, CORRECTION, Correction(kind))
         for kind in ("truncate", "icepop", "sequence", "sequence-truncate")
     ),
     ("grpo", {"correction": "none"}, CORRECTION, None),
     ("grpo", {"correction": "icepop", "correction_cap": 5.0}, CORRECTION, Correction("icepop", 5.0)),
+    ("grpo", {"off_policy_mask": 0.1, "minibatches": 2}, part("off_policy_mask"), OffPolicyMask(0.1)),
+    ("deepseek-v3.2", {"off_policy_mask": 0}, part("off_policy_mask"), None),
     ("grpo", {"old_policy": "sampler"}, part("old"), "sampler"),
     ("grpo", {"old_policy": "start"}, part("old"), "start"),
     ("arpo", {}, part("branching"), Branching(1, 0.5, 20, 0.5, 0.2, 0.5, "soft")),
@@ -163,6 +206,7 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("dapo", {}, SHAPING, (SoftOverlong(6, 1),)),
     ("dapo", {"overlong_cache": 0}, SHAPING, ()),
     ("grpo", {"length_reward": 0.2}, SHAPING, (GroupLength(0.2),)),
+    ("grpo", {"length_penalty": 0.01}, SHAPING, (LengthPenalty(0.01),)),
     ("dapo", {"length_reward": 0.2}, SHAPING, (SoftOverlong(6, 1), GroupLength(0.2))),
     ("ppo", {"advantage": "to-go"}, CRITIC, None),
     ("ppo", {"critic": "shared"}, CRITIC, Value()),
@@ -174,6 +218,13 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"imitation": 0.2}, part("imitation"), Imitation(0.2)),
     ("vapo", {"imitation": 0.0, "critic_warmup": 0}, part("imitation"), None),
     ("grpo", {"ptx": "text.jsonl"}, part("pretraining"), Pretraining()),
+    (
+        "grpo",
+        {"ptx": "text.jsonl", "ptx_weight": "probability"},
+        part("pretraining"),
+        Pretraining(weight="probability"),
+    ),
+    ("chord", {"ptx_weight": "equal"}, part("pretraining"), Pretraining(0.1, mask_prompt=True)),
     ("grpo", {"ptx": "text.jsonl", "ptx_coefficient": 0.5}, part("pretraining"), Pretraining(0.5)),
     ("dr-grpo", {"trust_region": 0.02}, part("trust_region"), TrustRegion(0.02)),
     ("trpo", {"trust_region": 0.0}, part("trust_region"), None),
@@ -196,6 +247,8 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"teacher": "t", "divergence": "sampled"}, TEACHER, Distillation("sampled", temperature=1.0)),
     ("grpo", {"teacher": "t", "advantage": "none"}, ADVANTAGE, Unrewarded()),
     ("grpo", {"epochs": 3}, part("epochs"), 3),
+    ("grpo", {"epochs": 3, "target_kl": 0.05}, part("early_stop"), EarlyStop(0.05)),
+    ("grpo", {"target_kl": 0}, part("early_stop"), None),
     ("grpo", {"minibatches": 2}, part("minibatches"), 2),
 ]
 CASES = [pytest.param(*c, id=f"{c[0]} {c[1]}".replace("'", "")) for c in CHANGES]
@@ -227,12 +280,15 @@ EVERYTHING = replace(
     kl=KL("k3", 0.1, control=Adaptive()),
     ratio=(PessimisticClip(), OverSequence("mean")),
     correction=Correction(),
+    off_policy_mask=OffPolicyMask(),
     entropy=Entropy(0.1, target=0.5),
-    select=TopEntropy(),
+    select=(TopEntropy(), CovarianceClip()),
+    covariance=CovariancePenalty(),
+    early_stop=EarlyStop(),
     branching=Branching(),
     sampling=DynamicSampling(),
     filters=(OverlongFilter(),),
-    shaping=(SoftOverlong(6, 1), GroupLength()),
+    shaping=(SoftOverlong(6, 1), GroupLength(), LengthPenalty()),
     imitation=Imitation(),
     pretraining=Pretraining(),
     trust_region=TrustRegion(),
@@ -274,6 +330,11 @@ CANDIDATES = (
     "sampled",
     "sampler",
     "hard",
+    "kl",
+    "tv",
+    "start",
+    "probability",
+    "response",
 )
 
 
@@ -374,6 +435,10 @@ WRITTEN = """
 ConstantLength.length = None: above 0
 Baselined.eps = 1e-06: above 0
 Baselined.signal = False
+KStep.k = 5: at least 1
+KStep.gamma = 1.0: at least 0 and at most 1
+KStep.whiten = False
+KStep.eps = 1e-08: above 0
 GAE.gamma = 1.0: at least 0 and at most 1
 GAE.lam = 0.95: at least 0 and at most 1
 GAE.alpha = None: above 0
@@ -403,8 +468,14 @@ DynamicSampling.low = 0.0: at least 0 and below 1
 DynamicSampling.high = 1.0: above 0 and at most 1
 Replay.capacity = 4096: above 0; 0 is absent
 TopEntropy.share = 0.2: above 0 and at most 1; 1 is absent
+CovarianceClip.share = 0.0002: above 0 and at most 1; 0 is absent
+CovarianceClip.low = 1.0
+CovarianceClip.high = 5.0
+CovariancePenalty.share = 0.0002: above 0 and at most 1; 0 is absent
+CovariancePenalty.coefficient = 1.0: above 0
 Adaptive.target = 0.05: above 0
 Adaptive.horizon = 10000.0: above 0
+EarlyStop.kl = 0.02: above 0; 0 is absent
 Entropy.coefficient = 0.0: at least 0; 0 is absent
 Entropy.target = None: above 0
 Entropy.rate = 0.01: above 0
@@ -414,8 +485,10 @@ KL.control = None
 Imitation.coefficient = 0.1: at least 0; 0 is absent
 Pretraining.coefficient = 1.0: at least 0
 Pretraining.rows = 16: above 0
+Pretraining.weight = equal
 Correction.cap = 2.0: above 1
 PessimisticClip.width = 0.4: above 0
+LengthPenalty.cost = 0.0001: at least 0; 0 is absent
 GroupLength.weight = 0.1: at least 0; 0 is absent
 SoftOverlong.limit = None: above 0
 SoftOverlong.cache = None: above 0; 0 is absent
@@ -423,6 +496,15 @@ Clip.low = 0.2: at least 0 and at most 1
 Clip.high = 0.2: at least 0
 Clip.dual = None: above 1; 0 is none
 WeightedLogProbability.high = None: at least 0
+SoftGate.positive = 1.0: above 0
+SoftGate.negative = 1.05: above 0
+DivergenceMask.low = 0.15: at least 0
+DivergenceMask.high = 0.15: at least 0
+GammaWeight.power = 2.0: above 0
+GammaWeight.decay = 3.0: above 0
+GammaWeight.negative_power = 3.0: above 0
+GammaWeight.negative_decay = 2.0: above 0
+OffPolicyMask.delta = 0.5: above 0; 0 is absent
 Distillation.coefficient = 1.0: above 0
 Distillation.beta = 0.5: above 0 and below 1
 Distillation.temperature = None: above 0
@@ -466,8 +548,19 @@ gpg: group | |
 lite-ppo: group | |
 pass-at-k: group, success | |
 cispo: group, old | |
+sapo: group, old | |
+dppo: episode tokens, group | |
+dppo-kl: episode tokens, group | |
+maxrl: group | |
+luspo: group, old | |
+vespo: group | |
+deepseek-v3.2: group, reference | | every token
+chord: group | |
+clip-cov: group, old | |
+kl-cov: group, old | |
 trpo: group | | every token
 arpo: group, reference | | every token
+a2c: value | entropy, value | every token
 ppo: old, reference, value | value | every token
 ppo-kl: old, value | value | every token
 ppo-ptx: old, reference, value | value | every token
@@ -540,6 +633,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ppo-kl", {"reference_every": 5}, "ppo-kl: .*--reference-every"),
     ("ppo-kl", {"kl_where": "reward"}, "ppo-kl: .*leave out --kl-where"),
     ("grpo-process", {"kl_where": "reward"}, "grpo-process: .*leave out --kl-where reward"),
+    ("grpo", {"kl_unit": "response", "kl_where": "reward"}, "grpo: .*leave out --kl-unit response"),
+    ("grpo", {"kl_unit": "response", "kl_estimator": "exact"}, "grpo: .*leave out --kl-unit response"),
+    ("deepseek-v3.2", {"kl_unit": "response"}, "deepseek-v3.2: .*leave out --kl-unit response"),
+    ("grpo", {"k_step": 3}, "--k-step cannot go with grpo.*--advantage k-step"),
+    ("grpo", {"advantage": "k-step", "k_step": 0}, "--k-step must be at least 1, not 0"),
+    ("grpo", {"length_penalty": -1.0}, "--length-penalty must be at least 0"),
+    ("deepseek-v3.2", {"kl_where": "reward"}, "deepseek-v3.2: .*leave out --kl-weighed"),
+    ("grpo", {"kl_estimator": "exact", "kl_weighed": True}, "grpo: .*leave out --kl-weighed"),
+    ("ppo-kl", {"kl_weighed": True}, "ppo-kl: .*leave out --kl-weighed"),
+    ("gpg", {"replay": 100, "kl": 0.1, "kl_weighed": True}, "gpg: .*not known of rollouts of earlier steps"),
+    ("gpg", {"replay": 100, "off_policy_mask": 0.1}, "gpg: .*not known of rollouts of earlier steps"),
     # terms and choices
     ("sac", {"entropy": 0.0}, "sac: .*--entropy-target"),
     ("grpo", {"correction_cap": 3.0}, "--correction-cap cannot go with grpo.*--correction brings one"),
@@ -547,6 +651,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"overlong_cache": 6}, "--overlong-cache 6 must be below .* an episode may have, 6"),
     ("grpo", {"ptx_coefficient": 0.5}, "--ptx-coefficient cannot go with grpo.*--ptx FILE brings one"),
     ("ppo-ptx", {"ptx": None}, "ppo-ptx: .*--ptx FILE"),
+    ("chord", {"ptx": None}, "chord: .*--ptx FILE"),
+    ("grpo", {"ptx_weight": "equal"}, "--ptx-weight cannot go with grpo.*--ptx FILE brings one"),
     ("sac", {"top_entropy": 0.2}, "sac: .*leave out --top-entropy"),
     (
         "grpo",
@@ -596,6 +702,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"clip_high": 0.28}, "grpo: --clip-high would have no effect: with one update .*--minibatches 4"),
     ("dapo", {"minibatches": 1, "clip_low": 0.1}, "dapo: --clip-low would have no effect"),
     ("cispo", {"minibatches": 1, "settings": {"surrogate.high": 3}}, "cispo: --clip-high would have no effect"),
+    ("grpo", {"off_policy_mask": 0.1}, "grpo: --off-policy-mask would have no effect: .*--minibatches 4"),
+    ("grpo", {"target_kl": 0.1}, "grpo: --target-kl would have no effect: .*--minibatches 4"),
+    ("dr-grpo", {"replay": 100, "target_kl": 0.1}, "dr-grpo: .*not known of rollouts of earlier steps"),
+    ("grpo", {"target_kl": -0.1}, "--target-kl must be above 0, not -0.1"),
+    ("grpo", {"kl_cov": 0.1}, "grpo: --kl-cov would have no effect: .*--minibatches 4"),
+    ("sac", {"clip_cov": 0.1}, "sac: its critic learns from every token: leave out --clip-cov"),
+    ("distill-jsd", {"kl_cov": 0.1, "minibatches": 2}, "--kl-cov chooses where rewards are learned from, and none are"),
+    ("dr-grpo", {"replay": 100, "kl_cov": 0.1}, "dr-grpo: .*not known of rollouts of earlier steps"),
+    ("grpo", {"clip_cov": 1.5}, "--clip-cov must be above 0 and at most 1, not 1.5"),
     # places
     (
         "grpo",
@@ -618,6 +733,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # numbers
     ("ppo", {"gamma": 1.5}, "--gamma must be at least 0 and at most 1, not 1.5"),
     ("ppo", {"gae_lambda": -0.1}, "--gae-lambda must be at least 0"),
+    ("grpo", {"off_policy_mask": -1}, "--off-policy-mask must be above 0, not -1"),
     ("grpo", {"top_entropy": 0.0}, "--top-entropy must be above 0 and at most 1"),
     ("grpo", {"clip_low": 1.5}, "--clip-low must be .*at most 1, not 1.5"),
     ("grpo", {"clip_high": -0.1}, "--clip-high must be at least 0"),

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.credit import GAE, Baselined, PassAtK, StepRewards, ToGo, earnings, whitened
+from posttrain.algorithms.credit import GAE, Baselined, KStep, PassAtK, StepRewards, ToGo, earnings, whitened
 from posttrain.algorithms.critic_loss import SoftQ, Value
-from posttrain.algorithms.filters import DynamicSampling, OverlongFilter, TopEntropy
+from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, Correction
-from posttrain.algorithms.shaping import GroupLength, SoftOverlong
+from posttrain.algorithms.shaping import GroupLength, LengthPenalty, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
 from posttrain.core.component import Need, RunLimits
@@ -283,7 +283,7 @@ def test_golden_dual_clip(advantage: float, ratio: float, value: float, moves: b
     batch, stats = flat_batch(r, advantage=doubles(advantage)), Stats()
     gain = Clip(0.2, 0.2, dual=3.0)(r, Outputs(r.log()), batch)
     gain.sum().backward()
-    Clip(0.2, 0.2, dual=3.0).measure(r.detach(), batch, stats)
+    Clip(0.2, 0.2, dual=3.0).measure(r.detach(), Outputs(r.log()), batch, stats)
     assert gain.item() == pytest.approx(value) and r.grad is not None and bool(r.grad != 0) is moves
     assert stats["ratio/clipped_dual"] == (float((advantage, ratio) == (-1.0, 4.0)), 1.0)
 
@@ -475,10 +475,55 @@ def test_overlong_filter_takes_truncated_rollouts_out_of_the_loss_and_its_denomi
 def test_top_entropy_keeps_exactly_the_share(share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     entropy = [torch.rand(n, generator=generator) for n in (30, 50, 20)]
-    kept = torch.cat(TopEntropy(share)(entropy))
+    kept = torch.cat(TopEntropy(share)({"entropy": entropy}, []))
     every = torch.cat(entropy)
     assert kept.sum() == max(1, round(share * 100))
     assert every[kept].min() > every[~kept].max() if share < 1 else bool(kept.all())
+
+
+def test_golden_k_step() -> None:
+    """Rewards 0, 0, 1, values 0.5, 0.6, 0.7: two steps ahead the critic counts for the first token alone."""
+    scores = Scores(doubles(1), torch.tensor([0]), torch.tensor([3.0]), value=(doubles(0.5, 0.6, 0.7),))
+    of = {k: KStep(k)(scores)[0].tolist() for k in (1, 2, 9)}
+    assert of[1] == pytest.approx([0.1, 0.1, 0.3]) and of[1] == pytest.approx(GAE(1.0, 0.0)(scores)[0].tolist())
+    assert of[2] == pytest.approx([0.7 - 0.5, 1 - 0.6, 1 - 0.7])
+    assert of[9] == pytest.approx([0.5, 0.4, 0.3]) and of[9] == pytest.approx(GAE(1.0, 1.0)(scores)[0].tolist())
+    assert KStep(2, 0.9)(scores)[0].tolist() == pytest.approx([0.81 * 0.7 - 0.5, 0.9 - 0.6, 1 - 0.7])
+    assert KStep(2).returns(scores, None)[0].tolist() == pytest.approx([0.7, 1, 1])
+
+
+def test_golden_length_penalty() -> None:
+    scores = Scores(doubles(1, 1), torch.tensor([0, 0]), torch.tensor([3.0, 8.0]), sampled=torch.tensor([3.0, 10.0]))
+    assert LengthPenalty(0.01)(scores).tolist() == pytest.approx([-0.03, -0.1])
+
+
+def test_kl_of_a_response_is_that_of_its_whole_ratio_at_each_of_its_tokens() -> None:
+    """Two responses, of two tokens and one: k3 of x = sum (ref - lp), which a mean over tokens counts once each."""
+    lp, ref = doubles(-1, -2, -3).requires_grad_(), doubles(-1.5, -1, -2.5)
+    batch = replace(
+        flat_batch(lp, advantage=doubles(0, 0, 0)),
+        weight=doubles(0.25, 0.25, 0.5),
+        ref_logp=ref,
+        rollout=torch.tensor([0, 0, 1]),
+    )
+    row = replace(TABLE["grpo"], kl=KL("k3", 0.1, unit="response"))
+    loss = policy_objective(row)(Outputs(lp), batch, Stats())
+    expected = 0.1 * sum(math.exp(x) - 1 - x for x in (0.5, 0.5)) / 2
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    loss.backward()
+    slope = 0.1 * (1 - math.exp(0.5)) / 2
+    assert lp.grad is not None and lp.grad.tolist() == pytest.approx([slope] * 3, abs=1e-12)
+
+
+def test_golden_covariances_choose_tokens() -> None:
+    """log p -1 -3 | -2 -6 with A 3, -1: its part in the covariance is 4, 0 | -2, 6 (means -3 and 1)."""
+    own, advantage = {"logp": [doubles(-1, -3), doubles(-2, -6)]}, [doubles(3, 3), doubles(-1, -1)]
+    assert [k.tolist() for k in CovarianceClip(0.5)(own, advantage)] == [[False, True], [True, True]]
+    assert [k.tolist() for k in CovarianceClip(0.5, high=7)(own, advantage)] == [[False, True], [True, False]]
+    assert [k.tolist() for k in CovarianceClip(0.25, high=7)(own, advantage)] == [[True, True], [True, False]]
+    assert [w.tolist() for w in CovariancePenalty(0.5)(own, advantage)] == [[1, 0], [0, 1]]
+    assert [w.tolist() for w in CovariancePenalty(0.25, 3.0)(own, advantage)] == [[0, 0], [0, 3]]
+    assert all(k.all() for k in CovarianceClip(0.5, 10, 20)(own, advantage)), "none has such a covariance"
 
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(8)]
@@ -498,6 +543,31 @@ def run(source: RLSource, first: int, last: int) -> list[dict[str, float]]:
     objective = policy_objective(source.algorithm)
     train(source.learner, source, objective, [lambda t: seen.append(t.stats.means())], first=first, steps=last)
     return seen
+
+
+def test_updates_of_a_step_end_once_the_policy_is_far_enough() -> None:
+    """Six updates of one step: the first has KL 0, and the second shows how far the first one went."""
+    whole, ended = new_source("lite-ppo", epochs=6), new_source("lite-ppo", epochs=6, target_kl=1e-9)
+    (every,), (some,) = run(whole, 1, 1), run(ended, 1, 1)
+    assert (every["updates"], some["updates"]) == (6, 2) and "kl/step" not in every and some["kl/step"] > 1e-10
+    far = new_source("lite-ppo", epochs=6, target_kl=1e3)
+    (all_of_them,) = run(far, 1, 1)
+    assert all_of_them["updates"] == 6 and all_of_them["loss"] == every["loss"]
+
+
+def test_groups_of_updates_that_are_not_made_are_told_as_such() -> None:
+    """The early stop is asked after each update, and what no update drew keeps that as its fate."""
+    source = new_source("lite-ppo", minibatches=3, target_kl=1e-9)
+    told: list[list[str]] = []
+    train(
+        source.learner,
+        source,
+        policy_objective(source.algorithm),
+        [lambda t: told.append([o.why for o in t.step.outcomes])],
+        first=1,
+        steps=1,
+    )
+    assert "no update drew it" in told[0] and any(why.startswith("in update") for why in told[0])
 
 
 def test_top_entropy_leaves_every_denominator_as_it_was() -> None:

@@ -27,6 +27,7 @@ from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
 
 UNBIASED = {"reinforce": 1.0, "reinforce-baseline": 0.5, "off-policy-pg": 0.5, "rloo": 1.0, "dr-grpo": 0.125}
+UNBIASED |= {"dppo": 0.125, "dppo-kl": 0.125}
 """Rows whose expected gradient on policy is the true one times this: (B - 1) / B of a mean over all, 1 / L of a constant."""
 PLAIN = [name for name in UNBIASED if name != "off-policy-pg"]
 
@@ -77,6 +78,9 @@ def test_k2_has_the_gradient_of_the_reverse_kl_per_token_and_k1_in_the_reward_th
         reply, token = penalised(estimator, "loss") or (0, 1)
         assert token < EXACT and reply > 0.15
     assert penalised("k1", "loss") is None
+    for estimator in ("k1", "k3"):
+        reply, token = penalised(estimator, "loss", weighed=True) or (0, 1)
+        assert token < EXACT and reply > 0.15
     reply, token = penalised("k1", "reward") or (1, 0)
     assert reply < EXACT and token > 0.15
     assert all(share > 0.05 for share in penalised("k3", "loss") or (0,))

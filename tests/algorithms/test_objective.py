@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from feeding import (
     new_learner,
     new_player,
     new_texts,
+    old_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +102,7 @@ def played(case: Case, rollout: Rollout, correct: float) -> Played:
             teacher = case.learner.others[by]
             said = teacher(own, torch.arange(len(own)), causal) @ teacher.head.weight.T / TEACHER_TEMPERATURE  # type: ignore[operator]
         told.tea = [said[t - 1].softmax(-1) for t in read.scored.tolist()]
+    if case.taught or case.row.entropy:
         told.p = [logs[t - 1].exp() for t in sampled]
     if isinstance(critic, ValueModel):
         assert critic.backbone is not None
@@ -131,7 +134,7 @@ def by_loops(case: Case, correct: float = SUCCESS) -> tuple[float, Tensor]:
 
 
 def through_the_library(case: Case, rollouts: Sequence[Rollout], cuts: Sequence[Sequence[int]]) -> tuple[float, Tensor]:
-    return gradient(case, feed(case, rollouts, credit(case.row, board(case, rollouts)), cuts))
+    return gradient(case, feed(case, rollouts, credit(case.row, board(case, rollouts), old_of(case, rollouts)), cuts))
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.3])
@@ -385,6 +388,19 @@ def test_likelihood_objective_is_the_mean_over_tokens() -> None:
     logp = torch.tensor([-1.0, -2.0, -6.0])
     batch = Batch(None, logp, logp, logp, logp, weight=torch.full((3,), 1 / 3))  # type: ignore[arg-type]
     assert LikelihoodObjective()(Outputs(logp), batch, Stats()).item() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("weight", "of"), [("probability", lambda p: p), ("uncertainty", lambda p: p * (1 - p))])
+def test_likelihood_may_weigh_tokens_by_their_probability_which_has_no_gradient(weight: Any, of: Any) -> None:
+    """As TRL's loss_type="dft" has it for the probability: the mean of -sg(p) log p."""
+    logp = torch.tensor([-0.1, -1.0, -4.0], dtype=torch.float64, requires_grad=True)
+    batch, stats = batch_of(torch.ones(3, dtype=torch.float64)), Stats()
+    loss = LikelihoodObjective(weight)(Outputs(logp), batch, stats)
+    probabilities = [math.exp(x) for x in (-0.1, -1.0, -4.0)]
+    expected = sum(-of(p) * math.log(p) for p in probabilities) / 3
+    assert loss.item() == pytest.approx(expected, abs=1e-12) and stats["nll"] == (pytest.approx(5.1), 3)
+    loss.backward()
+    assert logp.grad is not None and logp.grad.tolist() == pytest.approx([-of(p) / 3 for p in probabilities], abs=1e-12)
 
 
 def test_adding_a_row_takes_one_statement() -> None:

@@ -172,6 +172,15 @@ def simpo(items: list[Asked]) -> Tensor:
     return over_pairs(items, lambda w, v: -torch.log(sigma(2 / w.n * w.likelihood - 2 / v.n * v.likelihood - 1)))
 
 
+def alphapo(items: list[Asked]) -> Tensor:
+    """Equation 9: r = (1 - p^(-alpha)) / alpha with p the geometric mean of the tokens' probabilities."""
+
+    def reward(y: Said) -> Tensor:
+        return (1 - (y.likelihood / y.n).exp() ** -0.25) / 0.25
+
+    return over_pairs(items, lambda w, v: -sigma(2.5 * (reward(w) - reward(v)) - 0.1).log())
+
+
 def rpo(items: list[Asked]) -> Tensor:
     """Iterative RPO, equation 1, alpha = 1."""
     return dpo(items) + imitated(items, "responses")
@@ -231,6 +240,7 @@ LOSSES: dict[str, Loss] = {
     "orpo": orpo,
     "cpo": cpo,
     "simpo": simpo,
+    "alphapo": alphapo,
     "rpo": rpo,
     "sppo": sppo,
     "apo-zero": apo_zero,

@@ -169,6 +169,9 @@ def new_case(
     for rollout in rollouts:
         (own,) = learner.evaluate([pack([rollout.transcripts], [0])], want=want)
         old[id(rollout)], reference[id(rollout)] = near(own.logp, noise), near(own.logp, 0.5)
+        if row.old == "sampler":  # what the engine noted, in single precision
+            old[id(rollout)] = old[id(rollout)].float().double()
+            rollout.transcripts[0].logp = old[id(rollout)].tolist()
         if own.value is not None:
             value[id(rollout)] = near(own.value, 0.3)
         if row.teacher is not None:
@@ -187,6 +190,7 @@ class Credit:
     fed: list[bool]  # [S], whether the rollout is in the loss
     returns: list[Tensor]  # [n_i] of each rollout, where there is a critic of states
     imitate: Tensor | None  # [S]
+    held: list[Tensor]  # [n_i] of each rollout, where tokens are held near the old policy
 
 
 def board(case: Case, rollouts: Sequence[Rollout]) -> Scores:
@@ -200,11 +204,23 @@ def board(case: Case, rollouts: Sequence[Rollout]) -> Scores:
     return replace(scores, length=scores.length.double(), sampled=scores.sampled.double())
 
 
-def credit(row: Algorithm, scores: Scores) -> Credit:
-    """Advantages before the filters, weights after them: filtered rollouts count in their group's statistics."""
+def old_of(case: Case, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """The log-probabilities of rollout time, [n_i] of each of these."""
+    return [case.old[id(r)] for r in rollouts]
+
+
+def credit(row: Algorithm, scores: Scores, logp: list[Tensor] | None = None) -> Credit:
+    """Advantages before the filters, weights after them: filtered rollouts count in their group's statistics.
+
+    `logp`: of rollout time, where tokens are chosen by it.
+    """
     for shape in row.shaping:
         scores = replace(scores, reward=scores.reward + shape(scores))
     advantage = per_token(row.advantage(scores), scores)
+    own = {"logp": logp or []}
+    held = row.covariance(own, advantage) if row.covariance else []
+    for select in row.select:
+        advantage = [a * keep for a, keep in zip(advantage, select(own, advantage), strict=True)]
     fed = torch.ones(len(scores.reward), dtype=torch.bool)
     for keep in row.filters:
         fed &= keep(scores)
@@ -218,7 +234,7 @@ def credit(row: Algorithm, scores: Scores) -> Credit:
         assert scores.success is not None
         good = scores.success.double()
         imitate = row.imitation.coefficient * good / (good * scores.length).sum().clamp_min(1.0)
-    return Credit(advantage, weight, fed.tolist(), aims, imitate)
+    return Credit(advantage, weight, fed.tolist(), aims, imitate, held)
 
 
 def feed(
@@ -246,6 +262,8 @@ def feed(
             fields["ref_logp"] = {i: case.reference[id(rollouts[i])] for i in index}
         if Need.TEACHER in row.needs:
             fields["teacher_logp"] = {i: case.teacher[id(rollouts[i])] for i in index}
+        if found.held:
+            fields["held"] = {i: found.held[offset + i] for i in index}
         if found.returns:
             fields["value"] = {i: case.value[id(rollouts[i])] for i in index}
             fields["returns"] = {i: found.returns[offset + i] for i in index}

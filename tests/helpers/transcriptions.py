@@ -6,6 +6,7 @@ scalars with a gradient for what the models say now. `TEXTS[name](texts)` is wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -250,6 +251,137 @@ def cispo(rollouts: list[Played]) -> Tensor:
     return -total / tokens
 
 
+def sapo(rollouts: list[Played]) -> Tensor:
+    """Equations 5 and 6: a sigmoid of the ratio, steeper where A is not positive."""
+    total = ZERO
+    for r in rollouts:
+        a, inner = over_group_std(r, rollouts), ZERO
+        tau = 1.0 if a > 0 else 1.05
+        for lp, old in zip(r.lp, r.old, strict=True):
+            inner = inner + a * 4 / tau / (1 + (-tau * ((lp - old).exp() - 1)).exp())
+        total = total + inner / len(r.lp)
+    return -total / len(rollouts)
+
+
+def dppo(
+    rollouts: list[Played], distance: Callable[[float, float], float] | None = None, bound: float = 0.15
+) -> Tensor:
+    """Masked, not clipped: a token that its advantage pushes further out of the trust region has no gradient."""
+    total = ZERO
+    for r in rollouts:
+        a, inner = over_group(r, rollouts), ZERO
+        for lp, old in zip(r.lp, r.old, strict=True):
+            pi, mu = math.exp(lp.item()), math.exp(old)
+            far = (abs(pi - mu) if distance is None else distance(pi, mu)) > bound
+            if not (far and ((a > 0 and pi > mu) or (a < 0 and pi < mu))):
+                inner = inner + (lp - old).exp() * a
+        total = total + inner / L_MAX
+    return -total / len(rollouts)
+
+
+def binary_kl(pi: float, mu: float) -> float:
+    return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+
+
+def dppo_kl(rollouts: list[Played]) -> Tensor:
+    return dppo(rollouts, binary_kl, 0.05)
+
+
+def maxrl(rollouts: list[Played]) -> Tensor:
+    """Algorithm 1: (r - mean) / mean over the rollouts of a prompt, 0 where none has a reward."""
+    total, tokens = ZERO, sum(len(r.lp) for r in rollouts)
+    for r in rollouts:
+        level = mean(rewards_of(r.group, rollouts))
+        a = (r.reward - level) / (level + EPS)
+        total = total + sum(clipped((lp - old).exp(), a, 0.2, 0.2) for lp, old in zip(r.lp, r.old, strict=True))
+    return -total / tokens
+
+
+def luspo(rollouts: list[Played]) -> Tensor:
+    """GSPO's clipped term of each response, times its length."""
+    total = ZERO
+    for r in rollouts:
+        s = (sum((lp - old for lp, old in zip(r.lp, r.old, strict=True)), ZERO) / len(r.lp)).exp()
+        total = total + clipped(s, over_group_std(r, rollouts), 2e-3, 2.5e-3) * len(r.lp)
+    return -total / len(rollouts)
+
+
+def vespo(rollouts: list[Played]) -> Tensor:
+    """W^k exp(lambda (1 - W)), W the product of a response's ratios, weighs its policy gradient."""
+    total, tokens = ZERO, sum(len(r.lp) for r in rollouts)
+    for r in rollouts:
+        a, w = over_group_std(r, rollouts), 1.0
+        for lp, old in zip(r.lp, r.old, strict=True):
+            w *= math.exp(lp.item() - old)
+        k, decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        total = total + w**k * math.exp(decay * (1 - w)) * a * sum(r.lp)
+    return -total / tokens
+
+
+def deepseek_v3_2(rollouts: list[Played]) -> Tensor:
+    """Section 3.1: GRPO's clipped terms times a mask of whole responses, less beta r (pi_ref / pi - log pi_ref / pi - 1)."""
+    total = ZERO
+    for r in rollouts:
+        a, inner = over_group(r, rollouts), ZERO
+        drift = mean(old - lp.item() for lp, old in zip(r.lp, r.old, strict=True))
+        kept = not (a < 0 and drift > 0.5)
+        for lp, old, ref in zip(r.lp, r.old, r.ref, strict=True):
+            ratio = (lp - old).exp()
+            inner = inner + kept * clipped(ratio, a, 0.2, 0.2) - 0.04 * ratio * k3(lp, ref)
+        total = total + inner / len(r.lp)
+    return -total / len(rollouts)
+
+
+def covariances(rollouts: list[Played]) -> list[list[float]]:
+    """Equation 10: (log pi - its mean) (A - its mean), over all tokens."""
+    every = [(old, over_group_std(r, rollouts)) for r in rollouts for old in r.old]
+    level, centre = mean(old for old, _ in every), mean(a for _, a in every)
+    return [[(old - level) * (over_group_std(r, rollouts) - centre) for old in r.old] for r in rollouts]
+
+
+def clip_cov(rollouts: list[Played]) -> Tensor:
+    """Equation 12: r A but for some tokens with a covariance within (1, 5); one for these few tokens: that in the middle."""
+    total, tokens, cov = ZERO, sum(len(r.lp) for r in rollouts), covariances(rollouts)
+    within = sorted(x for own in cov for x in own if 1 < x < 5)
+    dropped = within[len(within) // 2] if within else None
+    for r, own in zip(rollouts, cov, strict=True):
+        a = over_group_std(r, rollouts)
+        for lp, old, x in zip(r.lp, r.old, own, strict=True):
+            total = total + (lp - old).exp() * (0.0 if x == dropped else a)
+    return -total / tokens
+
+
+def kl_cov(rollouts: list[Played]) -> Tensor:
+    """Equation 14: r A, less |log r| at the tokens with the highest covariance; for these few tokens one.
+
+    Where the policy is the old one, as in a step's first update, |log r| has no slope.
+    """
+    total, tokens, cov = ZERO, sum(len(r.lp) for r in rollouts), covariances(rollouts)
+    highest = max(x for own in cov for x in own)
+    for r, own in zip(rollouts, cov, strict=True):
+        a = over_group_std(r, rollouts)
+        for lp, old, x in zip(r.lp, r.old, own, strict=True):
+            total = total + (lp - old).exp() * a
+            if x == highest and abs(lp.item() - old) > 1e-9:
+                total = total - 1.0 * (lp - old).abs()
+    return -total / tokens
+
+
+def chord(rollouts: list[Played]) -> Tensor:
+    """GRPO's clipped terms, over all tokens; the demonstrations are beside it."""
+    tokens, total = sum(len(r.lp) for r in rollouts), ZERO
+    for r in rollouts:
+        a = over_group_std(r, rollouts)
+        total = total + sum(clipped((lp - old).exp(), a, 0.2, 0.2) for lp, old in zip(r.lp, r.old, strict=True))
+    return -total / tokens
+
+
+def demonstrated(texts: list[list[Tensor]]) -> Tensor:
+    """CHORD-phi: p (1 - p) weighs the log-probability of each token of the demonstrations; 0.1 of it."""
+    every = [lp * math.exp(lp.item()) * (1 - math.exp(lp.item())) for text in texts for lp in text]
+    return ZERO - 0.1 * sum(every) / len(every)
+
+
 def dapo(rollouts: list[Played]) -> Tensor:
     """Equation 10 with clip-higher; equation 13 shapes the reward; truncated replies are no part of the loss."""
     for r in rollouts:
@@ -326,6 +458,22 @@ def clipped_mean(rollouts: list[Played], advantages: list[list[float]], low: flo
             clipped((lp - old).exp(), a, low, high) for lp, old, a in zip(r.lp, r.old, own, strict=True)
         )
     return total / tokens
+
+
+def a2c(rollouts: list[Played]) -> Tensor:
+    """A3C, algorithm S3: R = r_t + ... + r_{t+4} + V(s_{t+5}); log pi (R - V) + 0.01 H, and 0.1 (R - V)^2 / 2."""
+    aims, total, tokens = [], ZERO, sum(len(r.lp) for r in rollouts)
+    for r in rollouts:
+        rewards, values = earned(r), r.old_values
+        own = []
+        for t in range(len(r.lp)):
+            own.append(sum(rewards[t : t + 5]) + (values[t + 5] if t + 5 < len(values) else 0.0))
+            total = total + r.lp[t] * (own[t] - values[t]) - 0.01 * (r.p[t] * r.p[t].log()).sum()
+        aims.append(own)
+    loss = ZERO
+    for r, own in zip(rollouts, aims, strict=True):
+        loss = loss + sum((v - aim) ** 2 / 2 for v, aim in zip(r.values, own, strict=True))
+    return -total / tokens + 0.1 * loss / tokens
 
 
 def ppo(rollouts: list[Played], beta: float = 0.05, lam: float = 0.95) -> Tensor:
@@ -467,7 +615,18 @@ LOSSES: dict[str, Loss] = {
     "pass-at-k": pass_at_k,
     "cispo": cispo,
     "dapo": dapo,
+    "sapo": sapo,
+    "dppo": dppo,
+    "dppo-kl": dppo_kl,
+    "maxrl": maxrl,
+    "luspo": luspo,
+    "vespo": vespo,
+    "deepseek-v3.2": deepseek_v3_2,
+    "clip-cov": clip_cov,
+    "kl-cov": kl_cov,
+    "chord": chord,
     "trpo": trpo,
+    "a2c": a2c,
     "ppo": ppo,
     "ppo-kl": ppo_kl,
     "ppo-ptx": ppo,
@@ -475,4 +634,4 @@ LOSSES: dict[str, Loss] = {
     "vapo": vapo,
     "sac": sac,
 }
-TEXTS: dict[str, Callable[[list[list[Tensor]]], Tensor]] = {"ppo-ptx": pretraining}
+TEXTS: dict[str, Callable[[list[list[Tensor]]], Tensor]] = {"ppo-ptx": pretraining, "chord": demonstrated}

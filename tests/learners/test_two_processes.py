@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from feeding import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case
+from feeding import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case, old_of
 from processes import in_processes
 from torch import Tensor, nn
 
@@ -35,7 +35,8 @@ def micro_batches(case: Case, world: World, rollouts: Sequence[Rollout], texts: 
     """What this process feeds: its own rollouts, with credit and weights from the scoreboard of all."""
     boards = world.gather(board(case, rollouts))
     offset = sum(len(b.reward) for b in boards[: world.rank])
-    found = credit(case.row, Scores.join(boards))
+    old = [logp for own in world.gather(old_of(case, rollouts)) for logp in own]
+    found = credit(case.row, Scores.join(boards), old)
     own = [list(range(i, min(i + 2, len(rollouts)))) for i in range(0, len(rollouts), 2)]
     share = case.texts[world.rank * texts :][:texts] if world.size > 1 else case.texts
     tokens = sum(t.n_scored for t in case.texts)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import tiny
 from digit_tasks import TASKS, digits, goes_on_exactly
-from feeding import ROWS, WORDS, board, credit, feed, new_case
+from feeding import ROWS, WORDS, board, credit, feed, new_case, old_of
 from models_table import BEGIN, DOCUMENT, END, rows
 from rl_sources import ROW_KINDS
 from safetensors.torch import load_file, save_file
@@ -286,7 +286,7 @@ def test_native_and_backed_learn_alike_with_every_row(
     native = LocalLearner(own.model, how, others=own.others, critic=own.critic, **same)  # type: ignore[arg-type]
     critic = None if own.critic is None else _copied(own.critic)
     backed = LocalLearner(qwen(own.model), how, others=others, critic=critic, **same)  # type: ignore[arg-type]
-    found, objective = credit(row, board(case, case.rollouts)), policy_objective(row)
+    found, objective = credit(row, board(case, case.rollouts), old_of(case, case.rollouts)), policy_objective(row)
     for step in range(5):
         cuts = [range(step, len(case.rollouts)), range(step)]
         batches = feed(case, case.rollouts, found, [list(cut) for cut in cuts])

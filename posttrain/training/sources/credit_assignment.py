@@ -95,14 +95,16 @@ def credit(
         fields["teacher_logp"] = teachers.logp(learner, rollouts, tokens_per_microbatch)
     if algorithm.critic is not None:
         fields |= _returns(algorithm, scores, stats)
-    chosen: list[Tensor] = []
-    if algorithm.select is not None:
-        chosen = algorithm.select(own["entropy"])
-        fields["advantage"] = [a * keep for a, keep in zip(fields["advantage"], chosen, strict=True)]
+    if algorithm.covariance is not None:
+        fields["held"] = algorithm.covariance(own, fields["advantage"])
+    chosen = [select(own, fields["advantage"]) for select in algorithm.select]
+    kept = [torch.stack(of_rollout).all(0) for of_rollout in zip(*chosen, strict=True)]
+    if kept:
+        fields["advantage"] = [a * keep for a, keep in zip(fields["advantage"], kept, strict=True)]
     every = torch.cat(fields["advantage"])
     stats.add("advantage/abs", every.abs().sum().item(), len(every))
     stats.add("advantage/std", every.std(correction=0).item())
-    return Credited(rollouts, scores, fields, views, added, chosen)
+    return Credited(rollouts, scores, fields, views, added, kept)
 
 
 def _penalty(

@@ -145,7 +145,7 @@ class Ledger:
             if equal[i] and sizes[i] > 1:
                 account.fate, account.why = Fate.EQUAL, f"all rewards of its group are {reward[i]:g}"
             elif credited.selected and not credited.selected[i].any():
-                account.why = "none of its tokens is among those with the highest entropy"
+                account.why = "none of its tokens was selected"
             else:
                 account.why = "its advantage is 0"
 
@@ -223,6 +223,7 @@ class Ledger:
         imitated = algorithm.imitation is not None and success is not None and bool(success[i])
         said = {
             "moved by KL": penalised,
+            "held near the old policy": "held" in part.per_token and bool(part.per_token["held"][i].any()),
             "moved by entropy": bonus,
             "moved by teacher": algorithm.teacher,
             "moved by imitation": imitated,

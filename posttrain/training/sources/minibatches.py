@@ -106,8 +106,9 @@ class Minibatches:
     def _weighted(self, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, fresh: bool) -> list[Batch]:
         """Return the micro-batches of one update, with weights from the scoreboard of exactly these rollouts.
 
-        Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token: then they are not
-        even fed. They still count in every denominator. Losses of routers are means over the batch: then all are fed.
+        Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token, and none of their
+        tokens is held near the old policy: then they are not even fed. They still count in every denominator. Losses of
+        routers are means over the batch: then all are fed.
         """
         algorithm = self.algorithm
         fields = {name: values for name, values in part.per_token.items() if not (fresh and name == "old_logp")}
@@ -118,7 +119,8 @@ class Minibatches:
             imitate = algorithm.imitation.coefficient * good / (part.scores.length * good).sum().clamp_min(1.0)
         everyone = range(len(part.rollouts))
         every = algorithm.moves_every_token or self.learner.moves_every_token
-        fed = [i for i in everyone if every or bool(part.per_token["advantage"][i].any())]
+        moving = [part.per_token[name] for name in ("advantage", "held") if name in part.per_token]
+        fed = [i for i in everyone if every or any(bool(values[i].any()) for values in moving)]
         transcripts = [part.rollouts[i].transcripts for i in fed]
         sink = ledger.feed(part, fed, coefficients, self.learner.moves_every_token)
         weight = algorithm.aggregate(part.scores)

@@ -119,7 +119,15 @@ class RLSource:
         sampled = sum(r.n_own for r in collected.played)
         seconds = {**played.seconds, "credit": time.perf_counter() - began}
         return TrainingStep(
-            number, updates, stats, sampled, collected.played, seconds=seconds, counts=played.counts, work=played.work
+            number,
+            updates,
+            stats,
+            sampled,
+            collected.played,
+            seconds=seconds,
+            counts=played.counts,
+            work=played.work,
+            enough=algorithm.early_stop or (lambda stats: False),
         )
 
     def _measure_staleness(self, rollouts: Sequence[Rollout], stats: Stats) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from posttrain.algorithms.token_weights import TokenWeight, weighed_likelihood
 from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.protocols import Objective, Source
 from posttrain.core.types import Task, Transcript, UserError
@@ -25,15 +26,23 @@ from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import collate, split_microbatches
 
 
+@dataclass(frozen=True)
 class LikelihoodObjective:
-    """Negative log-likelihood of the scored tokens, each weighing 1 / tokens of the optimizer batch."""
+    """Negative log-likelihood of the scored tokens, each weighing 1 / tokens of the optimizer batch.
 
-    wants: frozenset[str] = frozenset()
+    `weight`: a further weight of each token, a function of its probability.
+    """
+
+    weight: TokenWeight = "equal"
+
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset()
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         nll = -outputs.logp
         stats.add("nll", nll.detach().sum().item(), nll.numel())
-        return (batch.weight * nll).sum()
+        return -(batch.weight * weighed_likelihood(outputs.logp, self.weight)).sum()
 
 
 def _answered(task: Task) -> bool:

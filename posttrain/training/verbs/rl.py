@@ -110,7 +110,9 @@ def rl(context: RunContext[RL]) -> RunParts:
         size=Size(config.prompts, config.group, microbatch_tokens(config, model)),
         seed=config.seed,
         success=success,
-        texts=_texts_to_imitate(run, tokenizer, model, too_long) if algorithm.pretraining else (),
+        texts=_texts_to_imitate(run, tokenizer, model, too_long, algorithm.pretraining.mask_prompt)
+        if algorithm.pretraining
+        else (),
         too_long=too_long,
         teachers=opened_teachers.teachers if opened_teachers else None,
         rewarded=rewarded,
@@ -243,13 +245,15 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
     return new_critic(kind, folder, model, seed_of(config.seed, "critic"))
 
 
-def _texts_to_imitate(run: RunFolder[RL], tokenizer: Tokenizer, model: Model, too_long: TooLong) -> Transcripts:
+def _texts_to_imitate(
+    run: RunFolder[RL], tokenizer: Tokenizer, model: Model, too_long: TooLong, mask_prompt: bool
+) -> Transcripts:
     """Return pretraining texts: rows with `text`, all of which is learned, or with prompt and response."""
     assert run.config.ptx is not None
     tasks = to_tasks(load_rows(run.config.ptx), convert=text_or_row, need=("response",))
     tasks = run.chat.of(tasks, answered=True)
     eos = end_tokens(model, tokenizer)
-    return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, mask_prompt=False)
+    return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, mask_prompt)
 
 
 def text_or_row(row: dict[str, Any]) -> Task:

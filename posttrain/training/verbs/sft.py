@@ -9,6 +9,7 @@ from itertools import chain, islice
 
 import torch
 
+from posttrain.algorithms.token_weights import FORMULAS
 from posttrain.config.training import SFT
 from posttrain.core.batch import Stats
 from posttrain.core.doing import doing
@@ -106,12 +107,12 @@ def sft(context: RunContext[SFT]) -> RunParts:
 
     return RunParts(
         source,
-        LikelihoodObjective(),
+        LikelihoodObjective(config.token_weight),
         learner,
         tokenizer,
         steps,
         [*sizes(config, model, (tasks, held_out), steps, "rows", device), *told],
-        ["minimise  - sum_t lp_t / (tokens of the step)"],
+        [f"minimise  - sum_t {FORMULAS[config.token_weight]}lp_t / (tokens of the step)"],
         measure if unseen else None,
         notifiers=(too_long,),
         finish=lambda run: [made.kept] if made.kept and not config.quiet else [],

@@ -16,9 +16,10 @@ and what cannot be read is `Garbled`.
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -92,6 +93,15 @@ class Greeting(NamedTuple):
 
 
 NOTE_BYTES = 8  # of the memory in which a worker notes which episode's code runs
+
+
+def write_commands(commands: Iterable[WorkerCommand]) -> bytes:
+    """Return a frame. It holds plain tuples: a class of our own takes pickle several times as long."""
+    return framed(pickle.dumps(list(map(tuple, commands))))
+
+
+def read_commands(content: bytes) -> Iterator[WorkerCommand]:
+    return map(WorkerCommand._make, pickle.loads(content))
 
 
 def noted(number: int) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -214,8 +214,8 @@ def collate(
     import torch
 
     packed = pack(rollouts, index, device, taught, read)
-    logp = [t.sampler_logp for rollout in rollouts for t in learned(rollout)]
-    sampled = all(x is not None for x in logp)
+    scored = [t.scored_logp for rollout in rollouts for t in learned(rollout)]
+    logp = [own for own in scored if own is not None]
     of_tokens: dict[str, Any] = {
         name: torch.cat([values[i] for i in index]).to(device) for name, values in (fields or {}).items()
     }
@@ -229,14 +229,17 @@ def collate(
         transcript=packed.transcript,
         readings=packed.readings,
         weight=weight.to(device)[packed.rollout],
-        sampler_logp=torch.from_numpy(np.concatenate([x for x in logp if x is not None])).to(device)
-        if sampled
-        else None,
+        sampler_logp=torch.from_numpy(_array(logp)).to(device) if len(logp) == len(scored) else None,
         preferences=preferences,
         coefficients=dict(coefficients or {}),
-        tap=sink.tap(index, [sum(readings(t, read) for t in rollout) for rollout in rollouts]) if sink else None,
+        tap=sink.tap(index, [sum([readings(t, read) for t in rollout]) for rollout in rollouts]) if sink else None,
         **of_tokens,
     )
+
+
+def _array(parts: Sequence[Sequence[float]]) -> NDArray[np.float32]:
+    """Return these numbers one after the other. An array for each part would take longer than what is in it."""
+    return np.fromiter(chain.from_iterable(parts), dtype=np.float32, count=sum(map(len, parts)))
 
 
 # -- the tree of what transcripts share --------------------------------------------------------------------------------

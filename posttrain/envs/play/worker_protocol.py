@@ -296,9 +296,13 @@ def _span(span: dict[str, Any]) -> SpanReward:
 
 def _read(content: bytes) -> dict[str, Any]:
     try:
-        return _object(_READER.decode(content.decode()))
+        text = content.decode()
+        message, end = _READER.raw_decode(text)  # without the white space that `decode` looks for: nobody writes any
     except (ValueError, RecursionError) as error:
         raise Garbled(str(error)) from None
+    if end != len(text):
+        raise Garbled("more than one object")
+    return _object(message)
 
 
 def _refuse(word: str) -> NoReturn:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -289,22 +289,29 @@ def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
         if transcript.forks and (behind := [fork for fork in transcript.forks if fork > prompt]):
             cuts.setdefault(root, set()).update(behind)
     shared = _shared_lengths(transcripts, prompts, roots)
+    heads: dict[int, list[_Piece]] = {}  # root -> the pieces of the prompt
     paths = []
     for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
-        end = needed_length(transcript, read)
-        path = [_Piece(root, 0, prompt)]
-        if first := shared.get(root):
-            path = [_Piece(keys.of(transcript, 0, first), 0, first)]
-            if first < prompt:
-                path.append(_Piece(keys.of(transcript, first, prompt, path[0].key), first, prompt - first))
+        if root not in heads:
+            heads[root] = _head(transcript, root, prompt, shared.get(root, prompt), keys)
+        path, first, end = heads[root][:], prompt, needed_length(transcript, read)
         between = sorted(cut for cut in cuts[root] if cut < end) if root in cuts else ()
-        for first, last in pairwise((prompt, *between, end)):
+        for last in (*between, end):
             if last > first:
                 path.append(_Piece(keys.of(transcript, first, last, path[-1].key), first, last - first))
+            first = last
         paths.append(path)
     for family in _families(roots, cuts):
         _lengthen([(transcripts[i], paths[i]) for i in family], keys)
     return paths
+
+
+def _head(transcript: Transcript, root: int, prompt: int, shared: int, keys: _Keys) -> list[_Piece]:
+    """Return the pieces of a prompt whose first `shared` tokens are cut off. `prompt`: its tokens."""
+    if shared == prompt:
+        return [_Piece(root, 0, prompt)]
+    first = keys.of(transcript, 0, shared)
+    return [_Piece(first, 0, shared), _Piece(keys.of(transcript, shared, prompt, first), shared, prompt - shared)]
 
 
 def _shared_lengths(

@@ -563,5 +563,6 @@ def per_token(advantage: Tensor | list[Tensor], scores: Scores) -> list[Tensor]:
     """Return advantages, given as [S] or as one [n_i] for each rollout, in the latter form."""
     if isinstance(advantage, list):
         return [a.to(scores.length.dtype) for a in advantage]
-    lengths = scores.length.long().tolist()
-    return [a.expand(n) for a, n in zip(advantage.to(scores.length.dtype), lengths, strict=True)]
+    lengths = scores.length.long()
+    every = advantage.to(scores.length.dtype).repeat_interleave(lengths.to(advantage.device))
+    return list(every.split(lengths.tolist()))

@@ -196,6 +196,14 @@ class Outputs:
     collision: Tensor | None = None  # float32 [N], log sum_v pi(v)^2 over the vocabulary; no gradient
 
 
+_EXTREMES: dict[str, Callable[[float, float], float]] = {"max": max, "min": min}
+
+
+def _extreme(name: str) -> Callable[[float, float], float] | None:
+    """Return what keeps the extreme value of a metric; None: it is summed."""
+    return _EXTREMES.get(name.rpartition("/")[2])
+
+
 class Stats(dict[str, tuple[float, float]]):
     """Metrics as name -> (sum, count), merged over micro-batches and ranks and divided only to print.
 
@@ -203,12 +211,23 @@ class Stats(dict[str, tuple[float, float]]):
     """
 
     def add(self, name: str, total: float, count: float = 1.0) -> None:
-        extreme = {"max": max, "min": min}.get(name.rpartition("/")[2])
+        extreme = _extreme(name)
         if extreme is not None:
             self[name] = (extreme(self[name][0], float(total)) if name in self else float(total), 1.0)
             return
         before = self.get(name, (0.0, 0.0))
         self[name] = (before[0] + float(total), before[1] + float(count))
+
+    def add_each(self, name: str, values: Sequence[float]) -> None:
+        """Add values one by one, in their order, each with a count of 1: to the same bits as `add` does."""
+        if not values or _extreme(name) is not None:
+            for value in values:
+                self.add(name, value)
+            return
+        total, count = self.get(name, (0.0, 0.0))
+        for value in values:
+            total += float(value)
+        self[name] = total, count + len(values)
 
     def merge(self, other: Mapping[str, tuple[float, float]]) -> None:
         for name, (total, count) in other.items():

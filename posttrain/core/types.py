@@ -249,6 +249,11 @@ class Completion:
     runs: tuple[tuple[int, int], ...] = ()  # (tokens, version) in order, where weights changed within it
     prompt_experts: NDArray[np.int16] | None = None  # [tokens of the prompt, layers, k]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as a call: by default each field goes with its name, and is set by itself."""
+        told = self.id, self.tokens, self.logp, self.text, self.stop, self.version
+        return Completion, (*told, self.experts, self.runs, self.prompt_experts)
+
     def continued(self, more: Completion) -> Completion:
         """Return this completion and the one sampled after it, whose text is already that of both."""
         runs = tuple(run for part in (self, more) for run in part.runs or ((len(part.tokens), part.version),))
@@ -420,19 +425,25 @@ class Transcript:
         return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
 
     @property
-    def sampler_logp(self) -> NDArray[np.float32] | None:
+    def scored_logp(self) -> list[float] | None:
         """The engine's log-probabilities of the scored tokens, [n]; None where any of them is imitated."""
-        import numpy as np
-
         last = self.spans[-1] if len(self.spans) == 2 else None
         if last is not None and last.kind is SpanKind.SAMPLED and self.n_scored == len(self.logp) == last.length:
-            return np.array(self.logp, dtype=np.float32)  # a prompt and its reply, as most are
+            return self.logp  # a prompt and its reply, as most are
         if any(s.kind is SpanKind.IMITATED for s in self.spans):
             return None
         sampled = [s for s in self.spans if s.kind is SpanKind.SAMPLED]
         ends = list(accumulate(s.length for s in sampled))
         runs = [self.logp[end - s.length : end] for s, end in zip(sampled, ends, strict=True) if s.learned]
-        return np.array([x for run in runs for x in run], dtype=np.float32)
+        return [x for run in runs for x in run]
+
+    @property
+    def sampler_logp(self) -> NDArray[np.float32] | None:
+        """`scored_logp` as an array."""
+        import numpy as np
+
+        found = self.scored_logp
+        return None if found is None else np.array(found, dtype=np.float32)
 
     @property
     def n_sampled(self) -> int:
@@ -568,12 +579,18 @@ class Rollout:
     @property
     def n_scored(self) -> int:
         """Tokens that are learned from: n_i of the formulas."""
-        return sum([t.n_scored for t in self.transcripts])
+        count = 0  # a loop: it is asked for several times a step, and a comprehension takes twice as long
+        for transcript in self.transcripts:
+            count += transcript.n_scored
+        return count
 
     @property
     def n_sampled(self) -> int:
         """Tokens that the policy sampled, learned from or not: what budgets count."""
-        return sum([len(t.logp) for t in self.transcripts])
+        count = 0
+        for transcript in self.transcripts:
+            count += len(transcript.logp)
+        return count
 
     @property
     def compared(self) -> tuple[str, str]:

@@ -34,7 +34,7 @@ class Request:
                 f"a prompt of {self.given} tokens leaves no room in the model's context of {context}: "
                 "shorten it, or leave such rows out"
             )
-        if (largest := max(*self.prompt, *self.own, 0)) >= vocab:
+        if (largest := max(max(self.prompt), max(self.own, default=0), 0)) >= vocab:
             raise UserError(
                 f"the tokenizer gives token {largest}, the model's vocabulary has {vocab}: "
                 "they do not belong together, or the prompt holds a special token that the model lacks"

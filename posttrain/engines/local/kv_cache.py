@@ -79,8 +79,8 @@ class KVCache:
         """Keep the first `count` slots, after moving `source` to `to`; `filled`: most own tokens of a request."""
         if source:
             index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
-            filled = self.whole(filled)
-            self.own[:, :, place, :, :filled] = self.own[:, :, index, :, :filled]
+            used = self.own[:, :, :, :, : self.whole(filled)]
+            used.index_copy_(2, place, used.index_select(2, index))
             for old, new in zip(source, to, strict=True):
                 self.prompt[new] = self.prompt[old]
         del self.prompt[count:]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.compiled_step import CompiledStep, Given, PackedCache, logits_in_blocks, supported
 from posttrain.engines.local.cuda_step import CudaStep, decodes_in_graphs
 from posttrain.engines.local.engine_weights import copy_weights
-from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
+from posttrain.engines.local.kv_cache import KVCache, Prompt, PromptPrefix
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
 from posttrain.engines.local.prompt_layout import PromptBlocks
 from posttrain.engines.local.running_batch import RunningBatch
@@ -80,7 +80,8 @@ class LocalEngine:
         self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
         self.eos = torch.tensor(self.eos_ids, dtype=torch.int64, device=self.device)
         self.waiting: deque[Request] = deque()
-        self.prefixes: dict[tuple[int, ...], PromptPrefix] = {}
+        self._wanted: Counter[Prompt] = Counter()  # prompts of the waiting requests, with the number of these
+        self.prefixes: dict[Prompt, PromptPrefix] = {}
         self.running: list[Request] = []  # [B], request of each slot
         self.kept = PrefixCache(kept_bytes)
         self.computed = 0  # tokens that went through the model
@@ -121,12 +122,14 @@ class LocalEngine:
             if kept.prefix is not None:
                 self.prefixes[kept.prompt] = kept.prefix
         self.waiting.append(request.check(self.context, self.model.config.vocab))
+        self._wanted[request.prompt] += 1
 
     def forget(self, id: int) -> None:
         self.kept.take(id)
 
     def cancel(self, id: int) -> None:
         self.waiting = deque(request for request in self.waiting if request.id != id)
+        self._wanted = Counter(request.prompt for request in self.waiting)
         self._resumed.pop(id, None)
         self._prefix_of.pop(id, None)
         if slots := [slot for slot, request in enumerate(self.running) if request.id == id]:
@@ -168,6 +171,7 @@ class LocalEngine:
 
     def close(self) -> None:
         self.waiting.clear()
+        self._wanted.clear()
         self.prefixes.clear()
         self.kept.clear()
         self._resumed.clear()
@@ -213,15 +217,15 @@ class LocalEngine:
         requests = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
         requests.sort(key=lambda r: not r.own)  # those that continue an earlier request come first
         waiting = len(self.running) + len(requests) + len(self.waiting)
-        here = {r.prompt: r.prompt in self._cache.row for r in requests} | {
-            r.prompt: False for r in requests if not r.own
-        }
-        self._prefill([prompt for prompt, there in here.items() if not there and prompt not in self.prefixes])
+        asked = Counter(r.prompt for r in requests)
+        fresh = {r.prompt for r in requests if not r.own}
+        needed = (prompt for prompt in asked if prompt in fresh or prompt not in self._cache.row)
+        self._prefill([prompt for prompt in needed if prompt not in self.prefixes])
         self._cache.reserve(
             min(self.slots, waiting),
             max(len(r.own) + r.budget(self.context) for r in requests),
-            len({r.prompt for r in requests}),
-            max(len(r.prompt) for r in requests),
+            len(asked),
+            max(map(len, asked)),
         )
         if self._cuda is not None:  # few sizes, so that graphs stay valid
             self._rows.reserve(self._cache.own.shape[2], token_bucket(max(r.budget(self.context) for r in requests)))
@@ -233,13 +237,13 @@ class LocalEngine:
             if request.keep and request.prompt in self.prefixes:
                 self.prefixes[request.prompt] = self.prefixes[request.prompt].alone()
                 self._prefix_of[request.id] = self.prefixes[request.prompt]
-        fresh = first + sum(bool(r.own) for r in requests)
-        self._go_on(range(first, fresh))
-        if fresh < len(self.running):
-            logits = torch.stack([self.prefixes[r.prompt].logits for r in self.running[fresh:]])
-            self._choose(logits, slice(fresh, len(self.running)))
-        still = {r.prompt for r in self.waiting}
-        self.prefixes = {p: x for p, x in self.prefixes.items() if p in still}
+        begun = first + sum(bool(r.own) for r in requests)
+        self._go_on(range(first, begun))
+        if begun < len(self.running):
+            logits = torch.stack([self.prefixes[r.prompt].logits for r in self.running[begun:]])
+            self._choose(logits, slice(begun, len(self.running)))
+        self._wanted -= asked  # without those that nothing wants any more
+        self.prefixes = {p: x for p, x in self.prefixes.items() if p in self._wanted}
 
     def _go_on(self, slots: range) -> None:
         """Prefill the given tokens of these slots behind their kept prefix, but for the last token, which is

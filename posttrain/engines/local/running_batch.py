@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,19 +33,12 @@ class _Asked(NamedTuple):
 class RunningBatch:
     """State of each running request, one row per slot, on the device: a decoding step touches no Python list."""
 
-    _COLUMNS = (
-        "token",
-        "length",
-        "before",
-        "count",
-        "seed",
-        "budget",
-        "temperature",
-        "top_p",
-        "top_k",
-        "filtered",
-        "ended",
-    )
+    _COLUMNS: ClassVar[dict[torch.dtype, tuple[str, ...]]] = {
+        torch.int64: ("token", "length", "before", "count", "seed", "budget", "top_k"),
+        torch.float32: ("temperature", "top_p"),
+        torch.bool: ("filtered", "ended"),
+    }
+    """Columns by type. Those of one type are rows of one table: they grow, are filled, and move in one operation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -63,6 +56,9 @@ class RunningBatch:
         self.temperature, self.top_p, self.top_k = floats, floats, integers
         self.filtered = bools  # by top-p or top-k
         self.ended = bools
+        self._tables = {
+            kind: torch.zeros(len(names), 0, dtype=kind, device=device) for kind, names in self._COLUMNS.items()
+        }
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, tokens sampled]
         self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
         self.longest = 0  # the most own tokens, given or sampled, known without a synchronisation with the device
@@ -72,16 +68,20 @@ class RunningBatch:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors: `reserve` alone replaces them."""
-        return (self.slot, self.tokens, self.logp, *(getattr(self, name) for name in self._COLUMNS))
+        columns = (getattr(self, name) for names in self._COLUMNS.values() for name in names)
+        return (self.slot, self.tokens, self.logp, *columns)
 
     def reserve(self, slots: int, tokens: int) -> None:
         """Make room for that many requests, and tokens sampled of each. Slots that are not in use count as ended."""
         have, width = self.tokens.shape
         if slots > have:
-            for name in self._COLUMNS:
-                column = getattr(self, name)
-                more = torch.full((slots - have,), name == "ended", dtype=column.dtype, device=self.device)
-                setattr(self, name, torch.cat((column, more)))
+            for kind, names in self._COLUMNS.items():
+                table = torch.zeros(len(names), slots, dtype=kind, device=self.device)
+                table[:, :have] = self._tables[kind]
+                self._tables[kind] = table
+                for name, column in zip(names, table, strict=True):
+                    setattr(self, name, column)
+            self.ended[have:] = True
             self.slot = torch.arange(slots, device=self.device)
         if slots > have or tokens > width:
             for name in ("tokens", "logp"):
@@ -96,21 +96,22 @@ class RunningBatch:
         budget = [r.budget(context) for r in requests]
         total = self.size + len(requests)
         self.reserve(total, max(budget))
-        new = {
-            "token": torch.tensor([r.own[-1] if r.own else 0 for r in requests]),
-            "length": torch.tensor([len(r.prompt) + max(0, len(r.own) - 1) for r in requests]),
-            "before": torch.tensor([len(r.own) for r in requests]),
-            "count": torch.zeros(len(requests), dtype=torch.int64),
-            "seed": torch.tensor([s.seed for s in sampling]),
-            "budget": torch.tensor(budget),
-            "temperature": torch.tensor([s.temperature for s in sampling], dtype=torch.float32),
-            "top_p": torch.tensor([s.top_p for s in sampling], dtype=torch.float32),
-            "top_k": torch.tensor([s.top_k for s in sampling]),
-            "filtered": torch.tensor([a.filtered for a in asked]),
-            "ended": torch.zeros(len(requests), dtype=torch.bool),
+        new: dict[str, list[Any]] = {
+            "token": [r.own[-1] if r.own else 0 for r in requests],
+            "length": [len(r.prompt) + max(0, len(r.own) - 1) for r in requests],
+            "before": [len(r.own) for r in requests],
+            "count": [0] * len(requests),
+            "seed": [s.seed for s in sampling],
+            "budget": budget,
+            "temperature": [s.temperature for s in sampling],
+            "top_p": [s.top_p for s in sampling],
+            "top_k": [s.top_k for s in sampling],
+            "filtered": [a.filtered for a in asked],
+            "ended": [False] * len(requests),
         }
-        for name, column in new.items():
-            getattr(self, name)[self.size : total] = column.to(self.device)
+        for kind, names in self._COLUMNS.items():
+            rows = torch.tensor([new[name] for name in names], dtype=kind)
+            self._tables[kind][:, self.size : total] = rows.to(self.device)
         self.size = total
         # a new request samples its first token before anything is decoded; a continued one by decoding
         self.longest = max(self.longest, *(max(1, len(r.own)) for r in requests))
@@ -155,9 +156,10 @@ class RunningBatch:
         """Keep the first `count` slots, after moving `source` to `to`."""
         if source:
             index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
-            for name in (*self._COLUMNS, "tokens", "logp"):
-                column = getattr(self, name)
-                column[place] = column[index]
+            for table in self._tables.values():
+                table.index_copy_(1, place, table.index_select(1, index))
+            for table in (self.tokens, self.logp):
+                table.index_copy_(0, place, table.index_select(0, index))
             for old, new in zip(source, to, strict=True):
                 self._asked[new] = self._asked[old]
         del self._asked[count:]

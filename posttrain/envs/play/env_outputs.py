@@ -102,6 +102,8 @@ def _read_sides(given: Any) -> Done:
 
 def problem_of_side(side: Any) -> str | None:
     """Return the fault in the name of a side, or None."""
+    if type(side) is str and not side:
+        return None
     if isinstance(side, str) and len(side) <= LONGEST_NAME and side == cleaned(side):
         return None
     return f"the side {short(side)}; expected a name of one line"
@@ -203,7 +205,7 @@ def read_turn(value: Any) -> Turn | Invalid:
         value = Turn(text=value)
     if not isinstance(value, Turn):
         return unreadable(f"yielded {short(value)}; expected a Turn or a string")
-    if sum(given is not None for given in (value.text, value.messages, value.tokens)) != 1:
+    if (value.text is None) + (value.messages is None) + (value.tokens is None) != 2:
         return unreadable("yielded a Turn that needs one of text, messages and tokens")
     if value.text is not None and not isinstance(value.text, str):
         return unreadable(f"yielded a Turn whose text is {short(value.text)}; expected a string")
@@ -352,6 +354,8 @@ def read_schema(tool: Any) -> dict[str, Any]:
 
 
 def _read_stop(value: Any) -> tuple[str, ...] | Invalid:
+    if type(value) is tuple and not value:
+        return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(stop, str) for stop in value):
         return unreadable(f"yielded a Turn whose stop is {short(value)}; expected a tuple of strings")
     if len(value) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in value):
@@ -385,13 +389,7 @@ def read_number(value: Any, said: str) -> float | Invalid:
     """Return a plain real number, also as numpy, torch or decimal has it. `said`: the beginning of the reason."""
     if value is None:
         return unreadable(f"{said} None (is a return missing?); {EXPECTED}")
-    real = hasattr(value, "__float__") and not isinstance(value, str)
-    if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
-        real = False
-    dtype = getattr(value, "dtype", None)  # of numpy's and torch's numbers, which may also be of text or complex
-    if dtype is not None:
-        real = real and tuple(value.shape) == () and re.search(r"(^|\.|\bb)(float|u?int|bool)", str(dtype)) is not None
-    if not real:
+    if type(value) not in (float, int, bool) and not _is_real(value):
         return unreadable(f"{said} {short(value)}; {EXPECTED}")
     try:
         number = float(value)
@@ -400,6 +398,17 @@ def read_number(value: Any, said: str) -> float | Invalid:
     if not abs(number) <= MOST_REWARD:  # NaN is not, either
         return unreadable(f"{said} {number:g}; {EXPECTED}")
     return number
+
+
+def _is_real(value: Any) -> bool:
+    """Whether a value that is none of Python's own numbers is one real number."""
+    real = hasattr(value, "__float__") and not isinstance(value, str)
+    if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
+        real = False
+    dtype = getattr(value, "dtype", None)  # of numpy's and torch's numbers, which may also be of text or complex
+    if dtype is not None:
+        real = real and tuple(value.shape) == () and re.search(r"(^|\.|\bb)(float|u?int|bool)", str(dtype)) is not None
+    return real
 
 
 def unreadable(reason: str) -> Invalid:

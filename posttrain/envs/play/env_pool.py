@@ -54,6 +54,7 @@ from posttrain.envs.play.worker_protocol import (
     noted,
     read_answer,
     read_greeting,
+    write_commands,
 )
 from posttrain.system.child_processes import Child, pair
 
@@ -510,7 +511,7 @@ class EnvPool:
             order.since = now
             worker.sent[episode.number] = order
         worker.queue.clear()
-        worker.unsent += framed(pickle.dumps(commands))
+        worker.unsent += write_commands(commands)
         worker.since = time.monotonic()
 
     def _share(self, worker: _Worker) -> int:

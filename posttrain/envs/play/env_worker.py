@@ -27,6 +27,7 @@ from posttrain.envs.play.worker_protocol import (
     WorkerCommand,
     WorkerSetup,
     noted,
+    read_commands,
     write_answer,
     write_failure,
     write_greeting,
@@ -109,7 +110,7 @@ def main(descriptor: int, note: int) -> None:
         if isinstance(stage, AsyncEnvRunner):
             asyncio.run(_beside(connection, stage))
         while isinstance(stage, EnvRunner):
-            for command in pickle.loads(connection.receive()):
+            for command in read_commands(connection.receive()):
                 _answer(connection, stage, command)
     except (EOFError, OSError):
         return  # the pool is gone, or has closed us; or user code has closed the socket
@@ -185,7 +186,7 @@ async def _beside(connection: _Connection, stage: AsyncEnvRunner) -> None:
     connection.open_beside()
     working: set[asyncio.Task[None]] = set()  # a loop holds its tasks weakly
     while True:
-        for command in pickle.loads(await connection.receive_beside()):
+        for command in read_commands(await connection.receive_beside()):
             task = asyncio.get_running_loop().create_task(_answer_beside(connection, stage, command))
             working.add(task)
             task.add_done_callback(working.discard)

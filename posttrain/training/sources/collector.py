@@ -193,11 +193,11 @@ class Collector:
             raise ValueError(f"{len(members)} members of a group of {self.size.group}")
         return Open(group, place, members)
 
-    def _fits(self, place: int) -> bool:
+    def _fits(self, place: int, task: Task) -> bool:
         """Whether a prompt fits, as far as that is known before its episode."""
         if self.too_long is None or not self.player.pool.single_turn:
             return True
-        return Prompts(self.tasks, self.player.tokenizer, self.too_long).fits(place)
+        return Prompts(self.tasks, self.player.tokenizer, self.too_long).leaves_room(place, task)
 
     def episodes(self, number: int, first: int, count: int) -> tuple[list[Episode], int]:
         """Return the episodes of step `number`, `count` tasks with one episode per member of the group, and the next cursor.
@@ -205,9 +205,15 @@ class Collector:
         They are those from `first` on in the epochs' permutations. For one whose prompt does not fit the next is taken.
         """
         episodes: list[Episode] = []
-        drawn, cursor = draw(len(self.tasks), first, count, self.seed, self._fits)
+        read: dict[int, Task] = {}  # by place: to read a row takes longer than to make its episodes
+
+        def fits(place: int) -> bool:
+            task = read[place] = self.tasks[place]
+            return self._fits(place, task)
+
+        drawn, cursor = draw(len(self.tasks), first, count, self.seed, fits)
         for visit, place in drawn:
-            task = self.tasks[place]
+            task = read[place]
             group = f"{task['id']}#{visit}"  # a task may come twice in a step where two epochs meet
             self._places[group] = place
             seeds = seeds_of(self.seed, "rollout", number, group, count=self.size.group)

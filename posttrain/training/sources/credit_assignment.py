@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,15 @@ class Credited:
     views: Mapping[str, list[Tensor]]  # "old" and "reference", as far as they were asked for: log-probabilities
     shaping: Tensor | None = None  # float64 [S], what was added to each reward
     selected: Sequence[Tensor] = ()  # bool [n_i], which tokens have kept their advantage; (): all
+
+    def advantages(self) -> tuple[list[float], list[bool]]:
+        """Return the mean advantage of each rollout, and whether any token has one. All at once: there may be thousands."""
+        if not self.rollouts:
+            return [], []
+        sizes = self.scores.length.long().numpy()
+        first = np.concatenate([[0], sizes.cumsum()[:-1]])
+        every = torch.cat(self.per_token["advantage"]).double().cpu().numpy()
+        return (np.add.reduceat(every, first) / sizes).tolist(), np.logical_or.reduceat(every != 0, first).tolist()
 
     def of(self, rows: Tensor) -> Credited:
         """Return the rollouts at these places, int64 [S']."""

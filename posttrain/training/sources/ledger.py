@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from posttrain.algorithms.credit import equal_rewards
 from posttrain.algorithms.filters import OverlongFilter
@@ -90,15 +89,6 @@ class _Fed:
     accounts: Mapping[int, _Account]
 
 
-def _advantages(credited: Credited) -> tuple[list[float], list[bool]]:
-    """Return the mean advantage of each rollout, and whether any token has one. All at once: there may be thousands."""
-    columns = credited.per_token["advantage"]
-    sizes = credited.scores.length.long().numpy()
-    first = np.concatenate([[0], sizes.cumsum()[:-1]])
-    every = torch.cat(columns).double().cpu().numpy()
-    return (np.add.reduceat(every, first) / sizes).tolist(), np.logical_or.reduceat(every != 0, first).tolist()
-
-
 class Ledger:
     """Ledger of the rollouts of one step."""
 
@@ -134,7 +124,7 @@ class Ledger:
         equal, reward = equal_rewards(scores).tolist(), scores.reward.tolist()
         sizes = scores.group.bincount()[scores.group].tolist()
         added = None if credited.shaping is None else credited.shaping.tolist()
-        means, moved = _advantages(credited)
+        means, moved = credited.advantages()
         for i, rollout in enumerate(credited.rollouts):
             account = self._accounts[id(rollout)]
             account.advantage, account.moved = means[i], moved[i]
@@ -170,7 +160,7 @@ class Ledger:
         Their tasks are not kept with them, and a continued run has to record the same.
         """
         again = [i for i, rollout in enumerate(part.rollouts) if id(rollout) not in self._accounts]
-        means, moved = _advantages(part) if again else ([], [])
+        means, moved = part.advantages() if again else ([], [])
         for i in again:
             rollout = part.rollouts[i]
             known = replace(rollout, task={"id": rollout.group.rpartition("#")[0]}, seconds=0.0)

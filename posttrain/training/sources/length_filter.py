@@ -60,8 +60,12 @@ class Prompts:
     too_long: TooLong
 
     def fits(self, place: int) -> bool:
+        return self.leaves_room(place, self.tasks[place])
+
+    def leaves_room(self, place: int, task: Task) -> bool:
+        """Return whether the task at this place fits."""
         try:
-            length = len(Conversation(self.tokenizer).show(opening(self.tasks[place]), None))
+            length = len(Conversation(self.tokenizer).show(opening(task), None))
         except PictureError as error:
             raise UserError(f"{self.tasks.where(place)}: {error}") from None
         if length < self.too_long.context:

@@ -65,8 +65,8 @@ class Minibatches:
 
     def _check_older(self, part: Credited, start: int) -> None:
         """Assert that the algorithm has an importance weight for tokens of other weights than those that learn."""
-        spans = (span for r in part.rollouts for t in r.transcripts for span in t.spans)
-        others = {span.version for span in spans if span.version is not None} - {self.learner.version}
+        found = {span.version for r in part.rollouts for t in r.transcripts for span in t.spans}
+        others = {version for version in found if version is not None} - {self.learner.version}
         weighed = self.algorithm.weighs_older or (others <= {start} and self.algorithm.weighs_updates)
         assert not others or weighed, (
             "nothing corrects for the weights that sampled: see posttrain/training/older_weights.py"
@@ -117,10 +117,11 @@ class Minibatches:
             good = part.scores.success
             assert good is not None
             imitate = algorithm.imitation.coefficient * good / (part.scores.length * good).sum().clamp_min(1.0)
-        everyone = range(len(part.rollouts))
-        every = algorithm.moves_every_token or self.learner.moves_every_token
-        moving = [part.per_token[name] for name in ("advantage", "held") if name in part.per_token]
-        fed = [i for i in everyone if every or any(bool(values[i].any()) for values in moving)]
+        fed = list(range(len(part.rollouts)))
+        if not (algorithm.moves_every_token or self.learner.moves_every_token):
+            held = part.per_token.get("held")
+            moved = part.advantages()[1]
+            fed = [i for i in fed if moved[i] or (held is not None and bool(held[i].any()))]
         transcripts = [part.rollouts[i].transcripts for i in fed]
         sink = ledger.feed(part, fed, coefficients, self.learner.moves_every_token)
         weight = algorithm.aggregate(part.scores)

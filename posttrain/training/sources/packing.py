@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -214,8 +214,8 @@ def collate(
     import torch
 
     packed = pack(rollouts, index, device, taught, read)
-    logp = [t.sampler_logp for rollout in rollouts for t in learned(rollout)]
-    sampled = all(x is not None for x in logp)
+    scored = [t.scored_logp for rollout in rollouts for t in learned(rollout)]
+    logp = [own for own in scored if own is not None]
     of_tokens: dict[str, Any] = {
         name: torch.cat([values[i] for i in index]).to(device) for name, values in (fields or {}).items()
     }
@@ -229,14 +229,17 @@ def collate(
         transcript=packed.transcript,
         readings=packed.readings,
         weight=weight.to(device)[packed.rollout],
-        sampler_logp=torch.from_numpy(np.concatenate([x for x in logp if x is not None])).to(device)
-        if sampled
-        else None,
+        sampler_logp=torch.from_numpy(_array(logp)).to(device) if len(logp) == len(scored) else None,
         preferences=preferences,
         coefficients=dict(coefficients or {}),
-        tap=sink.tap(index, [sum(readings(t, read) for t in rollout) for rollout in rollouts]) if sink else None,
+        tap=sink.tap(index, [sum([readings(t, read) for t in rollout]) for rollout in rollouts]) if sink else None,
         **of_tokens,
     )
+
+
+def _array(parts: Sequence[Sequence[float]]) -> NDArray[np.float32]:
+    """Return these numbers one after the other. An array for each part would take longer than what is in it."""
+    return np.fromiter(chain.from_iterable(parts), dtype=np.float32, count=sum(map(len, parts)))
 
 
 # -- the tree of what transcripts share --------------------------------------------------------------------------------
@@ -286,22 +289,29 @@ def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
         if transcript.forks and (behind := [fork for fork in transcript.forks if fork > prompt]):
             cuts.setdefault(root, set()).update(behind)
     shared = _shared_lengths(transcripts, prompts, roots)
+    heads: dict[int, list[_Piece]] = {}  # root -> the pieces of the prompt
     paths = []
     for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
-        end = needed_length(transcript, read)
-        path = [_Piece(root, 0, prompt)]
-        if first := shared.get(root):
-            path = [_Piece(keys.of(transcript, 0, first), 0, first)]
-            if first < prompt:
-                path.append(_Piece(keys.of(transcript, first, prompt, path[0].key), first, prompt - first))
+        if root not in heads:
+            heads[root] = _head(transcript, root, prompt, shared.get(root, prompt), keys)
+        path, first, end = heads[root][:], prompt, needed_length(transcript, read)
         between = sorted(cut for cut in cuts[root] if cut < end) if root in cuts else ()
-        for first, last in pairwise((prompt, *between, end)):
+        for last in (*between, end):
             if last > first:
                 path.append(_Piece(keys.of(transcript, first, last, path[-1].key), first, last - first))
+            first = last
         paths.append(path)
     for family in _families(roots, cuts):
         _lengthen([(transcripts[i], paths[i]) for i in family], keys)
     return paths
+
+
+def _head(transcript: Transcript, root: int, prompt: int, shared: int, keys: _Keys) -> list[_Piece]:
+    """Return the pieces of a prompt whose first `shared` tokens are cut off. `prompt`: its tokens."""
+    if shared == prompt:
+        return [_Piece(root, 0, prompt)]
+    first = keys.of(transcript, 0, shared)
+    return [_Piece(first, 0, shared), _Piece(keys.of(transcript, shared, prompt, first), shared, prompt - shared)]
 
 
 def _shared_lengths(

@@ -36,23 +36,31 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
     stats.add("length", sum(r.n_sampled for r in rollouts), len(rollouts))
     # E[-log p] is the entropy: this estimates it, without bias, from the log-probabilities that sampling gave anyway.
     stats.add("entropy", sum(-_own_logp(r) for r in rollouts), sum(r.n_own for r in rollouts))
-    for rollout in rollouts if rewarded else ():
-        if isinstance(rollout.reward, Invalid):
-            continue
-        stats.add("reward", rollout.reward)
-        if rollout.side:
-            stats.add(f"reward/{rollout.side}", rollout.reward)
-        if success is not None:
-            name = f"accuracy/{rollout.side}" if sides else "accuracy"
-            stats.add(name, succeeds(rollout.reward, success))
-        for name, value in rollout.rewards.items():
-            stats.add(f"reward/{name}", value)
+    for name, values in _rewards(rollouts, success, sides).items() if rewarded else ():
+        stats.add_each(name, values)
     if any(r.pieces for r in rollouts):
         branches = [r for r in rollouts if r.branch]
         stats.add("branches", len(branches), len({r.group for r in rollouts}))
         stats.add("branches/shared", sum(r.n_sampled - r.n_own for r in branches), sum(r.n_sampled for r in rollouts))
     stats.merge(diversity(_replies(rollouts)))
     return stats
+
+
+def _rewards(rollouts: Sequence[Rollout], success: float | None, sides: bool) -> dict[str, list[float]]:
+    """Return metric -> its value for each rollout that has it, in their order. `sides`: each has an accuracy of its own."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if isinstance(rollout.reward, Invalid):
+            continue
+        found["reward"].append(rollout.reward)
+        if rollout.side:
+            found[f"reward/{rollout.side}"].append(rollout.reward)
+        if success is not None:
+            name = f"accuracy/{rollout.side}" if sides else "accuracy"
+            found[name].append(succeeds(rollout.reward, success))
+        for name, value in rollout.rewards.items():
+            found[f"reward/{name}"].append(value)
+    return found
 
 
 def _own_logp(rollout: Rollout) -> float:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from posttrain.core.batch import Stats
 from posttrain.core.seeds import seed_of, seeds_of
 from posttrain.core.types import Completion, Media, Sampling, Span, SpanKind, StopReason, Transcript, Turn
 from posttrain.envs.demonstration import last_alone
@@ -24,6 +25,23 @@ def test_values_are_equal_by_what_they_hold_and_travel(value: object) -> None:
     assert value == deepcopy(value) == pickle.loads(pickle.dumps(value))
     assert hash(value) == hash(deepcopy(value)) and value != replace(value, **{_second(value): 9})  # type: ignore[type-var]
     assert not hasattr(value, "__dict__"), "a value is small, and quick to make"
+
+
+def test_every_field_of_a_completion_travels() -> None:
+    whole = Completion(7, [3, 4], [-1.0, -2.0], "ab", StopReason.STOP, 5, None, ((1, 4), (1, 5)), None)
+    assert whole == pickle.loads(pickle.dumps(whole)) == deepcopy(whole)
+    given = [getattr(whole, name) for name in Completion.__match_args__]  # type: ignore[attr-defined]
+    assert whole.__reduce__() == (Completion, tuple(given))
+
+
+@pytest.mark.parametrize("name", ["reward", "reward/max", "reward/min"])
+@pytest.mark.parametrize("values", [[], [0.1, 0.2, 0.3, -1e9, 1e-9], [True, False]])
+def test_many_values_of_a_metric_add_up_to_the_bits_of_one_after_the_other(name: str, values: list[float]) -> None:
+    together, alone = Stats({"reward": (0.7, 3.0)}), Stats({"reward": (0.7, 3.0)})
+    together.add_each(name, values)
+    for value in values:
+        alone.add(name, value)
+    assert together == alone
 
 
 def _second(value: object) -> str:

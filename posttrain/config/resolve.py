@@ -13,6 +13,7 @@ from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, S
 from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.service_options import LABELLERS, SERVICES, named_services
+from posttrain.config.trackers import check_trackers
 from posttrain.config.training import RL, Distill, Prefer, RewardModelling, Training
 from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
@@ -81,6 +82,7 @@ def profiled_steps(text: str) -> range:
 
 
 def _validate_record(config: Training) -> None:
+    check_trackers(config.track)
     if config.profile:
         profiled_steps(config.profile)
     if not config.record_after:

@@ -33,6 +33,7 @@ JOURNEYS = {
         "docs/start/preferences.md",
         "docs/guides/algorithms.md",
         "docs/guides/runs.md",
+        "docs/guides/tracking.md",
         "docs/guides/lora.md",
     ),
     "environments": ("docs/guides/environments.md",),
@@ -41,7 +42,7 @@ JOURNEYS = {
     "verifiers": ("docs/guides/verifiers.md",),
 }
 """Pages whose blocks run one after the other in one folder."""
-RUNS = {"README": 1, "start": 35, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
+RUNS = {"README": 1, "start": 38, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
 """How many programs and commands that are."""
 PAGES = {name: ROOT / name for names in JOURNEYS.values() for name in names}
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}

@@ -133,7 +133,9 @@ def test_a_hook_is_named_on_the_command_line_for_every_verb_and_kept_by_resume(
         "def stop(step, metrics, rollouts):\n"
         "    raise posttrain.StopRun('seen enough')\n"
     )
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "response": "2"}) + "\n" for i in range(8)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "response": "2"}) + "\n" for i in range(8))
+    )
     options = ["--out", "run", "--threads", "1", "--steps", "2", "--rows", "2", "--quiet"]
     sizes = ["--hidden", "8", "--heads", "2", "--layers", "1", "--context", "16"]
     assert main(["sft", "--tasks", "rows.jsonl", "--hook", "mine.py:Watch", *options, *sizes]) == 0
@@ -143,7 +145,10 @@ def test_a_hook_is_named_on_the_command_line_for_every_verb_and_kept_by_resume(
     capsys.readouterr()
     stopped = ["sft", "--tasks", "rows.jsonl", *options, *sizes, "--overwrite", "--hook", "mine.py:stop"]
     assert main(stopped) == 3 and "stopped     hook stop: seen enough" in capsys.readouterr().out
-    wrong = {"mine.py:sotp": "mine.py has no 'sotp'; did you mean 'stop'?", "mine.py:Path": "--hook mine.py:Path is no hook"}
+    wrong = {
+        "mine.py:sotp": "mine.py has no 'sotp'; did you mean 'stop'?",
+        "mine.py:Path": "--hook mine.py:Path is no hook",
+    }
     for name, told in wrong.items():
         assert main([*stopped[:-1], name]) == 2 and told in capsys.readouterr().err
 

@@ -154,7 +154,7 @@ class _Tail:
 def serve(descriptor: int) -> None:
     """Run the process: the first line that comes is what to track, the second one how the run has ended."""
     end = socket.socket(fileno=descriptor)
-    lines = end.makefile("rb")
+    lines = end.makefile("rb", buffering=0)  # else the second line may wait in a buffer, where select sees nothing
     told = json.loads(lines.readline())
     spec, folder = told["tracker"], Path(told["run"]["folder"])
 

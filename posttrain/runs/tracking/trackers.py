@@ -50,9 +50,9 @@ class Trackers:
                     self._say(f"{process.spec} has ended, and the run goes on without it ({process.child.exit()})")
                 process.close()
 
-    def finish(self, status: Status, seconds: float = FINISH_SECONDS) -> None:
-        """Let them deliver the rest. One that takes longer than `seconds` is killed."""
-        self._ended = True
+    def finish(self, status: Status, seconds: float | None = None) -> None:
+        """Let them deliver the rest. One that takes longer than `seconds` (default: FINISH_SECONDS) is killed."""
+        self._ended, seconds = True, FINISH_SECONDS if seconds is None else seconds
         for process in self._open:
             process.send(status)
         began, shown = time.monotonic(), False

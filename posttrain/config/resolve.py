@@ -10,10 +10,10 @@ from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, ServeEngine, ServePolicy
+from posttrain.config.known_trackers import check_trackers
 from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.service_options import LABELLERS, SERVICES, named_services
-from posttrain.config.trackers import check_trackers
 from posttrain.config.training import RL, Distill, Prefer, RewardModelling, Training
 from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits

@@ -65,6 +65,7 @@ WORDS = {
     "--num-generations",
     "--replies",
     "--index-url",
+    "--logdir",
     "--seed",
 }
 """Options of no configuration: of the command itself, of a verb without one, of other programs and trainers."""

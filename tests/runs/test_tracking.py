@@ -16,7 +16,7 @@ import pytest
 from conftest import tiny
 
 import posttrain
-from posttrain.config.trackers import TRACKERS, check_trackers, trackers_of
+from posttrain.config.known_trackers import TRACKERS, check_trackers, trackers_of
 from posttrain.core.types import UserError
 from posttrain.envs.builtin import arithmetic
 from posttrain.models.native.decoder_writer import save_model
@@ -212,7 +212,8 @@ def test_an_interrupted_a_stopped_and_a_failed_run_end_as_such_for_the_tracker(
         raise posttrain.StopRun("enough")
 
     def interrupt(step: int, metrics: Any, rollouts: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
 
     class Full:
         def on_step(self, step: int, metrics: Any, rollouts: Any) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.trackers import TRACKERS, tracker_class
+from posttrain.config.known_trackers import TRACKERS, tracker_class
 from posttrain.core import user_files
 from posttrain.core.json_text import json_line
 from posttrain.runs.run_files import EVALS, HEALTH, METRICS, ROLLOUTS, TIMING, TRACKING, kept_file

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.trackers import TRACKERS, trackers_of
+from posttrain.config.known_trackers import TRACKERS, trackers_of
 from posttrain.config.training import Training
 from posttrain.core import user_files
 from posttrain.core.json_text import json_line

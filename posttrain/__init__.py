@@ -30,6 +30,7 @@ from posttrain.core.types import (
     Sampling,
     Sides,
     SpanReward,
+    StopRun,
     Task,
     ToolCall,
     Turn,
@@ -38,6 +39,7 @@ from posttrain.core.types import (
 
 __version__ = "0.1.0"
 LATER = {
+    "Tracker": "posttrain.runs.tracking.tracker",
     "Tools": "posttrain.envs.tools",
     "note": "posttrain.envs.play.call_recording",
     "recorded": "posttrain.envs.play.call_recording",
@@ -68,11 +70,12 @@ def _function(name: str, verb: Verb, called: str) -> Callable[..., Any]:
         given = {name: value for name, value in given.items() if value is not None}
         if verb.given[0] not in given:
             raise TypeError(f"{called}() needs {verb.given[0]}")
+        hooks = _hooks(given) if verb.learns else ()
         config, rows, env = _read(verb, {OPTION_OF.get(k, k) if k in verb.given else k: v for k, v in given.items()})
         if verb.learns:
             from posttrain.training.training_run import run_training
 
-            return run_training(config, rows, env)
+            return run_training(config, rows, env, hooks)
         return load(verb.function)(config, rows, env)
 
     first, *others = (Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, default=None) for n in verb.given)
@@ -110,6 +113,14 @@ def _read(verb: Verb, given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     return filled(verb.options, options), rows, env
 
 
+def _hooks(given: dict[str, Any]) -> list[Any]:
+    """Take the hooks that are objects out of the options; names stay in them."""
+    value = given.get("hook", ())
+    every = list(value) if isinstance(value, list | tuple) else [value]
+    given |= {"hook": tuple(hook for hook in every if isinstance(hook, str))} if every else {}
+    return [hook for hook in every if not isinstance(hook, str)]
+
+
 def _named(rows: Any) -> tuple[str, Any]:
     """A name for the record, and the rows, or what makes them, if the name is not enough to find them."""
     if isinstance(rows, str | PathLike):
@@ -135,6 +146,7 @@ __all__ = [
     "Sampling",
     "Sides",
     "SpanReward",
+    "StopRun",
     "Task",
     "ToolCall",
     "Turn",

@@ -16,10 +16,12 @@ from posttrain.core.types import Rollout as Rollout
 from posttrain.core.types import Sampling as Sampling
 from posttrain.core.types import Sides as Sides
 from posttrain.core.types import SpanReward as SpanReward
+from posttrain.core.types import StopRun as StopRun
 from posttrain.core.types import Task as Task
 from posttrain.core.types import ToolCall as ToolCall
 from posttrain.core.types import Turn as Turn
 from posttrain.core.types import UserError as UserError
+from posttrain.runs.tracking.tracker import Tracker as Tracker
 from posttrain.envs.tools import Tools as Tools
 from posttrain.envs.play.call_recording import note as note
 from posttrain.envs.play.call_recording import recorded as recorded
@@ -40,10 +42,12 @@ __all__ = [
     "Sampling",
     "Sides",
     "SpanReward",
+    "StopRun",
     "Task",
     "ToolCall",
     "Turn",
     "UserError",
+    "Tracker",
     "Tools",
     "note",
     "recorded",
@@ -225,6 +229,16 @@ class RunOptions(TypedDict, total=False):
     """Reaction to trouble: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped updates.
     stop saves a checkpoint first. After 5 steps in a row whose gradients were all not finite, the run stops, unless
     this is off."""
+    track: tuple[str, ...]
+    """Trackers to log to: wandb, trackio, mlflow, swanlab, prometheus, or your own as my.py:Mine. Each runs in a
+    process of its own and cannot hold up a step. prometheus:PORT serves /metrics. TensorBoard's files are always
+    written."""
+    track_project: str
+    """Project of the trackers. Default: that of the tracker's own variable (WANDB_PROJECT ...), or posttrain."""
+    hook: tuple[str, ...]
+    """Functions of your own that are called after a step: (step, metrics, rollouts). An object with on_step,
+    on_evaluation or on_checkpoint also sees these. They change no result; posttrain.StopRun ends the run with a
+    checkpoint."""
     profile: str
     """Steps to profile with torch's profiler, such as 3:5. The folder profile gets a table by kind of work and kernel,
     and a trace of each phase for ui.perfetto.dev."""

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, ServeEngine, ServePolicy
+from posttrain.config.known_trackers import check_trackers
 from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.service_options import LABELLERS, SERVICES, named_services
@@ -82,6 +83,7 @@ def profiled_steps(text: str) -> range:
 
 
 def _validate_record(config: Training) -> None:
+    check_trackers(config.track)
     if config.profile:
         profiled_steps(config.profile)
     if not config.record_after:

@@ -128,6 +128,14 @@ class RunGroup(OptionGroup, group="record"):
     """Reaction to trouble: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped updates.
     stop saves a checkpoint first. After 5 steps in a row whose gradients were all not finite, the run stops, unless
     this is off."""
+    track: tuple[str, ...] = option((), value="TRACKER", on_resume="free")
+    """Trackers to log to: wandb, trackio, mlflow, swanlab, prometheus, or your own as my.py:Mine. Each runs in a process of
+    its own and cannot hold up a step. prometheus:PORT serves /metrics. TensorBoard's files are always written."""
+    track_project: str = option("", value="NAME", on_resume="free")
+    """Project of the trackers. Default: that of the tracker's own variable (WANDB_PROJECT ...), or posttrain."""
+    hook: tuple[str, ...] = option((), value="my.py:NAME", on_resume="free")
+    """Functions of your own that are called after a step: (step, metrics, rollouts). An object with on_step, on_evaluation
+    or on_checkpoint also sees these. They change no result; posttrain.StopRun ends the run with a checkpoint."""
     profile: str = option("", value="FIRST:LAST", on_resume="anew")
     """Steps to profile with torch's profiler, such as 3:5. The folder profile gets a table by kind of work and kernel,
     and a trace of each phase for ui.perfetto.dev."""

@@ -232,6 +232,14 @@ ELSEWHERE = {
     "no_cuda": "{device} cpu",
     "max_tokens_per_turn": "{max_tokens}",
     "lmbda": "{algorithm}: all rows of distill learn from the student's own samples",
+    "report_to": "{track}",
+    "logger": "{track}",
+    "use_wandb": "{track} wandb",
+    "wandb": "{track} wandb",
+    "swanlab": "{track} swanlab",
+    "wandb_project": "{track_project}",
+    "project_name": "{track_project}",
+    "callbacks": "{hook}",
     "ddp_timeout": "{collective_timeout}",
     "nccl_timeout": "{collective_timeout}",
 }
@@ -251,9 +259,8 @@ ANSWERS = {
         "a run stays on this machine; a checkpoint is a Hugging Face folder, which hf upload OWNER/NAME FOLDER publishes",
     ),
     **_alike(
-        "report_to logger logging_dir wandb use_wandb wandb_project project_name swanlab",
-        "every run writes TensorBoard's files and metrics.jsonl: tensorboard --logdir RUN/tensorboard, "
-        "or wandb sync RUN/tensorboard",
+        "logging_dir",
+        "every run writes TensorBoard's files and metrics.jsonl: tensorboard --logdir RUN/tensorboard",
     ),
     **_alike(
         "logging_steps logging_first_step logging_strategy disable_tqdm",

@@ -42,6 +42,10 @@ class UserError(ValueError):
     code = 2  # of the command's exit
 
 
+class StopRun(Exception):
+    """Raised by a hook to end the run after this step, with a checkpoint. The message is the reason that is shown."""
+
+
 def succeeds(reward: Any, threshold: float) -> Any:
     """Whether a reward (a number, an array, a tensor) counts as a success: it may be a sum of parts, up to rounding."""
     return reward >= threshold - 1e-6

@@ -20,10 +20,10 @@ class Events:
     def __init__(self, folder: Path, first: int, suffix: str) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import scalar
+        from tensorboardX.summary import scalar, text
 
         folder.mkdir(exist_ok=True)
-        self._event, self._scalar = Event, scalar
+        self._event, self._scalar, self._text = Event, scalar, text
         self._file = EventsWriter(str(folder / "events"), suffix)
         begin = Event(step=first, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
         self._file.write_event(begin)
@@ -36,6 +36,10 @@ class Events:
                 self._file.write_event(self._event(step=step, wall_time=time.time(), summary=summary))
         if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
             self.flush()
+
+    def text(self, step: int, name: str, content: str) -> None:
+        """Add a text in Markdown."""
+        self._file.write_event(self._event(step=step, wall_time=time.time(), summary=self._text(name, content)))
 
     def flush(self) -> None:
         self._file.flush()

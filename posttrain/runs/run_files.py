@@ -13,6 +13,7 @@ pictures/                   those of tasks and turns, each named by the hash of 
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
 weight-sync/weights-0-12    for engines that listen, while it runs: see `posttrain.engines.weight_sync`
+tracking/wandb.json         of a tracker: the id of its run, and its last step; its output is in wandb.log
 curves.png                  drawn by `posttrain.runs.curves`
 lock                        there while a process writes: see `posttrain.runs.lock`
 """
@@ -36,13 +37,13 @@ Folder = str | os.PathLike[str]
 
 RUN, METRICS, TIMING, HEALTH = "run.json", "metrics.jsonl", "timing.jsonl", "health.jsonl"
 ROLLOUTS, EVALS, SECONDS, INDEX = "rollouts", "evals", "seconds", "index"
-CHECKPOINTS, TENSORBOARD, CURVES = "checkpoints", "tensorboard", "curves.png"
+CHECKPOINTS, TENSORBOARD, TRACKING, CURVES = "checkpoints", "tensorboard", "tracking", "curves.png"
 WEIGHT_SYNC = "weight-sync"
 PICTURES = FOLDER
 REPORT = "report.json"  # of a reward model: its figures on held-out rows, beside baselines
 
 MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, EVALS, SECONDS, INDEX, CHECKPOINTS,
-        TENSORBOARD, WEIGHT_SYNC, PICTURES)  # fmt: skip
+        TENSORBOARD, TRACKING, WEIGHT_SYNC, PICTURES)  # fmt: skip
 """The names that a run makes in its folder."""
 
 _STEP = re.compile(r"step-(\d{6,})")
@@ -51,6 +52,7 @@ _INSIDE = {
     INDEX: re.compile(r"\d{6,}-\d{6,}\.parquet(\.\d+\.tmp)?"),
     CHECKPOINTS: re.compile(r"step-\d{6,}|\.step-\d{6,}\.draft"),
     TENSORBOARD: re.compile(r"events\..*"),
+    TRACKING: re.compile(r"[\w-]+\.(json|log|json\.tmp)"),
     WEIGHT_SYNC: re.compile(r"weights-\d+-\d+(\.partial)?"),
     PICTURES: re.compile(r"[0-9a-f]{64}(\.\d+\.tmp)?"),
 }

@@ -120,7 +120,8 @@ class RunRecord:
     def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
         """Add lines to health.jsonl: (step, name, message) of each finding. `anew`: it holds nothing else."""
         path = self.folder / HEALTH
-        content = b"".join(json_line({"step": s, "name": name, "message": told}) for s, name, told in findings)
+        listed = list(findings)
+        content = b"".join(json_line({"step": s, "name": name, "message": told}) for s, name, told in listed)
         if anew:
             if content or path.exists():
                 replace(path, content)
@@ -128,6 +129,8 @@ class RunRecord:
             with user_files.opened(path, "ab") as file:
                 file.write(content)
             self._unsynced.append(path)
+            for step, name, told in listed:
+                self._opened_events().text(step, f"findings/{name}", told)
 
     def rollouts(self, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
         """Write what became of the rollouts of a step, and the seconds of their turns beside them.
@@ -189,12 +192,18 @@ class RunRecord:
         replace(self.folder / RUN, json_document({**self._run, "end": now(), "final": final}))
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass on to TensorBoard, which hides an earlier attempt's values of the steps since the resume."""
+        """Pass on to TensorBoard."""
+        self._opened_events().add(step, values)
+
+    def _opened_events(self) -> Events:
+        """Return TensorBoard's file, which hides an earlier attempt's values of the steps since the resume."""
         if self._events is None:
             # The suffix, because two attempts may begin within one second, which is all that their names have.
             suffix = f".{len(self._run.get('resumes', []))}"
             self._events = Events(self.folder / TENSORBOARD, self._kept + 1, suffix)
-        self._events.add(step, values)
+            options = json_document(self._run["config"]).decode()
+            self._events.text(self._kept + 1, "configuration", f"```json\n{options}```")
+        return self._events
 
 
 class Unwritten(RunRecord):

@@ -27,15 +27,20 @@ from posttrain.runs.curves import curves
 from posttrain.runs.health import Health
 from posttrain.runs.run_files import writing
 from posttrain.runs.run_folder import RunFolder
-from posttrain.runs.run_reading import read_metrics, read_run
+from posttrain.runs.run_reading import read_health, read_metrics, read_run
 from posttrain.runs.terminal.display import Display
 from posttrain.runs.terminal.notices import tell
+from posttrain.runs.tracking.tracker import Status
+from posttrain.runs.tracking.trackers import Trackers
 from posttrain.system.worker_thread import WorkerThread
+from posttrain.training.hooks import Hooks
 from posttrain.training.loop import FinishedStep, interruptible, train
 from posttrain.training.step_profiler import StepProfiler
 
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
 RECENT_STEPS = 5  # steps that it is measured over
+HOOK = "hook"  # name of a finding: a hook failed
+HURRIED = 5.0  # seconds for trackers after a second Ctrl-C
 NOTICED = 1.0  # seconds that they take at least, so that toy runs are not bothered
 
 
@@ -46,7 +51,7 @@ class Run:
     path: Path
     checkpoint: Path | None  # the newest one: a Hugging Face folder
     interrupted: bool = False
-    stopped: str | None = None  # what the health check found, if it ended the run
+    stopped: str | None = None  # the finding of the health check, or the reason of the hook, that ended the run
     notes: tuple[str, ...] = ()  # lines about the finished run, for the command line to print
 
     @property
@@ -72,8 +77,11 @@ class Trainer:
         tokenizer: Tokenizer,
         measure: Callable[[Stats], Sequence[Outcome] | None] | None,
         steps: int,
+        hooks: Hooks | None = None,
     ) -> None:
         """`measure` evaluates on held-out tasks and returns its rollouts; `steps` is the number of the last step."""
+        self.hooks = hooks or Hooks(())
+        self.trackers: Trackers | None = None
         self.world = run.world
         self.opened, self.learner, self.source, self.tokenizer = run, learner, source, tokenizer
         self.config: Training = run.config
@@ -84,7 +92,7 @@ class Trainer:
         self.saving: Future[Path] | None = None  # the one after it, which the disk has not got yet
         self._beside: WorkerThread | None = None
         self.health = Health() if self.config.health != "off" else None
-        self.ill: str | None = None  # what the health check stops the run for
+        self.ill: str | None = None  # why the health check or a hook stops the run
         self.done = 0  # the last whole step: trained and recorded
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: of waiting, of the whole step
@@ -112,6 +120,8 @@ class Trainer:
             outlook = self._rescue() if isinstance(error, UserError) and not self.world.rank else ""
             with suppress(Exception):  # it would hide what went wrong first
                 self.record.close({})
+            if self.trackers is not None:
+                self.trackers.finish("failed", *(() if isinstance(error, Exception) else (HURRIED,)))
             if isinstance(error, UserError):
                 told = UserError(f"{error}; {outlook}" if outlook else str(error))
                 told.code = error.code
@@ -124,17 +134,19 @@ class Trainer:
             self.ill = "not one update could be made: the gradient of every step was not finite"
         self.display.close()
         if not self.world.rank:
-            self._close()
+            self._close("stopped" if self.ill else "interrupted" if stopped else "finished")
         return Run(self.folder, self.world.gather(self.saved)[0], stopped, self.ill)
 
-    def _close(self) -> None:
-        """Close the record and draw its curves."""
+    def _close(self, status: Status) -> None:
+        """Close the record, draw its curves, and let trackers deliver the rest."""
         with writing(self.folder):
             self.record.close((read_metrics(self.folder) or [{}])[-1])
         try:
             curves(self.folder)
         except (UserError, OSError) as error:  # nothing to draw yet, or no room: the run itself is whole
             self.display.note(f"no curves were drawn: {error}")
+        if self.trackers is not None:
+            self.trackers.finish(status)
 
     def _restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint."""
@@ -157,14 +169,23 @@ class Trainer:
     def _begin(self, lines: list[str]) -> None:
         """Show what runs; for a resumed run, repeat the health findings up to here."""
         self.whole = (self.learner.version, self.source.state())
-        if self.saved and self.health:
-            self.health = Health.replay(row for row in read_metrics(self.folder) if row["step"] <= self.done)
+        if self.saved:
+            found = []
+            if self.health:
+                self.health = Health.replay(row for row in read_metrics(self.folder) if row["step"] <= self.done)
+                found = [(f.step, f.name, f.message) for f in self.health.findings]
+            for row in read_health(self.folder):  # those of hooks do not follow from the metrics
+                if row["step"] <= self.done and (row["name"] == HOOK or not self.health):
+                    found.append((row["step"], row["name"], row["message"]))
             with writing(self.folder):
-                self.record.health(((f.step, f.name, f.message) for f in self.health.findings), anew=True)
+                self.record.health(sorted(found, key=lambda finding: finding[0]), anew=True)
         if self.saved and not self.config.quiet:
             last = ", the last one; a larger --steps goes on" if self.done == self.steps else ""
             tell(f"resumed from step {self.done}{last}: {self.saved}")
         self.display.start(f"{self.config.verb} {self.folder}", self.steps, lines, self.done)
+        if self.config.track and not self.world.rank:
+            with writing(self.folder):
+                self.trackers = Trackers(self.config, self.folder, self.display.note)
 
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
         if self.done == 0 and self.measure:
@@ -175,6 +196,8 @@ class Trainer:
                     self.record.evaluated(0, played)
                 self.record.metrics(0, stats.means())
                 self._check_health(0, stats.means())
+            if self.hooks and not self.world.rank:
+                self._note_failed(self.hooks.evaluation(0, stats.means(), [o.rollout for o in played or ()]))
         if self.done < self.steps:
             first = self.done + 1
             train(
@@ -204,7 +227,8 @@ class Trainer:
         if self.saving is not None and self.saving.done():
             self._wait_for_checkpoint()
         due = config.eval_every and number % config.eval_every == 0
-        held_out = self.measure(stats) if self.measure and (due or number == self.steps) else None
+        evaluated = self.measure is not None and (due or number == self.steps)
+        held_out = self.measure(stats) if self.measure and evaluated else None
         if trained.step.played:
             stats.add("rollouts", len(trained.step.played))
         metrics, timing = stats.means(), _timing(trained)
@@ -220,6 +244,10 @@ class Trainer:
         self.display.step(number, metrics, timing)
         self._note_invalid(trained)
         self._note_waiting(timing.get("seconds/waiting", 0.0), sum(trained.seconds.values()))
+        if self.hooks:
+            self._call_hooks(trained, metrics, (held_out or ()) if evaluated else None)
+        if self.trackers is not None:
+            self.trackers.look()
         if trained.last or self.ill or number % config.save_every == 0:
             self._save()
         return self.ill is not None
@@ -235,6 +263,25 @@ class Trainer:
                 self.display.note(f"health, step {number}: {finding.message}")
             if finding.fatal or (self.config.health == "stop" and not finding.good):
                 self.ill = finding.message
+
+    def _call_hooks(self, trained: FinishedStep, metrics: dict[str, float], held_out: Sequence[Outcome] | None) -> None:
+        """Call the hooks in the first process. Where one asks to stop, all processes end after this step."""
+        number = trained.step.number
+        if not self.world.rank:
+            failed = self.hooks.step(number, metrics, [o.rollout for o in trained.step.outcomes])
+            if held_out is not None:
+                failed += self.hooks.evaluation(number, metrics, [o.rollout for o in held_out])
+            self._note_failed(failed)
+        asked = [reason for reason in self.world.gather(self.hooks.stop) if reason]
+        if asked and number < self.steps:
+            self.ill = self.ill or asked[0]
+
+    def _note_failed(self, failed: list[str]) -> None:
+        """Show and record which hooks failed."""
+        with writing(self.folder):
+            self.record.health((self.done, HOOK, message) for message in failed)
+        for message in failed:
+            self.display.note(f"step {self.done}: {message}")
 
     def _note_invalid(self, trained: FinishedStep) -> None:
         """Show once why a reward was invalid: a few invalid rewards do not end a run, and appear as a share alone."""
@@ -274,6 +321,7 @@ class Trainer:
         saving, self.saving = self.saving, None
         if saving is not None:
             self.saved = saving.result()
+            self._note_failed(self.hooks.checkpoint(self.saved))
 
     def _write(self, folder: Path) -> None:
         self.learner.save(folder)

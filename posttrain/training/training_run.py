@@ -22,6 +22,7 @@ from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.distributed_setup import open_world
+from posttrain.training.hooks import Hooks
 from posttrain.training.memory_estimate import SamplingSize, memory_lines
 from posttrain.training.setup import microbatch_tokens, prepare
 from posttrain.training.trainer import Run, Trainer
@@ -60,17 +61,21 @@ class RunParts:
     )
 
 
-def run_training(config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None) -> Run:
-    """Train. `rows` and `env` may be objects; `config` then holds a name for each, for the record.
+def run_training(
+    config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None, hooks: Sequence[Any] = ()
+) -> Run:
+    """Train. `rows` and `env` may be objects; `config` then holds a name for each, for the record. `hooks` are those
+    beside `config.hook`.
 
     Raises UserError for a mistake of the caller's.
     """
     build: Callable[[RunContext[AnyTraining]], RunParts] = load(VERBS[config.verb].function)
     with open_world(config) as world, begin(config, rows, env, world) as run, ExitStack() as resources:
         validate(run.config)
+        watching = Hooks([*run.config.hook, *hooks])
         device = prepare(run.config)
         parts = build(RunContext(run, device, resources, rows, env))
-        trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, parts.measure, parts.steps)
+        trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, parts.measure, parts.steps, watching)
         for part in parts.notifiers:
             part.say = trainer.display.note
         sizes = [*parts.sizes, *_memory(run.config, parts.learner, device)]

@@ -33,6 +33,7 @@ JOURNEYS = {
         "docs/start/preferences.md",
         "docs/guides/algorithms.md",
         "docs/guides/runs.md",
+        "docs/guides/tracking.md",
         "docs/guides/lora.md",
     ),
     "coming-from": ("docs/guides/coming-from.md",),
@@ -42,7 +43,7 @@ JOURNEYS = {
     "verifiers": ("docs/guides/verifiers.md",),
 }
 """Pages whose blocks run one after the other in one folder."""
-RUNS = {"README": 1, "start": 35, "coming-from": 10, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
+RUNS = {"README": 1, "start": 38, "coming-from": 10, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
 """How many programs and commands that are."""
 SHORT = ("README", "start", "coming-from")
 PAGES = {name: ROOT / name for names in JOURNEYS.values() for name in names}
@@ -66,6 +67,7 @@ WORDS = {
     "--num-generations",
     "--replies",
     "--index-url",
+    "--logdir",
     "--seed",
 }
 """Options of no configuration: of the command itself, of a verb without one, of other programs and trainers."""

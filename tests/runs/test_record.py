@@ -78,7 +78,11 @@ def events(folder: Path) -> dict[tuple[str, int], float]:
             at += 12 + size + 4
             if event.session_log.status == SessionLog.START:
                 shown = {key: value for key, value in shown.items() if key[1] < event.step}
-            shown |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            shown |= {
+                (value.tag, event.step): value.simple_value
+                for value in event.summary.value
+                if not value.tag.endswith("/text_summary")
+            }
     return shown
 
 

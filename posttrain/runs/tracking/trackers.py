@@ -1,0 +1,111 @@
+"""The trackers of a run, from its own side: it starts their processes, shows their messages, and ends them in time.
+
+Nothing that a tracker does can hold up a step: between start and end the run only looks whether messages have come.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.known_trackers import TRACKERS, trackers_of
+from posttrain.config.training import Training
+from posttrain.core import user_files
+from posttrain.core.json_text import json_line
+from posttrain.runs.run_files import TRACKING
+from posttrain.runs.run_reading import read_run
+from posttrain.runs.tracking.follower import read_state, state_file
+from posttrain.runs.tracking.tracker import Status
+from posttrain.system.child_processes import Child, pair
+
+FINISH_SECONDS = 60.0  # for trackers to deliver the rest at the end of a run
+PATIENCE_SECONDS = 2.0  # of it before the wait is worth a message
+
+
+class Trackers:
+    """The trackers of a run."""
+
+    def __init__(self, config: Training, folder: Path, say: Callable[[str], None]) -> None:
+        """Start them. The record of the run has begun. `say` shows a message to the user."""
+        self.folder, self._say = folder, say
+        self._ended = False
+        specs = trackers_of(config.track)
+        self._open = [_TrackerProcess(spec, config, folder) for spec in specs]
+
+    def look(self) -> None:
+        """Show messages that have come, and leave trackers alone that have ended. Waits for nothing."""
+        for process in list(self._open):
+            ended = process.child.ended
+            said = process.messages()
+            for text in said:
+                self._say(text)
+            if ended:
+                self._open.remove(process)
+                if process.child.code and not self._ended:
+                    self._say(f"{process.spec} has ended, and the run goes on without it ({process.child.exit()})")
+                process.close()
+
+    def finish(self, status: Status, seconds: float | None = None) -> None:
+        """Let them deliver the rest. One that takes longer than `seconds` (default: FINISH_SECONDS) is killed."""
+        self._ended, seconds = True, FINISH_SECONDS if seconds is None else seconds
+        for process in self._open:
+            process.send(status)
+        began, shown = time.monotonic(), False
+        try:
+            while self._open and (waited := time.monotonic() - began) < seconds:
+                self._open[0].child.wait(0.05)
+                self.look()
+                if self._open and waited > PATIENCE_SECONDS and not shown:
+                    shown = True
+                    self._say(f"waiting for {', '.join(p.spec for p in self._open)}, at most {seconds:g} s")
+        finally:
+            for process in self._open:
+                process.close()
+                step = read_state(self.folder, process.spec).get("step", -1)
+                self._say(
+                    f"{process.spec} did not finish within {seconds:g} s and was ended (--resume delivers the rest): "
+                    f"{f'it has the steps up to {step}' if step >= 0 else 'it has no step'}"
+                )
+            self._open = []
+
+
+class _TrackerProcess:
+    """Our end of a tracker's process."""
+
+    def __init__(self, spec: str, config: Training, folder: Path) -> None:
+        self.spec = spec
+        address = spec.partition(":")[2] if spec.partition(":")[0] in TRACKERS else ""
+        place, run = folder.absolute(), read_run(folder)
+        options = {**run.pop("config"), "run": run}
+        told = {
+            "name": place.name, "group": place.parent.name, "project": config.track_project, "verb": config.verb,
+            "folder": str(place), "config": options, "address": address,
+        }  # fmt: skip
+        (folder / TRACKING).mkdir(exist_ok=True)
+        self._socket, theirs = pair()
+        with theirs, user_files.opened(state_file(folder, spec).with_suffix(".log"), "ab") as log:
+            self.child = Child("posttrain.runs.tracking.follower:serve", [theirs.fileno()], output=log)
+        self._unread = b""
+        self.send({"tracker": spec, "run": told, "save_every": config.save_every})
+
+    def send(self, message: Any) -> None:
+        """Send a line. A process that reads none holds nothing up: it gets two, and the first one at its start."""
+        with suppress(OSError):  # it has ended
+            self._socket.sendall(json_line(message))
+
+    def messages(self) -> list[str]:
+        """Return the messages that have come."""
+        with suppress(OSError):  # there are no more, or it has ended
+            while part := self._socket.recv(1 << 16, socket.MSG_DONTWAIT):
+                self._unread += part
+        *whole, self._unread = self._unread.split(b"\n")
+        return [json.loads(line) for line in whole]
+
+    def close(self) -> None:
+        self.child.kill()
+        self._socket.close()

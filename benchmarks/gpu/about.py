@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import subprocess
 import time
 from typing import Any
 
 import torch
-from findings import DATASHEET, ROOT, Findings, Setting, ceilings
+from findings import DATASHEET, Findings, Setting, ceilings, commit, output_of
 from flops import own_shapes, product_peak
 from shapes import SHAPES, shape_of
 from tables import number
@@ -46,7 +45,7 @@ def described(setting: Setting) -> dict[str, str]:
             "device": card.name,
             "memory": f"{card.total_memory / 1e9:.1f} GB",
             "capability": f"{card.major}.{card.minor}, {card.multi_processor_count} multiprocessors",
-            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "CUDA": str(torch.version.cuda),
         }
     versions = {name: version for name in PACKAGES if (version := _version(name))}
@@ -54,24 +53,11 @@ def described(setting: Setting) -> dict[str, str]:
     return {**found, **python, **versions, "commit": commit(), "date": time.strftime("%Y-%m-%d %H:%M")}
 
 
-def commit() -> str:
-    changed = " and changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else ""
-    return (_output("git", "rev-parse", "--short=12", "HEAD") or "unknown") + changed
-
-
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _output(*command: str) -> str:
-    try:
-        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return ran.stdout.strip()
 
 
 def _rate(rate: float) -> str:

@@ -1,12 +1,14 @@
 """Settings of a part, and its findings: tables, single figures, failures.
 
-A part writes all that it has found after each finding, so that a crash or its time limit loses nothing.
+A part writes all that it has found after each finding, so that a crash or its time limit loses nothing. torch is imported
+where a part needs it: the process that only starts them and writes the report does not.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import time
 import traceback
 from collections.abc import Iterator
@@ -15,8 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from flops import product_peak
 from tables import Table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,8 @@ class Setting:
 
     def wait(self) -> None:
         if self.cuda:
+            import torch
+
             torch.cuda.synchronize()
 
     def run_folder(self, name: str) -> Path:
@@ -85,9 +87,24 @@ class Findings:
             self.failures.append(f"{what}: {said(error)}")
         finally:
             self.write()
+        import torch
+
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def commit() -> str:
+    changed = " and changes" if output_of("git", "status", "--porcelain", "--untracked-files=no") else ""
+    return (output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown") + changed
+
+
+def output_of(*command: str) -> str:
+    try:
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return ran.stdout.strip()
 
 
 def said(error: BaseException) -> str:
@@ -102,19 +119,28 @@ class Watch:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         if setting.cuda:
+            import torch
+
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def most(self) -> float:
         """In GB, 10^9 bytes; nan on a processor."""
-        return torch.cuda.max_memory_allocated() / 1e9 if self.setting.cuda else float("nan")
+        if not self.setting.cuda:
+            return float("nan")
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 1e9
 
 
 def ceilings(setting: Setting) -> dict[str, float]:
     """The card's own limits as measured: FLOP/s of bfloat16 products, bytes/s of copies. Measured once a folder."""
     file = setting.out / CEILINGS
     if not file.exists():
+        import torch
+        from flops import product_peak
+
         side = 256 if setting.tiny else SQUARE
         seconds = 0.02 if setting.tiny else 1.0
         found = {
@@ -128,6 +154,7 @@ def ceilings(setting: Setting) -> dict[str, float]:
 
 def _copying(setting: Setting) -> float:
     """Bytes/s that a copy on the device reads and writes."""
+    import torch
     from side import timed
 
     source = torch.zeros((1 << 20) if setting.tiny else COPIED, dtype=torch.uint8, device=setting.device)

@@ -31,7 +31,7 @@ os.environ.update(
 )
 
 import report  # noqa: E402
-from findings import CEILINGS, Findings, Setting, read, said  # noqa: E402
+from findings import CEILINGS, Findings, Setting, commit, read, said  # noqa: E402
 
 LEAST = 0.5  # share of its time limit without which a part is not begun
 
@@ -116,8 +116,6 @@ def read_options() -> argparse.Namespace:
 
 def supervised(name: str, options: argparse.Namespace, left: float) -> dict[str, object]:
     """Run a part in a process of its own and return its result. `left`: seconds until the whole command has to end."""
-    from about import commit
-
     part, file, log = PARTS[name], options.out / f"{name}.json", options.out / f"{name}.log"
     result = {
         "part": name,

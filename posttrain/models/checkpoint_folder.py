@@ -34,6 +34,7 @@ from posttrain.models.native.decoder_config import (
     unsupported,
 )
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.linear import give_memory
 from posttrain.models.native.weight_names import Pieces, stored_pieces
 from posttrain.models.row_shards import here
 from posttrain.models.tensor_files import open_tensors
@@ -200,7 +201,8 @@ def allocate(
             model.narrow(matrices)
     if shard is not None:
         shard(model)
-    return model.to_empty(device=device)
+    give_memory(model, device)
+    return model
 
 
 def _load_other(

@@ -24,6 +24,7 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.system.child_processes import Child, pair
 from posttrain.system.temp_folders import TempFolder
+from posttrain.system.without_pandas import without_pandas
 
 START_SECONDS = 120.0  # for an interpreter and its imports, on a busy machine with a slow file system
 GRACE_SECONDS = 0.5  # in which a call may still report a timeout itself
@@ -106,7 +107,7 @@ def serve(descriptor: int) -> None:
     """Run the child: answer calls until the other side closes."""
     end = socket.socket(fileno=descriptor)
     connection: Connection[Any, Any] = Connection(os.dup(descriptor))
-    with suppress(EOFError, OSError):
+    with without_pandas(), suppress(EOFError, OSError):
         module = importlib.import_module(connection.recv())
         before = _data()
         connection.send("ready")

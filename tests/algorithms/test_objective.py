@@ -19,6 +19,7 @@ from feeding import (
     WORDS,
     Case,
     board,
+    chosen_row,
     clear,
     credit,
     feed,
@@ -32,6 +33,7 @@ from feeding import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rl_sources import one_of_a_kind
 from torch import Tensor
 from transcriptions import LOSSES, TEXTS, Played
 
@@ -137,8 +139,11 @@ def through_the_library(case: Case, rollouts: Sequence[Rollout], cuts: Sequence[
     return gradient(case, feed(case, rollouts, credit(case.row, board(case, rollouts), old_of(case, rollouts)), cuts))
 
 
-@pytest.mark.parametrize("noise", [0.001, 0.3])
-@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    ("row", "noise"),
+    [(row, noise) for row in ROWS for noise in (0.001, 0.3) if noise == 0.3 or row.surrogate.uses_ratio],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_loss_and_gradient_equal_a_loop_written_transcription(row: Algorithm, noise: float) -> None:
     case = new_case(row, noise=noise)
     loss, grad = through_the_library(case, case.rollouts, [range(len(case.rollouts))])
@@ -423,10 +428,10 @@ def shares_of_digits(task: Task, reply: str) -> float:
     return sum(c.isdigit() for c in reply) / 8
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
-def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(row: Algorithm) -> None:
+@pytest.mark.parametrize("name", one_of_a_kind(TABLE))
+def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(name: str) -> None:
     """Played by the engine, credited and laid by the source: the same loss and gradient as from the paper."""
-    row = replace(row, epochs=1, minibatches=1)
+    row = replace(chosen_row(TABLE[name]), epochs=1, minibatches=1)
     learner = new_learner(row)
     tasks: list[Task] = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
     tasks[1] |= {"teacher_prompt": "the sum of 1+1 is "}

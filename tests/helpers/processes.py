@@ -19,6 +19,8 @@ FORKS.set_forkserver_preload(
         *("torch", "torch.distributed.fsdp", "safetensors.torch", "pytest", "hypothesis", "posttrain.cli.commands"),
         *(f"posttrain.training.verbs.{name}" for name in ("rl", "sft", "prefer", "reward_model_training")),
         *("posttrain.learners.fsdp", "posttrain.algorithms.policy_table"),
+        *("matplotlib.figure", "matplotlib.backends.backend_agg"),  # of curves; pyarrow's own, where it is installed
+        *("torch.fx.experimental.symbolic_shapes", "pandas"),
     ]
 )
 

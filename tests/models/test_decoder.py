@@ -2,12 +2,14 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from conftest import tiny
 from places import DATA
 
 from posttrain.core.types import UserError
@@ -15,6 +17,7 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 DATA = DATA / "models"
 SIZES = {
@@ -327,6 +330,16 @@ def test_a_checkpoint_that_is_not_whole_is_refused_in_one_line(message: str, tmp
     with pytest.raises(UserError, match=message) as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_no_model_imports_the_compiler_of_torch_for_its_memory(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes half a second of each process: of commands, replicas and launched runs."""
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    save_model(tiny(tokenizer), tmp_path, tokenizer)
+    for precision in (torch.float32, torch.bfloat16):
+        assert load_model(tmp_path, precision).empty_like().dtype == precision  # type: ignore[union-attr]
 
 
 def test_a_missing_folder_is_named_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

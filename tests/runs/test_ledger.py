@@ -91,7 +91,7 @@ def expected(row: Algorithm, rollout: Rollout, group: list[Rollout], advantage: 
     return Fate.EQUAL if equal and not row.replay else Fate.UNSELECTED
 
 
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", [*one_of_a_kind(TABLE), *(name for name in SETTINGS if name not in TABLE)])
 def test_fates_add_up_to_what_was_played_and_each_is_what_happened(tokenizer: Tokenizer, case: str) -> None:
     name, settings = SETTINGS[case]
     algorithm = row(name, prompts=6, **settings)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from reward_models import write_reward_model
 
 from posttrain import evaluate, label, rl, sample
+from posttrain.cli.main import main
 from posttrain.core import run_date
 from posttrain.core.types import UserError
 from posttrain.models.native.decoder import new_decoder
@@ -132,36 +134,30 @@ def test_a_day_that_is_none_is_refused(start: Path) -> None:
         Tokenizer.load(start / "start")
 
 
-SURROUNDINGS = (
-    {"TZ": "Pacific/Kiritimati", "LC_ALL": "C", "PYTHONHASHSEED": "0"},
-    {"TZ": "America/Los_Angeles", "LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "PYTHONHASHSEED": "2"},
-)
+HERE = {"TZ": "Pacific/Kiritimati", "LC_ALL": "C", "PYTHONHASHSEED": "0"}
+ELSEWHERE = {"TZ": "America/Los_Angeles", "LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "PYTHONHASHSEED": "2"}
 
 
-def test_time_zone_locale_and_hash_seed_change_no_byte_of_a_run(start: Path) -> None:
+def test_time_zone_locale_and_hash_seed_change_no_byte_of_a_run(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run is a process in other surroundings, the other one this process, with workers in its own."""
     tokenizer = Tokenizer.load(start / "start")
     with run_date.fixed("2026-02-03"):
         tokenizer.save(start / "start")
-    words = (
-        "rl --tasks rows.jsonl --env my.py:reward --model start "
-        "--steps 1 --prompts 2 --group 2 --max-tokens 2 --threads 1"
-    )
-    running = []
-    for number, surroundings in enumerate(SURROUNDINGS):
-        command = [
-            sys.executable,
-            "-m",
-            "posttrain",
-            *words.split(),
-            "--quiet",
-            "--env-workers",
-            "1",
-            "--out",
-            f"run{number}",
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **surroundings}
-        running.append(subprocess.Popen(command, cwd=start, env=environment, stdout=subprocess.DEVNULL))
-    assert [one.wait(100) for one in running] == [0] * len(running)
+    words = "rl --tasks rows.jsonl --env my.py:reward --model start --steps 1 --prompts 2 --group 2 --max-tokens 2"
+    words += " --threads 1 --quiet --env-workers 1 --out"
+    command = [sys.executable, "-m", "posttrain", *words.split(), "elsewhere"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **ELSEWHERE}
+    with subprocess.Popen(command, cwd=start, env=environment, stdout=subprocess.DEVNULL) as running:
+        for name, value in HERE.items():
+            monkeypatch.setenv(name, value)
+        time.tzset()
+        monkeypatch.chdir(start)
+        try:
+            assert main([*words.split(), "here"]) == 0
+        finally:
+            monkeypatch.undo()
+            time.tzset()
+        assert running.wait(100) == 0
     names = ("metrics.jsonl", "rollouts/step-000001.parquet", "checkpoints/step-000001/model.safetensors")
     for name in names:
-        assert len({(start / f"run{number}" / name).read_bytes() for number in range(len(running))}) == 1, name
+        assert (start / "here" / name).read_bytes() == (start / "elsewhere" / name).read_bytes(), name

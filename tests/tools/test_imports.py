@@ -100,6 +100,11 @@ def name_of(file: Path) -> str:
 
 
 @cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(file: Path) -> tuple[tuple[str, bool], ...]:
     """(full name, whether it is imported with the module): not those for type checking, and False within functions."""
     found: list[tuple[str, bool]] = []
@@ -116,7 +121,7 @@ def imports(file: Path) -> tuple[tuple[str, bool], ...]:
         for child in ast.iter_child_nodes(node):
             walk(child, at_once and not inside)
 
-    walk(ast.parse(file.read_text(encoding="utf-8")), True)
+    walk(tree_of(file), True)
     return tuple(found)
 
 
@@ -214,7 +219,7 @@ def test_module_and_public_class_names_are_used_once() -> None:
     classes = Counter(
         node.name
         for file in FILES
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        for node in tree_of(file).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in modules.items() if count > 1] == []
@@ -257,7 +262,7 @@ def test_light_modules_load_no_torch_by_any_way() -> None:
 
 def test_nobody_outside_of_models_asks_which_kind_a_model_is() -> None:
     """What differs between them is asked of the model: see `Model.decoder`, and `Backbone`."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+    trees = {file: tree_of(file) for file in FILES}
     classes = [node for file, tree in trees.items() if room_of(file) == "models" for node in tree.body
                if isinstance(node, ast.ClassDef)]  # fmt: skip
     kinds, before = {"nn.Module", "Model"}, 0

@@ -244,6 +244,7 @@ def test_each_piece_of_a_reply_is_sampled_by_the_weights_of_its_step_and_groups_
     weights = {0: start}
     for folder in sorted((run.path / "checkpoints").iterdir(), reverse=True):
         weights.setdefault(json.loads((folder / "training" / "learner.json").read_text())["version"], folder)
+    engines = {version: LocalEngine(load_model(folder), tokenizer) for version, folder in weights.items()}
     lengths = set()
     for step in range(1, 8):
         rows = read_rollouts(run.path, step) if (run.path / "rollouts" / f"step-{step:06d}.parquet").exists() else []
@@ -255,8 +256,7 @@ def test_each_piece_of_a_reply_is_sampled_by_the_weights_of_its_step_and_groups_
             own = pieces_of(transcript)
             for number, (at, length, version) in enumerate(own):
                 assert length == 3 or number == len(own) - 1
-                engine = LocalEngine(load_model(weights[version]), tokenizer)
-                tried = []
+                engine, tried = engines[version], []
                 for begin in range(1, step + 1):  # seeds are those of the step that began the group
                     seed = seed_of(0, "rollout", begin, row["group"], place)
                     seed = seed_of(seed, "behind", 3 * number) if number else seed

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from secrets import token_urlsafe
 
@@ -19,6 +18,7 @@ from posttrain.apps.view.open_run import OpenRun, names_of
 from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.system.http_front import HOST, bound
+from posttrain.system.without_pandas import without_pandas
 
 QUESTIONS = 40  # that are answered at once, each in a thread
 GRACE_SECONDS = 4.0  # seconds in which open requests may be answered, once the server is to end
@@ -101,38 +101,21 @@ def _leave(runs: Sequence[OpenRun]) -> None:
     os._exit(130)
 
 
-class _NoPandas:
-    """Finds pandas, and refuses to load it."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name == "pandas" else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        raise ModuleNotFoundError("pandas is not needed here", name=spec.name)
-
-    def exec_module(self, module: object) -> None:
-        raise AssertionError("no module was made")
-
-
 @contextmanager
 def _lighter() -> Iterator[None]:
-    """Keep pyarrow from loading what it does not need here.
+    """Keep pyarrow from loading what it does not need here, and from its own allocator.
 
-    It imports pandas before the first numbers go to or from an array, to recognise pandas' own: 0.3 s and 43 MB. Its own
-    allocator keeps freed memory: 80 MB more, and as many pages to be made.
+    The allocator keeps freed memory: 80 MB more, and as many pages to be made.
     """
     import pyarrow
 
-    before, refusing = pyarrow.default_memory_pool(), _NoPandas()
+    before = pyarrow.default_memory_pool()
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
-    if "pandas" not in sys.modules:  # code that looks for it, as DuckDB does, finds that it is not loaded
-        sys.meta_path.insert(0, refusing)
     try:
-        yield
+        with without_pandas():
+            yield
     finally:
         pyarrow.set_memory_pool(before)
-        if refusing in sys.meta_path:
-            sys.meta_path.remove(refusing)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
 from posttrain.models.native.fused import compiles, norm_linear, rms_norm, rope, rope_heads, swiglu_linear
 from posttrain.models.native.head import Head
-from posttrain.models.native.linear import ROUND, Embedding, Linear, in_blocks, rounds
+from posttrain.models.native.linear import ROUND, Embedding, Linear, give_memory, in_blocks, rounds
 from posttrain.models.native.weight_names import stored_pieces
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
     def empty_like(self) -> Decoder:
         with torch.device("meta"):  # no memory for weights that are about to be replaced
             own = Decoder(self.config).to(self.dtype)
-        own = own.to_empty(device=self.head.device)
+        give_memory(own, self.head.device)
         own.source, own.generation, own.eos_ids = self.source, self.generation, self.eos_ids
         return own
 
@@ -325,7 +325,7 @@ def new_decoder(
     config.require_memory(dtype, torch.device(device), "a model from scratch")
     with torch.device("meta"):  # no memory, and no draw from the global RNG
         model = Decoder(replace(config, family=storable_family(config))).to(dtype)
-    model.to_empty(device=device)
+    give_memory(model, device)
     generator = torch.Generator(device).manual_seed(seed)
     residual = 0.02 / math.sqrt(2 * config.layers)
     with torch.no_grad():

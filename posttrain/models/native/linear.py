@@ -17,10 +17,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from posttrain.models.row_shards import is_sharded
+
 ROUND = 64
 """Rows of products in bfloat16 on a processor are filled up to a multiple of this: oneDNN compiles each number of rows that
 it has not seen, which takes longer than the product, and keeps what it compiled.
 """
+
+
+def give_memory(module: nn.Module, device: str | torch.device) -> None:
+    """Move a module from "meta" to memory of this device, uninitialised.
+
+    `Module.to_empty` would import sympy (half a second) for the strides of each new tensor; sharded ones need it.
+    """
+
+    def empty(x: Tensor) -> Tensor:
+        return (
+            torch.empty_like(x, device=device) if is_sharded(x) else torch.empty(x.shape, dtype=x.dtype, device=device)
+        )
+
+    module._apply(empty)
 
 
 class Linear(nn.Module):

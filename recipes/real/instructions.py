@@ -135,7 +135,7 @@ SETS = {"trained kinds": "trained", "new kinds": "new", "two at once": "two"}
 ALONE, LORA = "constraint alone", "GRPO, LoRA"
 ARMS = ("start", "SFT", "GRPO", LORA, ALONE)
 SFT_RATE = 5e-5
-RATES = {"GRPO": 1e-5, LORA: 2e-4, ALONE: 1e-5}
+RATES = {"GRPO": 2e-5, LORA: 4e-4, ALONE: 2e-5}
 LONGEST = 64  # tokens of a reply
 
 
@@ -238,7 +238,7 @@ class Instructions:
             "max_tokens": LONGEST,
             "steps": len(self.rows) // self.prompts,
         }
-        rate: dict[str, Any] = {"lr": RATES[arm], "warmup": 3, "schedule": "linear"}
+        rate: dict[str, Any] = {"lr": RATES[arm], "warmup": 3}
         adapters: dict[str, Any] = {"lora": 16} if arm == LORA else {}
         how: dict[str, Any] = {"algorithm": "grpo", "kl": 0.0, **size, **rate, **adapters}
         common = self.study.common(arm, self.seed)

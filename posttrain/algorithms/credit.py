@@ -115,7 +115,7 @@ class Baselined(Advantage):
             "none": "no scale: Dr. GRPO, arXiv 2503.20783, section 3.2" if self.baseline == "group" else "",
             "group": "",
             "batch": "scale: Lite PPO, arXiv 2508.08221, section 4",
-            "mean": "scale: MaxRL, arXiv 2602.02710, algorithm 1",
+            "mean": "scale: MaxRL, arXiv 2602.02710",
         }
         signal = "signal: GPG, arXiv 2504.02546, eq. 7" if self.signal else ""
         return "; ".join(filter(None, [papers[self.baseline], weights[self.weight], scales[self.scale], signal]))

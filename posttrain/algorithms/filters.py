@@ -142,7 +142,7 @@ class CovarianceClip(TokenSelection):
     """Keeps the entropy from collapsing: leaves out a few of the tokens whose update would lower it most.
 
     These are likely tokens with a high advantage, or unlikely ones with a low one: the entropy falls by the covariance of lp
-    and A over all tokens of the step (Clip-Cov, arXiv 2505.22617, eq. 10 to 12). cov = (old - mean(old)) (A - mean(A)). Of
+    and A over all tokens of the step (Clip-Cov, arXiv 2505.22617). cov = (old - mean(old)) (A - mean(A)). Of
     the tokens with low < cov < high, share x (tokens of the step) become without an advantage, at least one. The paper
     draws them at random; here they are evenly spaced in the order of cov, which needs no random numbers. Its covariance is
     of the log-probabilities of each update (in verl, of each micro-batch); here of the step's start.
@@ -160,7 +160,7 @@ class CovarianceClip(TokenSelection):
     high: float = 5.0
     option = "--clip-cov"
     needs = frozenset({Need.OLD})
-    source = "Clip-Cov, arXiv 2505.22617, eq. 10 to 12"
+    source = "Clip-Cov, arXiv 2505.22617"
 
     @property
     def formula(self) -> str:
@@ -186,7 +186,7 @@ class CovariancePenalty(Component):
     """Keeps the entropy from collapsing: holds the tokens whose update would lower it most near the old policy.
 
     coefficient x |lp - old| is subtracted from what is maximised at the `share` of the step's tokens with the highest cov =
-    (old - mean(old)) (A - mean(A)), at least one (KL-Cov, arXiv 2505.22617, eq. 13 and 14). |lp - old| for the KL is that of
+    (old - mean(old)) (A - mean(A)), at least one (KL-Cov, arXiv 2505.22617). |lp - old| for the KL is that of
     the authors' code. The covariance is of the step's start, as with --clip-cov.
     """
 
@@ -201,7 +201,7 @@ class CovariancePenalty(Component):
     )
     coefficient: float = setting(1.0, above=0)
     needs = frozenset({Need.OLD})
-    source = "KL-Cov, arXiv 2505.22617, eq. 13 and 14, and the authors' code"
+    source = "KL-Cov, arXiv 2505.22617, and the authors' code"
 
     @property
     def formula(self) -> str:

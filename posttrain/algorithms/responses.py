@@ -125,7 +125,7 @@ class ResponseLikelihood(Score):
 
     s = sum_t lp_t (CPO, arXiv 2401.08417), or its mean over the tokens (SimPO, arXiv 2405.14734, eq. 3). With `alpha`, the
     reward has another shape: (1 - exp(-alpha s)) / alpha, which is s at 0 and whose slope for unlikely responses is steeper
-    the larger alpha is (AlphaPO, arXiv 2501.03884, eq. 9).
+    the larger alpha is (AlphaPO, arXiv 2501.03884).
     """
 
     mean: bool = setting(
@@ -137,7 +137,7 @@ class ResponseLikelihood(Score):
     @property
     def source(self) -> str:
         if self.alpha:
-            return "AlphaPO, arXiv 2501.03884, eq. 9" + ("" if self.tail == 1 else LENGTH_DESENSITISED)
+            return "AlphaPO, arXiv 2501.03884" + ("" if self.tail == 1 else LENGTH_DESENSITISED)
         base = "SimPO, arXiv 2405.14734, eq. 3" if self.mean else "CPO, arXiv 2401.08417"
         return base + ("" if self.tail == 1 else LENGTH_DESENSITISED)
 

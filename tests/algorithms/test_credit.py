@@ -28,7 +28,7 @@ from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, Correction
 from posttrain.algorithms.shaping import GroupLength, LengthPenalty, SoftOverlong
-from posttrain.algorithms.surrogate import Clip, WeightedLogProbability
+from posttrain.algorithms.surrogate import Clip, DivergenceMask, WeightedLogProbability
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
 from posttrain.core.component import Need, RunLimits
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
@@ -38,7 +38,7 @@ from posttrain.models.native.decoder import causal
 from posttrain.models.native.head import Head
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
-from posttrain.training.sources.credit_assignment import credit
+from posttrain.training.sources.credit_assignment import Credited, credit
 from posttrain.training.sources.model_outputs import view
 from posttrain.training.sources.packing import collate, pack
 from posttrain.training.sources.rl_source import RLSource
@@ -288,6 +288,19 @@ def test_golden_dual_clip(advantage: float, ratio: float, value: float, moves: b
     assert stats["ratio/clipped_dual"] == (float((advantage, ratio) == (-1.0, 4.0)), 1.0)
 
 
+@pytest.mark.parametrize(("divergence", "high", "low"), [("kl", 0.45, 0.6), ("tv", 0.3, 0.5)])
+def test_golden_divergence_mask(divergence: Any, high: float, low: float) -> None:
+    """From 0.5 to 0.9 or to 0.1: KL(old || new) is 0.511, KL(new || old) 0.368, the total variation 0.4.
+
+    So the bound of A > 0 is passed and that of A < 0 is not; a token that moves against its advantage is never masked.
+    """
+    old, new = doubles(0.5, 0.5, 0.5).log(), doubles(0.9, 0.1, 0.1).log()
+    batch, mask = flat_batch(new, advantage=doubles(1, -1, 1), old_logp=old), DivergenceMask(divergence, low, high)
+    assert mask((new - old).exp(), Outputs(new), batch).tolist() == pytest.approx([0, -0.2, 0.2])
+    swapped = DivergenceMask(divergence, high, low)
+    assert swapped((new - old).exp(), Outputs(new), batch).tolist() == pytest.approx([1.8, 0, 0.2])
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -524,6 +537,15 @@ def test_golden_covariances_choose_tokens() -> None:
     assert [w.tolist() for w in CovariancePenalty(0.5)(own, advantage)] == [[1, 0], [0, 1]]
     assert [w.tolist() for w in CovariancePenalty(0.25, 3.0)(own, advantage)] == [[0, 0], [0, 3]]
     assert all(k.all() for k in CovarianceClip(0.5, 10, 20)(own, advantage)), "none has such a covariance"
+
+
+def test_mean_advantages_of_a_step_are_those_of_each_rollout_and_need_a_token_of_each() -> None:
+    scores = scores_of([0.0] * 3, [3, 1, 2])
+    credited = Credited([None] * 3, scores, {"advantage": [doubles(1, -1, 0), doubles(-2), doubles(0, 0)]}, {})  # type: ignore[list-item]
+    assert credited.advantages() == ([0.0, -2.0, 0.0], [True, True, False])
+    empty = replace(credited, scores=scores_of([0.0] * 3, [3, 0, 2]))
+    with pytest.raises(AssertionError, match="without a scored token"):
+        empty.advantages()
 
 
 TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(8)]

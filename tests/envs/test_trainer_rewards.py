@@ -78,6 +78,9 @@ def several(data_sources, solution_strs, ground_truths, extra_infos):
     best = max(solution_strs, key=len)
     return [{"score": float(s == best), "n": len(ground_truths)} for s in solution_strs]
 
+def level(data_source, solution_str, ground_truth, extra_info=None):
+    return float(extra_info.get("level", 5))
+
 def odd(solution_str, **kwargs):
     return {"points": 1.0}
 
@@ -243,6 +246,8 @@ def test_score_of_verl_is_the_reward_with_its_other_numbers_beside_it(verl: str,
     assert scored(f"{verl}:waits", [["9"]], workers, **ROW)[0][0].reward == 2.0
     several = scored(f"{verl}:several", [["1", "12"]], workers, **ROW)[0]
     assert [(d.reward, d.rewards) for d in several] == [(0.0, {"n": 2.0}), (1.0, {"n": 2.0})]
+    without = {**ROW, "extra_info": None}  # verl gives an empty dict then
+    assert scored(f"{verl}:level", [["9"]], workers, **without)[0][0].reward == 5.0
     [[odd]] = scored(f"{verl}:odd", [["1"]], workers, **ROW)
     assert isinstance(odd.reward, Invalid) and 'returned a dict without "score"; it has points' in odd.reward.reason
 

@@ -109,6 +109,16 @@ def test_a_sum_takes_rewards_of_ones_own_and_built_in_ones_with_their_rows(tmp_p
     assert load_env(spec)(task, "<answer>42</answer>")["gsm8k"] == 1.0
 
 
+def test_no_summand_is_lost_where_two_have_one_name(tmp_path: Path) -> None:
+    """Names with a dash too, and a file that is called as the second of two would be."""
+    names = ("a/my-own.py", "b/my-own.py", "my-own-2.py", "c/my-own.py")
+    for worth, name in zip((1, 10, 100, 1000), names, strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"def reward(task, reply):\n    return {worth}.0\n")
+    found = score(" + ".join(f"{tmp_path / name}:reward" for name in names) + " + verify:exact_match*0", "42")
+    assert found["reward"] == 1111.0 and sorted(found.values()) == [1.0, 1.0, 10.0, 100.0, 1000.0, 1111.0]
+
+
 def test_right_is_what_has_full_marks_in_every_part_that_has_any() -> None:
     assert success_of("verify:exact_match", None) == 1.0 and success_of("verify:exact_match", 0.5) == 0.5
     assert success_of("verify:exact_match*0.9 + verify:tags*0.1", None) == 1.0

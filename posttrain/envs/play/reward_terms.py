@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,8 +133,8 @@ def _short(spec: str) -> str:
 
 def _part_name(name: str, taken: Collection[str]) -> str:
     """Return the name; a second part of this name has a number."""
-    again = sum(one.partition("-")[0] == name for one in taken) + 1
-    return name if again == 1 else f"{name}-{again}"
+    free = (f"{name}-{number}" for number in count(2))
+    return name if name not in taken else next(one for one in free if one not in taken)
 
 
 def full_marks(terms: Sequence[RewardTerm], success: Callable[[str], float | None]) -> float | None:

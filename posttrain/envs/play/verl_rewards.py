@@ -52,7 +52,7 @@ def verl_reward(function: Callable[..., Any], label: str = "", **settings: Any) 
         return {
             "data_source": task.get("data_source"),
             "ground_truth": _truth(task),
-            "extra_info": task.get("extra_info"),
+            "extra_info": {} if task.get("extra_info") is None else task["extra_info"],  # as verl's reward managers do
         }
 
     if known is SEVERAL:

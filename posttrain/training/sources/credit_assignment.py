@@ -43,6 +43,9 @@ class Credited:
         if not self.rollouts:
             return [], []
         sizes = self.scores.length.long().numpy()
+        assert sizes.all(), (
+            "a rollout without a scored token has left the step, and reduceat would read its neighbour's"
+        )
         first = np.concatenate([[0], sizes.cumsum()[:-1]])
         every = torch.cat(self.per_token["advantage"]).double().cpu().numpy()
         return (np.add.reduceat(every, first) / sizes).tolist(), np.logical_or.reduceat(every != 0, first).tolist()

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from posttrain.core.conversation import Conversation
+from posttrain.core.json_text import json_text
 from posttrain.core.types import Task, Transcript, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.preference_examples import plain, to_item
@@ -219,15 +220,16 @@ def _written(task: Task) -> Iterator[list[MarkedText]]:
     prompt = [MarkedText(task["prompt"], False)] if isinstance(task.get("prompt"), str) else []
     for message in task.get("messages") or ():
         trained = message["role"] == "assistant" and message.get("weight", 1) == 1
-        said = [
+        calls = [json_text(call.get("function", call)) for call in message.get("tool_calls") or ()]
+        said = "\n".join(filter(None, [content_text(message), *calls]))
+        prompt += [
             MarkedText(f"{message['role']}: ", False),
-            MarkedText(content_text(message), trained),
+            *([MarkedText(said, trained)] if said else []),
             MarkedText("\n", False),
         ]
-        prompt += said
     responses = task.get("responses") or ([task["response"]] if prompt and "response" in task else [""])
-    for response in responses:
-        yield [*prompt, MarkedText(_whole(response), True)]
+    for response in map(_whole, responses):
+        yield [*prompt, MarkedText(response, True)] if response else prompt
 
 
 def _answered(task: Task, text: str) -> Task:

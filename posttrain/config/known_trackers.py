@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -53,5 +54,17 @@ def check_trackers(given: Iterable[str]) -> None:
             raise UserError(f"--track {spec}: no such tracker{near_or_all(spec, [*TRACKERS, 'my.py:Mine'])}")
         if name in TRACKERS and (library := TRACKERS[name].library) and not installed(library):
             raise UserError(f"--track {name} needs the library {library}: {install(library)}")
-        if name not in TRACKERS and not hasattr(tracker_class(spec), "finish"):
+        if name in TRACKERS:
+            _check_address(name, spec)
+        elif not (isinstance(kind := tracker_class(spec), type) and hasattr(kind, "finish")):
             raise UserError(f"--track {spec} is no tracker: write a class that extends posttrain.Tracker")
+
+
+def _check_address(name: str, spec: str) -> None:
+    """Raise UserError for an address behind the name of a tracker that takes none, or that is none."""
+    address = spec.partition(":")[2]
+    if name != "prometheus" and address:
+        raise UserError(f"--track {spec}: {name} takes no address: its library's own variables set the server")
+    port = address.rpartition(":")[2]
+    if name == "prometheus" and not (re.fullmatch(r"([^:]+:)?\d{0,5}", address) and int(port or 0) < 1 << 16):
+        raise UserError(f"--track {spec}: write prometheus:PORT or prometheus:HOST:PORT, with a port from 0 to 65535")

@@ -322,6 +322,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         raise UserError('messages must be a list of {"role": ..., "content": ...}, with at least one')
     checked = []
     for number, message in enumerate(messages, 1):
+        if isinstance(message, dict) and message.get("tool_calls"):
+            message = {"content": None, **message}  # TRL's rows leave the content of such a turn out
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise UserError(f'message {number} must be an object with "role" and "content"')
         if message["role"] not in ROLES:

@@ -86,6 +86,30 @@ def test_trained_text_is_in_brackets_where_there_are_no_colours(
     assert "a[[b]]" in capsys.readouterr().out
 
 
+def test_without_a_model_calls_are_shown_and_no_empty_text_is_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = {"name": "add", "arguments": {"a": 1}}
+    turns = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": called}]},  # as in TRL's documentation
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    for name, row, shown in (
+        (
+            "tools",
+            {"messages": turns},
+            'user: 1+1=\nassistant: [[{"name":"add","arguments":{"a":1}}]]\ntool: 2\nassistant: [[two]]',
+        ),
+        ("prompts", {"prompt": "1+1="}, "1+1="),
+        ("chat", {"prompt": [{"role": "user", "content": "1+1="}]}, "user: 1+1="),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        assert data(str(tmp_path / f"{name}.jsonl")) == 0
+        assert capsys.readouterr().out.strip().partition(".jsonl:1\n")[2] == shown
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -25,7 +25,7 @@ from posttrain.runs.run_reading import read_health, read_metrics, read_timing
 from posttrain.runs.terminal.display import Display
 from posttrain.runs.tracking import trackers
 from posttrain.runs.tracking.follower import read_state
-from posttrain.runs.tracking.trackers import Trackers
+from posttrain.runs.tracking.trackers import Trackers, without_secrets
 from posttrain.training.trainer import Run
 
 pytestmark = pytest.mark.timeout(600)
@@ -229,7 +229,9 @@ def test_an_interrupted_a_stopped_and_a_failed_run_end_as_such_for_the_tracker(
 
 def test_names_of_trackers_are_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    (tmp_path / "mine.py").write_text(
+        "from posttrain import Tracker\nclass Mine:\n    pass\nclass Good(Tracker):\n    pass\nobject = Good()\n"
+    )
     assert trackers_of(("wandb,trackio", "wandb", "prometheus:0")) == ["wandb", "trackio", "prometheus:0"]
     for name, known in TRACKERS.items():
         if known.library:
@@ -243,9 +245,38 @@ def test_names_of_trackers_are_checked_before_anything_starts(tmp_path: Path, mo
         "tensorboard": "every run writes TensorBoard's files: leave it out",
         "mine.py:Mine": "--track mine.py:Mine is no tracker: write a class that extends posttrain.Tracker",
         "mine.py:Else": "mine.py has no 'Else'",
+        "mine.py:object": "--track mine.py:object is no tracker: write a class that extends posttrain.Tracker",
+        "prometheus:http": "--track prometheus:http: write prometheus:PORT or prometheus:HOST:PORT",
+        "prometheus:65536": "with a port from 0 to 65535",
+        "prometheus:a:b:1": "--track prometheus:a:b:1: write prometheus:PORT",
     }.items():
         with pytest.raises(UserError, match=re.escape(told)):
             check_trackers((f"prometheus,{name}",))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://me:hidden@host:80/a", "http://***@host:80/a"),
+        ("https://hidden@host", "https://***@host"),
+        ("my.py:reward,api_key=hidden,max_tokens=4", "my.py:reward,api_key=***,max_tokens=4"),
+        ("my.py:f,OPENAI_API_KEY=hidden + my.py:g*0.5", "my.py:f,OPENAI_API_KEY=*** + my.py:g*0.5"),
+        ("harness:x,password=hi,dden", "harness:x,password=***,dden"),
+        ("my.py:f,key=answer,tokens=3,url=http://host/a@b", "my.py:f,key=answer,tokens=3,url=http://host/a@b"),
+        ("Bearer", "Bearer"),
+    ],
+)
+def test_secrets_in_options_do_not_reach_trackers(text: str, shown: str) -> None:
+    given = {"env": text, "engines": [text, 3], "run": {"deep": [{"x": text}]}, "steps": 4}
+    assert without_secrets(given) == {"env": shown, "engines": [shown, 3], "run": {"deep": [{"x": shown}]}, "steps": 4}
+
+
+def test_the_options_of_a_run_reach_its_tracker_without_secrets(
+    tmp_path: Path, tokenizer: Tokenizer, noted: Path
+) -> None:
+    rl(tmp_path, tokenizer, "a", steps=1, track="mine.py:Noting", track_project="http://me:hidden@host/x")
+    [start] = calls(noted, "start")
+    assert start[5]["track_project"] == "http://***@host/x" and "hidden" not in json.dumps(start[5])
 
 
 def test_overwriting_a_run_forgets_the_runs_of_its_trackers(tmp_path: Path, tokenizer: Tokenizer, noted: Path) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from posttrain.core.types import UserError
 from posttrain.runs.tracking.adapters import flat
 from posttrain.runs.tracking.tracker import Status, TrackedRun, Tracker
 
@@ -19,8 +18,6 @@ class PrometheusTracker(Tracker):
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
         host, _, port = run.address.rpartition(":")
-        if not re.fullmatch(r"\d{0,5}", port):
-            raise UserError(f"prometheus:{run.address}: write prometheus:PORT or prometheus:HOST:PORT")
         self.labels = {"run": run.name, "group": run.group, "verb": run.verb}
         self.options = {name: str(value) for name, value in flat(run.config).items() if not name.startswith("run.")}
         self.values: dict[str, float] = {}

@@ -6,6 +6,7 @@ Nothing that a tracker does can hold up a step: between start and end the run on
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -25,6 +26,20 @@ from posttrain.system.child_processes import Child, pair
 
 FINISH_SECONDS = 60.0  # for trackers to deliver the rest at the end of a run
 PATIENCE_SECONDS = 2.0  # of it before the wait is worth a message
+
+
+SECRETS = re.compile(r"(?P<before>://|(?<![A-Za-z])(?:[A-Za-z_-]*[_-])?(?:api_?key|token|secret|password)=)"
+                     r"(?P<hidden>(?<=//)[^/@\s]+(?=@)|(?<==)[^,\s]+)", re.IGNORECASE)  # fmt: skip
+"""A password in an address, and a setting of an environment whose name is that of a secret: my.py:reward,api_key=..."""
+
+
+def without_secrets(value: Any) -> Any:
+    """Return options, with the secrets in their texts as "***": trackers send them to servers of others."""
+    if isinstance(value, str):
+        return SECRETS.sub(r"\g<before>***", value)
+    if isinstance(value, dict):
+        return {name: without_secrets(one) for name, one in value.items()}
+    return [without_secrets(one) for one in value] if isinstance(value, list) else value
 
 
 class Trackers:
@@ -84,7 +99,7 @@ class _TrackerProcess:
         options = {**run.pop("config"), "run": run}
         told = {
             "name": place.name, "group": place.parent.name, "project": config.track_project, "verb": config.verb,
-            "folder": str(place), "config": options, "address": address,
+            "folder": str(place), "config": without_secrets(options), "address": address,
         }  # fmt: skip
         (folder / TRACKING).mkdir(exist_ok=True)
         self._socket, theirs = pair()

@@ -218,7 +218,7 @@ class DivergenceMask(Surrogate):
 
     M r A with M = 0 for a token that has left the region in the direction that its advantage pushes (A > 0 and r > 1, or
     A < 0 and r < 1), else 1 (DPPO, arXiv 2602.04879, with its binary divergences of the sampled token against all others,
-    pi and mu its probabilities now and before). `tv`: |pi - mu|. `kl`: mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)).
+    p and q its probabilities now and before). `tv`: |p - q|. `kl`: q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
 
     low, high   most divergence where A < 0, and where A > 0. The authors' code has 0.15 for tv and 0.05 for kl.
     """
@@ -235,11 +235,11 @@ class DivergenceMask(Surrogate):
     @property
     def formula(self) -> str:
         binary = {
-            "tv": "abs(pi - mu)",
-            "kl": "mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))",
+            "tv": "abs(p - q)",
+            "kl": "q log(q / p) + (1 - q) log((1 - q) / (1 - p))",
         }[self.divergence]
         bound = f"{self.high:g}" if self.low == self.high else f"{self.high:g} ({self.low:g} where A < 0)"
-        return f"M r A, M = 0 where D > {bound} and (lp - old) A > 0, else 1; D = {binary}, pi = exp(lp), mu = exp(old)"
+        return f"M r A, M = 0 where D > {bound} and (lp - old) A > 0, else 1; D = {binary}, p = exp(lp), q = exp(old)"
 
     def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         assert batch.old_logp is not None

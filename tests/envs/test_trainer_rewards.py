@@ -144,6 +144,20 @@ def test_completions_are_messages_where_the_prompt_is() -> None:
     assert seen == [([asked] * 2, said), (["p"], ["a"])]
 
 
+def test_function_that_changes_its_arguments_changes_nothing_for_others() -> None:
+    def changing(prompts: Any, completions: Any, meta: Any, **_: Any) -> list[float]:
+        prompts[0][0]["content"] = completions[0][0]["content"] = meta[0]["x"] = "changed"
+        return [1.0] * len(prompts)
+
+    def reading(prompts: Any, completions: Any, meta: Any, **_: Any) -> list[float]:
+        whole = zip(prompts, completions, meta, strict=True)
+        return [float((p[0]["content"], c[0]["content"], m["x"]) == ("q", "a", 1)) for p, c, m in whole]
+
+    task = {"messages": [{"role": "user", "content": "q"}], "meta": {"x": 1}}
+    found = posttrain.trl_reward(changing, reading)([task, task], [Reply("a"), Reply("a")])
+    assert [of["reward"] for of in found] == [2.0, 2.0] and task["meta"] == {"x": 1}
+
+
 def test_columns_are_those_of_the_rows_and_only_named_ones_where_a_function_names_them(trl: str) -> None:
     [[one]] = scored(f"{trl}:columns", [["a"]], solution="7", level=3)
     assert one.reward == 1.0 and one.notes == {"seen": ["id", "level", "log_metric", "solution"]}

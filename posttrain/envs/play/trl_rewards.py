@@ -9,6 +9,7 @@ Not known here are `trainer_state` and `environments`: a function that cannot do
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +115,8 @@ def _takes_all(taken: Mapping[str, inspect.Parameter]) -> bool:
 def _arguments(
     taken: Mapping[str, inspect.Parameter], tasks: Sequence[Task], replies: Sequence[Reply]
 ) -> dict[str, Any] | Invalid:
-    """Return the arguments by name, each a list with one for each reply."""
+    """Return the arguments by name, each a list with one for each reply. They are copies: a function may change them."""
+    tasks = copy.deepcopy(list(tasks))
     chat = [not isinstance(task.get("prompt"), str) for task in tasks]
     given: dict[str, Any] = {
         "prompts": [task["messages"] if own else task["prompt"] for task, own in zip(tasks, chat, strict=True)],

@@ -206,7 +206,10 @@ def test_failure_names_its_function(trl: str, name: str, kind: InvalidKind, reas
         ("{}:accuracy,", "'' is no name of a function"),
         ("{}", "does not say which function: write .*rewards.py:accuracy or"),
         ("{}:name", "is 'a-reward-model' .*, not a reward function of TRL.*--reward-model FOLDER"),
-        ("trl:accuracy_reward_of_nobody", "there is no module 'trl.rewards'|has no 'accuracy_reward_of_nobody'"),
+        (
+            "trl:accuracy_reward_of_nobody",
+            "TRL is not installed: pip install trl, or name your file|has no 'accuracy_reward_of_nobody'",
+        ),
     ],
 )
 def test_name_that_is_no_function_of_trl_is_refused(trl: str, spec: str, reason: str) -> None:

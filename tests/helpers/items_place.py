@@ -33,6 +33,10 @@ def never(task, reply):
     return Invalid("the service is down")
 
 
+def ranked(tasks, replies):
+    return [float(len(reply)) for reply in replies]
+
+
 def twice(task):
     yield task["prompt"]
     yield "again"

@@ -242,6 +242,10 @@ def test_a_file_of_other_options_tasks_or_weights_is_not_continued(place: Path, 
         ({"kind": "topic", "kinds": {"c": {"samples": 2}}}, "--kinds.c: no prompt is of this kind"),
         ({"kind": "topic", "kinds": {"a": {"sample": 2}}}, "did you mean"),
         ({"kind": "topic", "kinds": {"a": {"temperature": -1}}}, "--kinds.a.temperature"),
+        (
+            {"adaptive": 8, "env": "my.py:ranked"},
+            "scores whole groups: it samples the rest of a group later; use --samples 8",
+        ),
         ({"env": "my.py:twice"}, "asked for several replies"),
     ],
 )

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.extras import installed
 from posttrain.core.types import VERIFIER_PREFIX as PREFIX
 from posttrain.core.types import UserError
 from posttrain.envs.play.env_options import read_options, split_options
@@ -73,6 +74,11 @@ def _of_trl(term: str) -> dict[str, GroupReward]:
     from posttrain.envs.play.trl_rewards import trl_part  # workers of other rewards start sooner
 
     target, names = _trl_names(term)
+    if target == TRL_MODULE and not installed("trl"):
+        raise UserError(
+            f"--env {term} names a function of TRL's own, and TRL is not installed: pip install trl, or name your file: "
+            f"{TRL}rewards.py:{names[0]}"
+        )
     module = import_target(target)
     own = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
     return {name: trl_part(named_in(module, name, target, own), f"{TRL}{target}:{name}") for name in names}

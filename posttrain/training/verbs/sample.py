@@ -34,6 +34,7 @@ from posttrain.data.tasks_from_rows import Convert
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
 from posttrain.envs.play.episode import Episode, content_text
+from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env
 from posttrain.envs.play.player import Player
 from posttrain.models.checkpoint_folder import load_model
@@ -101,6 +102,11 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     grids = _Grids(config)
     spec = env or config.env or None
     makes_prompts = spec is not None and is_generator_env(load_env(spec))
+    if config.adaptive is not None and spec is not None and is_group_reward(load_env(spec)):
+        raise UserError(
+            "--adaptive cannot go with a reward that scores whole groups: it samples the rest of a group later; use "
+            f"--samples {config.adaptive} instead"
+        )
     converter: Convert | None = load_converter(spec) if spec is not None and rows is None else None
     tasks = load_tasks(config, rows, env, () if makes_prompts else ("prompt",), convert=converter or to_prompt)
     if isinstance(tasks, Stream):

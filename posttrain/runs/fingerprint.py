@@ -61,12 +61,15 @@ def of_code(code: str | Callable[..., Any]) -> Print | None:
     Of a sum it is that of the files of all terms.
     """
     if isinstance(code, str) and is_sum(code):
-        found = [of_code(own_name(term.spec)) for term in terms_of(code)]
+        found = [_of_file(split_options(own_name(term.spec))[0].rpartition(":")[0]) for term in terms_of(code)]
         known = [one for one in found if one is not None]
         if len(known) > 1:
             return {"digest": _digest([one["digest"] for one in known]), "bytes": sum(one["bytes"] for one in known)}
         return known[0] if known else None
-    file = split_options(code)[0].rpartition(":")[0] if isinstance(code, str) else source_file(code)
+    return _of_file(split_options(code)[0].rpartition(":")[0] if isinstance(code, str) else source_file(code))
+
+
+def _of_file(file: str | None) -> Print | None:
     return of_path(Path(file)) if file and file.endswith(".py") and Path(file).is_file() else None
 
 

@@ -248,8 +248,10 @@ class Instructions:
 
     def measured(self, model: str) -> Figures:
         found: Figures = {}
-        for side, rows in self.unseen.items():
-            rollouts = self.study.evaluate(rows, REWARD, model, max_tokens=LONGEST, success=2.0).rollouts
+        every = [{**row, "side": side} for side, rows in self.unseen.items() for row in rows]
+        replies = self.study.evaluate(every, REWARD, model, max_tokens=LONGEST, success=2.0).rollouts
+        for side in self.unseen:
+            rollouts = [rollout for rollout in replies if rollout.task["side"] == side]
             found[side] = sum(r.rewards["kept"] for r in rollouts) / len(rollouts)
             found[f"{side} about"] = sum(r.rewards["about"] for r in rollouts) / len(rollouts)
             found[f"{side} both"] = sum(r.rewards["kept"] * r.rewards["about"] for r in rollouts) / len(rollouts)

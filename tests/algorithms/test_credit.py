@@ -337,8 +337,9 @@ def test_correction_multiplies_the_gain_outside_of_the_clip_and_has_no_gradient(
 
 def test_share_of_capped_weights_is_logged() -> None:
     stats = Stats()
-    WeightedLogProbability(0.5).measure(doubles(1.5, 1.6, 0.2, 9.0, 1.0), flat_batch(doubles(*[0.0] * 5)), stats)
-    WeightedLogProbability().measure(doubles(9.0), flat_batch(doubles(0.0)), stats)
+    for high, ratio in ((0.5, doubles(1.5, 1.6, 0.2, 9.0, 1.0)), (None, doubles(9.0))):
+        logp = torch.zeros_like(ratio)
+        WeightedLogProbability(high).measure(ratio, Outputs(logp), flat_batch(logp), stats)
     assert stats == {"ratio/clipped_high": (2.0, 5.0)}
 
 

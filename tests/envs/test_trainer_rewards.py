@@ -250,6 +250,8 @@ def test_reward_of_success_and_files_are_found_behind_a_prefix(trl: str, verl: s
     assert success_of(f"{trl}:accuracy*2 + verify:tags", None) == 4.0
     assert success_of(f"{trl}:accuracy,think + verify:tags", None) is None
     one, both = of_code(f"{trl}:accuracy"), of_code(f"{trl}:accuracy + {verl}:plain")
+    assert of_code("verify:exact_match*0.5 + verify:f1*0.5") is None and of_code("verify:f1") is None
+    assert of_code(f"verify:f1 + {trl}:accuracy") == one
     assert one and both and one["digest"] != both["digest"] and both["bytes"] == len(TRL) + len(VERL)
 
 

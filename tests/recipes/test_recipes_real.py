@@ -147,7 +147,7 @@ def test_no_topic_and_no_new_kind_of_constraint_is_trained() -> None:
     ],
 )
 def test_a_constraint_is_kept_or_broken(kind: str, value: Any, kept: str, broken: str) -> None:
-    reward = recipe_module("real.instructions").reward
+    reward = recipe_module("real.constraints").reward
     row = {"topic": "rain", "constraints": [(kind, value)]}
     assert [reward(row, text)["kept"] for text in (kept, broken)] == [1.0, 0.0]
 

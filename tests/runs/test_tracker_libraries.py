@@ -185,6 +185,8 @@ def test_prometheus_serves_the_last_step_over_http(config: RL) -> None:
     assert f'posttrain_option{{{labels},name="lr",value="0.25"}} 1' in lines
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(address.replace("/metrics", "/"))
+    with pytest.raises(urllib.error.HTTPError, match="421"):  # a name that a web page has bound to this machine
+        urllib.request.urlopen(urllib.request.Request(address, headers={"Host": "elsewhere.example"}))
     trackers.finish("finished", SECONDS)
     parser = pytest.importorskip("prometheus_client.parser")
     families = {family.name: family for family in parser.text_string_to_metric_families(page)}

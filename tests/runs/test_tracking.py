@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny
+from constant_rewards import constant
 
 import posttrain
 from posttrain.config.known_trackers import TRACKERS, check_trackers, trackers_of
 from posttrain.core.types import UserError
-from posttrain.envs.builtin import arithmetic
-from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_health, read_metrics, read_timing
 from posttrain.runs.terminal.display import Display
@@ -92,29 +90,13 @@ def calls(file: Path, name: str) -> list[Any]:
     return [rest for kind, *rest in every if kind == name]
 
 
-def same(task: Any, reply: str) -> float:
-    """Nothing can be learned from this reward, which the health check finds at step 10."""
-    return 1.0
-
-
 def rl(place: Path, tokenizer: Tokenizer, out: str, **options: Any) -> Run:
-    if not (place / "start").exists():
-        save_model(tiny(tokenizer), place / "start", tokenizer)
-    given: dict[str, Any] = {
-        "algorithm": "dr-grpo",
-        "prompts": 1,
-        "group": 2,
-        "max_tokens": 2,
-        "threads": 1,
-        "steps": 12,
-    }
-    given |= {"held_out": 0.2, "eval_every": 5, "save_every": 6, "env_workers": 0, "quiet": True}
-    sums = arithmetic.tasks(20, seed=0, digits=1)
-    return posttrain.rl(sums, same, str(place / "start"), out=str(place / "sweep" / out), **{**given, **options})
+    given = {"steps": 12, "held_out": 0.2, "eval_every": 5, "save_every": 6, "quiet": True, **options}
+    return constant(place, tokenizer, f"sweep/{out}", **given)
 
 
 def recorded(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """What a tracker is to get of each step: all finite numbers of both files."""
+    """Return the numbers that a tracker gets of each step: all finite ones of both files."""
     timing = {row["step"]: row for row in read_timing(folder)}
     rows = [{**row, **timing.get(row["step"], {})} for row in read_metrics(folder)]
     return [(r["step"], {n: v for n, v in r.items() if n != "step" and v is not None}) for r in rows]

@@ -64,6 +64,7 @@ HOMES = {
         "services/retrieval/search_server.py",
         "system/http_server.py",
         "apps/view/web_server.py",
+        "runs/tracking/prometheus.py",
     ),
     "verifiers": ("envs/bridges/verifiers_side.py",),
     "bm25s": ("services/retrieval/bm25.py",),

@@ -7,34 +7,12 @@ from typing import Any
 
 import pytest
 from conftest import tiny
+from constant_rewards import constant
 
 import posttrain
-from posttrain.envs.builtin import arithmetic
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_health
-from posttrain.training.trainer import Run
-
-
-def same(task: Any, reply: str) -> float:
-    """A reward that ignores the reply: nothing can be learned, which is found after ten steps."""
-    return 1.0
-
-
-def constant(place: Path, tokenizer: Tokenizer, out: str, **options: Any) -> Run:
-    if not (place / "start").exists():
-        save_model(tiny(tokenizer), place / "start", tokenizer)
-    given: dict[str, Any] = {
-        "algorithm": "dr-grpo",
-        "prompts": 1,
-        "group": 2,
-        "max_tokens": 2,
-        "threads": 1,
-        "steps": 14,
-    }
-    sums = arithmetic.tasks(20, seed=0, digits=1)
-    start = str(place / "start")
-    return posttrain.rl(sums, same, start, out=str(place / out), env_workers=0, **{**given, **options})
 
 
 def test_a_finding_is_told_and_written_down_and_the_run_goes_on(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
 import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from aiohttp import web
 
 from posttrain.runs.tracking.adapters import flat
 from posttrain.runs.tracking.tracker import Status, TrackedRun, Tracker
+from posttrain.system.http_front import HOST, bound, refused
+from posttrain.system.http_server import serving
 
 PORT = 9464  # by convention that of exporters of OpenTelemetry
 
@@ -22,21 +27,24 @@ class PrometheusTracker(Tracker):
         self.options = {name: str(value) for name, value in flat(run.config).items() if not name.startswith("run.")}
         self.values: dict[str, float] = {}
         self.findings: dict[str, int] = {}
-        tracker = self
+        self._host, self._loop, self._end = host or HOST, asyncio.new_event_loop(), asyncio.Event()
+        listening = bound(self._host, int(port) if port else PORT)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(self._serve(listening),), daemon=True
+        )
+        self._thread.start()
+        return {"url": f"http://{self._host}:{listening.getsockname()[1]}/metrics"}
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                found = self.path.partition("?")[0] == "/metrics"
-                body = tracker.page().encode() if found else b""
-                self.send_response(200 if found else 404)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    async def _serve(self, listening: socket.socket) -> None:
+        application = web.Application()
+        application.router.add_get("/metrics", self._answer)
+        async with serving(application, listening):
+            await self._end.wait()
 
-        self.server = ThreadingHTTPServer((host or "127.0.0.1", int(port) if port else PORT), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return {"url": f"http://{self.server.server_name if host else '127.0.0.1'}:{self.server.server_port}/metrics"}
+    async def _answer(self, request: web.Request) -> web.Response:
+        if (wrong := refused(request.method, request.headers.items(), self._host)) is not None:
+            return web.Response(status=wrong[0], text=wrong[1])
+        return web.Response(text=self.page(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {f"posttrain_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}": value for name, value in metrics.items()}
@@ -64,4 +72,5 @@ class PrometheusTracker(Tracker):
         return "{" + ",".join(f'{name}="{text}"' for name, text in escaped.items()) + "}"
 
     def finish(self, status: Status) -> None:
-        self.server.shutdown()
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()

@@ -121,6 +121,7 @@ def test_replies_are_rewritten_so_that_they_keep_their_constraint() -> None:
 def test_no_topic_and_no_new_kind_of_constraint_is_trained() -> None:
     recipe = recipe_module("real.instructions")
     rows, unseen = recipe.learned(600, 1), recipe.unseen(60)
+    assert recipe.learned(60, 1) == recipe.learned(60, 1) != recipe.learned(60, 2) and unseen == recipe.unseen(60)
     assert len({row["topic"] for row in rows}) == 40 and not {row["topic"] for row in rows} & set(recipe.HELD_OUT)
     assert {row["topic"] for side in unseen.values() for row in side} <= set(recipe.HELD_OUT)
     kinds = {side: {name for row in of_side for name, _ in row["constraints"]} for side, of_side in unseen.items()}

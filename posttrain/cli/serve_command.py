@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 
 from posttrain.config.inference import ServePolicy
 from posttrain.core.protocols import Engine
@@ -19,6 +18,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import step_of
 from posttrain.system.http_front import HOST, read_token
+from posttrain.system.http_server import stop_signal
 from posttrain.training.setup import choose_device, end_tokens, use_threads
 
 
@@ -74,20 +74,15 @@ async def _serve(
     told: Callable[[int], None],
     token: str | None,
 ) -> None:
-    loop, over = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    over = stop_signal()
 
-    def end(problem: BaseException | None = None) -> None:
+    def fail(problem: BaseException) -> None:
         if not over.done():
-            over.set_result(problem)
+            over.set_exception(problem)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        with suppress(ValueError, RuntimeError):  # not in the main thread
-            loop.add_signal_handler(number, end)
-    desk = EngineThread(engine, failed=end)
+    desk = EngineThread(engine, failed=fail)
     with closing(opened(desk)) as policy:
         service = PolicyHandlers(lambda request: policy, limits, token)
         async with serving(service.application(), port) as bound:
             told(bound)
-            problem = await over
-    if problem is not None:
-        raise problem
+            await over

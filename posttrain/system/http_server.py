@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -34,3 +36,25 @@ async def serving(application: web.Application, listening: socket.socket, **how:
     finally:
         await runner.cleanup()
         listening.close()
+
+
+def stop_signal() -> asyncio.Future[None]:
+    """Return a future that is done at the first Ctrl-C, SIGTERM or SIGHUP that is not ignored (nohup, scripts' &).
+
+    Only the main thread hears them.
+
+    A handler that raises KeyboardInterrupt would not do: raised within a finalizer or the callback of a weak reference
+    (a connection that closes runs both), Python prints the exception and goes on.
+    """
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Future[None] = loop.create_future()
+
+    def hear() -> None:
+        if not heard.done():
+            heard.set_result(None)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with suppress(ValueError, RuntimeError):  # not in the main thread
+            if signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, hear)
+    return heard

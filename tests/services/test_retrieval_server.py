@@ -402,6 +402,25 @@ def test_the_command_serves_until_it_is_interrupted(index: PassageIndex) -> None
         process.communicate()
 
 
+def test_a_signal_that_comes_within_a_finalizer_ends_the_server(index: PassageIndex) -> None:
+    class Closed:
+        def __del__(self) -> None:  # Python drops what is raised here
+            signal.raise_signal(signal.SIGINT)
+
+    def say(text: str) -> None:
+        asyncio.get_running_loop().call_later(0.05, Closed)
+
+    def interrupt(number: int, frame: object) -> None:  # as the command has it; asyncio replaces only Python's own
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            servers.serve(index, "127.0.0.1", 0, 1, say)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_port_in_use_and_an_address_that_is_none_are_told(
     index: PassageIndex, port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

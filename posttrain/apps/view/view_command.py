@@ -57,12 +57,14 @@ def _serve(runs: Sequence[OpenRun], port: int, browser: bool) -> None:
 
 async def _answer(runs: Sequence[OpenRun], token: str, listening: socket.socket) -> None:
     from posttrain.apps.view.web_server import application
-    from posttrain.system.http_server import serving
+    from posttrain.system.http_server import serving, stop_signal
 
+    stopped = stop_signal()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(QUESTIONS))
     async with serving(application(runs, token), listening, shutdown_timeout=GRACE_SECONDS):
         try:
-            await asyncio.Event().wait()
+            await stopped
+            raise KeyboardInterrupt
         finally:
             threading.Thread(target=_leave, args=(runs,), daemon=True).start()
 

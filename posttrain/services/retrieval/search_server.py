@@ -159,12 +159,14 @@ def serve(
     say: Callable[[str], Any] = print,
     token: str | None = None,
 ) -> None:
-    """Serve an index until the process is interrupted."""
+    """Serve an index until the process is interrupted: raises KeyboardInterrupt."""
 
     async def run() -> None:
+        stopped = http_server.stop_signal()
         async with serving(SearchHandlers(index, topk, host=host, token=token).application(), host, port) as served:
             shown = f"[{host}]" if ":" in host else host
             say(f"index       {index.description}\naddress     http://{shown}:{served}/{PATH}")
-            await asyncio.Event().wait()
+            await stopped
 
     asyncio.run(run())
+    raise KeyboardInterrupt

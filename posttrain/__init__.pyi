@@ -482,6 +482,8 @@ class RLOptions(
     """Lambda of generalized advantage estimation (GAE)."""
     gae_alpha: float
     """Length-adaptive lambda of GAE: 1 - 1 / (alpha x tokens of the reply), at least 0."""
+    bootstrap_truncated: bool
+    """Where an episode was cut off, the critic's value of its last state stands in for its final reward."""
     k_step: int
     """k-step advantage: rewards of this many tokens, then the critic's value."""
     surrogate: Literal[
@@ -531,6 +533,8 @@ class RLOptions(
     """Coefficient of the entropy bonus (0: none). With --entropy-target, its initial value."""
     entropy_target: float
     """Target entropy in nats per token; the coefficient is tuned to hold it."""
+    entropy_where: Literal["loss", "reward"]
+    """Where the entropy goes: into the loss, or as -log pi of each token into the reward."""
     top_entropy: float
     """Learn only from this share of the tokens, those with the highest entropy (1: all)."""
     clip_cov: float
@@ -570,6 +574,8 @@ class RLOptions(
     """Exclude truncated episodes from the loss."""
     overlong_cache: int
     """Overlong penalty: tokens before the limit over which it grows to -1 (0: none)."""
+    reward_floor: float
+    """Map rewards from 0..1 to this..1, as -1 (0: as they are)."""
     length_penalty: float
     """Deduction from the reward for each sampled token (0: none)."""
     length_reward: float

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CUT = "; r_t = V_t at the last token of a rollout that was cut off"
+
+
 class Advantage(Component):
     """Map from `Scores` to advantages: [S], or one [n_i] for each rollout."""
 
@@ -385,6 +388,9 @@ class GAE(Advantage):
 
     alpha     a lambda of its own for every length, 1 - 1 / (alpha n_i), at least 0 (VAPO, arXiv 2504.05118, eq. 8).
     whiten    (A - mean) / (std + eps) over all tokens of the batch.
+    bootstrap a reply that was cut off has not ended: the critic's value of the last state that it saw, before the last
+              token, stands in for all that the last token earned, whose own advantage is 0 (fixed-length segments: PPO,
+              arXiv 1707.06347, section 5; time limits: Pardo et al. 2018, arXiv 1712.00378, section 3).
     """
 
     gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
@@ -393,6 +399,11 @@ class GAE(Advantage):
         None, "gae-alpha", "Length-adaptive lambda of GAE: 1 - 1 / (alpha x tokens of the reply), at least 0.", above=0
     )
     whiten: bool = setting(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
+    bootstrap: bool = setting(
+        False,
+        "bootstrap-truncated",
+        "Where an episode was cut off, the critic's value of its last state stands in for its final reward.",
+    )
     eps: float = setting(1e-8, above=0)
     needs = frozenset({Need.VALUE})
 
@@ -401,6 +412,7 @@ class GAE(Advantage):
         lam = f"{self.lam:g}" if self.alpha is None else f"max(0, 1 - 1 / ({self.alpha:g} n_i))"
         gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
         inside = f"sum_k ({gamma}lambda)^k delta_(t+k), delta_t = r_t + {gamma}V_(t+1) - V_t, lambda = {lam}"
+        inside += CUT if self.bootstrap else ""
         return f"whitened over all tokens: {inside}" if self.whiten else inside
 
     @property
@@ -422,7 +434,7 @@ class GAE(Advantage):
         """Return the estimate before any whitening, float64 [n_i] for each rollout."""
         assert len(scores.value) == len(scores.reward), "GAE needs the critic's values"
         delta = []
-        for earned, own in zip(earnings(scores), scores.value, strict=True):
+        for earned, own in zip(earnings(scores, self.bootstrap), scores.value, strict=True):
             value = own.double().cpu()
             delta.append(earned + self.gamma * torch.cat([value[1:], value.new_zeros(1)]) - value)
         if self.alpha is None:
@@ -440,11 +452,17 @@ class KStep(Advantage):
     (A3C, arXiv 1602.01783, section 4). k 1 is the TD residual; from the longest reply's length on it is the return minus V.
 
     whiten    (A - mean) / (std + eps) over all tokens of the batch.
+    bootstrap as in GAE.
     """
 
     k: int = setting(5, "k-step", "k-step advantage: rewards of this many tokens, then the critic's value.", least=1)
     gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
     whiten: bool = setting(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
+    bootstrap: bool = setting(
+        False,
+        "bootstrap-truncated",
+        "Where an episode was cut off, the critic's value of its last state stands in for its final reward.",
+    )
     eps: float = setting(1e-8, above=0)
     needs = frozenset({Need.VALUE})
     source = "A3C, arXiv 1602.01783, section 4"
@@ -453,6 +471,7 @@ class KStep(Advantage):
     def formula(self) -> str:
         gamma = ("", "") if self.gamma == 1 else (f"{self.gamma:g}^j ", f"{self.gamma:g}^{self.k} ")
         inside = f"sum_{{j<{self.k}}} {gamma[0]}r_(t+j) + {gamma[1]}V_(t+{self.k}) - V_t"
+        inside += CUT if self.bootstrap else ""
         return f"whitened over all tokens: {inside}" if self.whiten else inside
 
     def __call__(self, scores: Scores) -> list[Tensor]:
@@ -468,7 +487,7 @@ class KStep(Advantage):
         assert len(scores.value) == len(scores.reward), "a k-step advantage needs the critic's values"
         discount = self.gamma ** torch.arange(self.k, dtype=torch.float64)
         out = []
-        for earned, own in zip(earnings(scores), scores.value, strict=True):
+        for earned, own in zip(earnings(scores, self.bootstrap), scores.value, strict=True):
             value = own.double().cpu()
             ahead = torch.cat([earned, earned.new_zeros(self.k - 1)]).unfold(0, self.k, 1)  # [n_i, k]
             behind = torch.cat([value[self.k :], value.new_zeros(min(self.k, len(value)))])
@@ -501,11 +520,12 @@ def total_reward(scores: Scores) -> Tensor:
     return reward - torch.stack([p.double().sum() for p in scores.penalty])
 
 
-def earnings(scores: Scores) -> list[Tensor]:
+def earnings(scores: Scores, bootstrap: bool = False) -> list[Tensor]:
     """Return the reward earned at each token, float64 [n_i] for each rollout.
 
     A step's reward is earned by the last token before it, and by none where it came before the first; the final reward is
-    earned by the last token.
+    earned by the last token. `bootstrap`: the last token of a rollout that was cut off earns the critic's value of the state
+    before it, and nothing else.
     """
     out = []
     for i, length in enumerate(scores.length.long().tolist()):
@@ -517,6 +537,8 @@ def earnings(scores: Scores) -> list[Tensor]:
         earned[-1] += scores.reward[i].double() - sum(reward for _, reward in steps)
         if scores.penalty:
             earned -= scores.penalty[i].double().cpu()
+        if bootstrap and scores.truncated is not None and scores.truncated[i]:
+            earned[-1] = scores.value[i][-1].item()
         out.append(earned)
     return out
 

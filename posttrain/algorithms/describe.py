@@ -163,7 +163,7 @@ def _(algorithm: Algorithm) -> str:
         inside = f"M {inside}"
     if algorithm.kl is not None and algorithm.kl.where == "loss":
         inside += f" - {algorithm.kl.beta:g} k"
-    if algorithm.entropy is not None:
+    if algorithm.widens:
         inside += " + alpha H"
     if algorithm.teacher is not None and not algorithm.teacher.sampled:
         inside += f" - {algorithm.teacher.coefficient:g} D"

@@ -224,9 +224,13 @@ class KL(Component):
 class Entropy(Component):
     """Keeps the policy exploring: coefficient x H is added to what is maximised.
 
-    H is the entropy of the whole distribution at each sampled token. With a `target`, in nats per token, the coefficient is
-    tuned: after each step it grows by rate (target - H), and is never below 0 (Haarnoja et al.
-    2018, arXiv 1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312). That H is estimated from what the
+    `loss`: H of each token is added to its gain, so that a token's own distribution is kept wide. `reward`: -lp of every
+    sampled token is earned with it, before advantages, so that a token also counts for the entropy of what follows it (the
+    soft return of maximum-entropy reinforcement learning, Haarnoja et al. 2018, arXiv 1812.05905, eq. 1).
+
+    In the loss, H is the entropy of the whole distribution at each sampled token. With a `target`, in nats per token, the
+    coefficient is tuned: after each step it grows by rate (target - H), and is never below 0 (Haarnoja et al. 2018, arXiv
+    1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312). That H is estimated from what the
     step sampled; where older weights did (`ahead`, `tokens_per_step`), it is the policy's own at the tokens they chose.
     """
 
@@ -245,15 +249,29 @@ class Entropy(Component):
         creates=True,
     )
     rate: float = setting(0.01, above=0)  # change of the coefficient per step and nat
-    wants = frozenset({"entropy"})
+    where: Literal["loss", "reward"] = setting(
+        "loss", "entropy-where", "Where the entropy goes: into the loss, or as -log pi of each token into the reward."
+    )
+
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"entropy"} if self.where == "loss" else ())
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.OLD} if self.where == "reward" else ())
 
     @property
     def formula(self) -> str:
+        if self.where == "reward":
+            return f"R_i = reward_i + {self.coefficient:g} sum_t -lp_t, each token's share added to its own reward"
         tuned = "" if self.target is None else f", +{self.rate:g} ({self.target:g} - H) each step, at least 0"
         return f"{self.coefficient:g}{tuned}"
 
     @property
     def source(self) -> str:
+        if self.where == "reward":
+            return "soft actor-critic, arXiv 1812.05905, eq. 1"
         if self.target is None:
             return "A3C, arXiv 1602.01783, section 4; PPO, arXiv 1707.06347, eq. 9"
         return "soft actor-critic, arXiv 1812.05905, eq. 18; Skywork-OR1, arXiv 2505.22312"

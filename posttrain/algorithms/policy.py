@@ -179,11 +179,16 @@ class Algorithm(AlgorithmBase):
         return self.surrogate.uses_ratio and not self.surrogate.clips and any(step.multiplies for step in self.ratio)
 
     @property
+    def widens(self) -> bool:
+        """Whether an entropy bonus is in the loss."""
+        return self.entropy is not None and self.entropy.where == "loss"
+
+    @property
     def moves_every_token(self) -> bool:
         """Whether every rollout can have a gradient, or bound the step, though its advantage is 0."""
-        penalised = self.kl is not None and self.kl.where == "loss"
+        penalised = (self.kl is not None and self.kl.where == "loss") or self.widens
         region = self.trust_region is not None  # its KL is over all tokens, not those alone that the advantage moves
-        others = self.entropy, self.critic, self.imitation, self.teacher, self.surrogate.wants
+        others = self.critic, self.imitation, self.teacher, self.surrogate.wants
         return penalised or region or any(others)
 
 
@@ -226,7 +231,7 @@ class PolicyObjective:
             gain = gain - self._penalty(algorithm.kl, outputs, batch, stats)
         if batch.held is not None and batch.old_logp is not None:
             gain = gain - batch.held * (outputs.logp - batch.old_logp).abs()
-        if algorithm.entropy is not None:
+        if algorithm.entropy is not None and algorithm.widens:
             assert outputs.entropy is not None
             gain = gain + batch.coefficients.get("entropy", algorithm.entropy.coefficient) * outputs.entropy
             stats.add("entropy/policy", outputs.entropy.detach().sum().item(), outputs.entropy.numel())

@@ -29,7 +29,9 @@ class SoftOverlong(Shaping):
     """Discourages replies that run into the token budget before they are cut off, instead of punishing the cut alone.
 
     Added to the reward of an episode of m_i sampled tokens: 0 up to limit - cache, then falling linearly to -1 at the limit,
-    -1 above (DAPO, arXiv 2503.14476, eq. 13).
+    -1 above (DAPO, arXiv 2503.14476, eq. 13). Under rewards of 0 and 1 that is the whole distance between wrong and right:
+    a right reply at the limit is worth a short wrong one. Under -1 and 1, as in the paper, it is half of it (--reward-floor
+    -1).
     """
 
     limit: int | None = setting(
@@ -67,6 +69,35 @@ class SoftOverlong(Shaping):
         assert self.limit and self.cache, "both are filled in when the run is configured"
         assert scores.sampled is not None
         return ((self.limit - self.cache - scores.sampled.double()) / self.cache).clamp(-1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class RewardFloor(Shaping):
+    """Maps rewards from 0..1 to floor..1, so that a wrong reply is punished and not merely unrewarded.
+
+    floor + (1 - floor) R. Under a baseline and a standard deviation of the group it changes nothing by itself; it changes
+    the weight of a penalty beside it, and whatever has no baseline. DAPO's rewards are -1 and 1 (arXiv 2503.14476, eq. 7).
+    """
+
+    floor: float = setting(
+        -1.0, "reward-floor", "Map rewards from 0..1 to this..1, as -1 (0: as they are).", most=0, absent=0
+    )
+    source = "DAPO, arXiv 2503.14476, eq. 7"
+
+    @property
+    def formula(self) -> str:
+        return f"{self.floor:g} (1 - R_i)"
+
+    def __call__(self, scores: Scores) -> Tensor:
+        """Return the addition to each reward, float64 [S]. Raises UserError for rewards outside 0..1."""
+        reward = scores.reward.double()
+        if bool(((reward < 0) | (reward > 1)).any()):
+            low, high = reward.min().item(), reward.max().item()
+            raise UserError(
+                f"--reward-floor maps rewards of 0..1, and this step's are {low:g} to {high:g}: leave it out, or change "
+                "the reward"
+            )
+        return self.floor * (1 - reward)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
         "its second derivatives need the activations of all layers at once: leave out --recompute, and lower "
         "--tokens-per-microbatch",
     )
-    yield soft and algorithm.entropy is None, "its temperature must be above 0: tune it with --entropy-target"
+    yield soft and not algorithm.widens, "its temperature must be above 0: tune it with --entropy-target"
     yield soft and bool(algorithm.select), f"its critic learns from every token: leave out {_selecting(algorithm)}"
     yield (
         run.chooses("gae_lambda") and run.chooses("gae_alpha"),
@@ -175,13 +175,27 @@ def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[
         kl is not None and kl.weighed and (kl.where == "reward" or kl.against == "old" or kl.estimator == "exact"),
         "the ratio weighs an estimate of the KL to the reference, in the loss: leave out --kl-weighed",
     )
+    for option, name in _in_the_reward(algorithm):
+        yield (
+            isinstance(algorithm.advantage, StepRewards),
+            f"compares the rewards of steps, from which no {name} is subtracted: leave out {option}",
+        )
+        yield (
+            isinstance(algorithm.advantage, PassAtK),
+            f"looks at what is right alone, from which no {name} is subtracted: leave out {option}",
+        )
+        yield (
+            isinstance(algorithm.advantage, Decoupled),
+            f"compares the named parts of rewards, from which no {name} is subtracted: leave out {option}",
+        )
+        yield (
+            algorithm.replay is not None,
+            f"the {name} of rollouts of earlier steps is not known: leave out --replay, or {option}",
+        )
+    entropy = algorithm.entropy
     yield (
-        kl is not None and kl.where == "reward" and isinstance(algorithm.advantage, StepRewards),
-        "compares the rewards of steps, from which no KL is subtracted: leave out --kl-where reward",
-    )
-    yield (
-        kl is not None and kl.where == "reward" and isinstance(algorithm.advantage, PassAtK),
-        "looks at what is right alone, from which no KL is subtracted: leave out --kl-where reward",
+        entropy is not None and entropy.where == "reward" and entropy.target is not None,
+        "a target is reached by the bonus in the loss: leave out --entropy-where reward, or --entropy-target",
     )
     yield (
         bool(algorithm.refresh) and Need.REFERENCE not in algorithm.needs,
@@ -219,7 +233,7 @@ def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[
     )
     rewarding = {
         "--dynamic-sampling": algorithm.sampling,
-        "--kl-where reward": algorithm.kl is not None and algorithm.kl.where == "reward",
+        **dict(_in_the_reward(algorithm)),
         "what shapes the reward": algorithm.shaping,
     }
     told = " and ".join(name for name, there in rewarding.items() if there)
@@ -237,16 +251,25 @@ def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[
     )
 
 
+def _in_the_reward(algorithm: Algorithm) -> list[tuple[str, str]]:
+    """Return (option, its name in prose) of everything that is subtracted from each token's reward."""
+    kl, entropy = algorithm.kl, algorithm.entropy
+    found = [
+        ("--kl-where reward", "KL", kl is not None and kl.where == "reward"),
+        ("--entropy-where reward", "entropy bonus", entropy is not None and entropy.where == "reward"),
+    ]
+    return [(option, name) for option, name, there in found if there]
+
+
 def _contradictions_of_reward_parts(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
-    advantage, kl = algorithm.advantage, algorithm.kl
+    advantage = algorithm.advantage
     if not isinstance(advantage, Decoupled):
         return
     advantage.weight_of()  # raises for one that cannot be read
-    compares = "compares the named parts of rewards"
-    yield kl is not None and kl.where == "reward", f"{compares}, from which no KL is subtracted: set --kl-where loss"
     yield (
         bool(algorithm.shaping),
-        f"{compares}, to which a reward for length adds nothing: set --overlong-cache 0, leave out --length-reward, "
+        "compares the named parts of rewards, to which a reward for length adds nothing: set --overlong-cache 0, leave "
+        "out --length-reward, "
         "and return it as a part of your own",
     )
 
@@ -258,9 +281,8 @@ def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
         "its step is bounded on tokens of the policy before it, and older weights have sampled others: leave out --replay",
     )
     yield (
-        replay is not None and ((kl is not None and kl.where == "reward") or isinstance(algorithm.critic, Value)),
-        "of rollouts of earlier steps neither a KL nor a state's value is known: "
-        "leave out --replay, or --kl-where reward and --advantage gae",
+        replay is not None and isinstance(algorithm.critic, Value),
+        "a state's value is not known of rollouts of earlier steps: leave out --replay, or --advantage gae",
     )
     weighed = kl is not None and kl.weighed
     yield (

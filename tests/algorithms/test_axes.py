@@ -52,7 +52,7 @@ from posttrain.algorithms.ratio import (
     SequenceValueTokenGradient,
 )
 from posttrain.algorithms.settings import change, flags, settings_of
-from posttrain.algorithms.shaping import GroupLength, LengthPenalty, SoftOverlong
+from posttrain.algorithms.shaping import GroupLength, LengthPenalty, RewardFloor, SoftOverlong
 from posttrain.algorithms.surrogate import (
     SURROGATES,
     Clip,
@@ -207,6 +207,11 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("dapo", {"overlong_cache": 0}, SHAPING, ()),
     ("grpo", {"length_reward": 0.2}, SHAPING, (GroupLength(0.2),)),
     ("grpo", {"length_penalty": 0.01}, SHAPING, (LengthPenalty(0.01),)),
+    ("grpo", {"reward_floor": -1.0}, SHAPING, (RewardFloor(-1.0),)),
+    ("grpo", {"reward_floor": 0.0}, SHAPING, ()),
+    ("ppo", {"bootstrap_truncated": True}, ADVANTAGE, GAE(1.0, 0.95, whiten=True, bootstrap=True)),
+    ("a2c", {"bootstrap_truncated": True}, lambda row: row.advantage.bootstrap, True),
+    ("grpo", {"entropy": 0.1, "entropy_where": "reward"}, ENTROPY, Entropy(0.1, where="reward")),
     ("dapo", {"length_reward": 0.2}, SHAPING, (SoftOverlong(6, 1), GroupLength(0.2))),
     ("ppo", {"advantage": "to-go"}, CRITIC, None),
     ("ppo", {"critic": "shared"}, CRITIC, Value()),
@@ -288,7 +293,7 @@ EVERYTHING = replace(
     branching=Branching(),
     sampling=DynamicSampling(),
     filters=(OverlongFilter(),),
-    shaping=(SoftOverlong(6, 1), GroupLength(), LengthPenalty()),
+    shaping=(SoftOverlong(6, 1), GroupLength(), LengthPenalty(), RewardFloor()),
     imitation=Imitation(),
     pretraining=Pretraining(),
     trust_region=TrustRegion(),
@@ -306,6 +311,7 @@ WHOLE: dict[str, Any] = {
 }
 """Places of whole parts -> what may stand there."""
 CANDIDATES = (
+    "-0.5",
     "0.5",
     "3",
     "0.25",
@@ -438,11 +444,13 @@ Baselined.signal = False
 KStep.k = 5: at least 1
 KStep.gamma = 1.0: at least 0 and at most 1
 KStep.whiten = False
+KStep.bootstrap = False
 KStep.eps = 1e-08: above 0
 GAE.gamma = 1.0: at least 0 and at most 1
 GAE.lam = 0.95: at least 0 and at most 1
 GAE.alpha = None: above 0
 GAE.whiten = False
+GAE.bootstrap = False
 GAE.eps = 1e-08: above 0
 Decoupled.eps = 1e-06: above 0
 StepRewards.eps = 1e-06: above 0
@@ -479,6 +487,7 @@ EarlyStop.kl = 0.02: above 0; 0 is absent
 Entropy.coefficient = 0.0: at least 0; 0 is absent
 Entropy.target = None: above 0
 Entropy.rate = 0.01: above 0
+Entropy.where = loss
 HalvingDoubling.target = 0.01: above 0
 KL.beta = 0.04: at least 0; 0 is absent
 KL.control = None
@@ -489,6 +498,7 @@ Pretraining.weight = equal
 Correction.cap = 2.0: above 1
 PessimisticClip.width = 0.4: above 0
 LengthPenalty.cost = 0.0001: at least 0; 0 is absent
+RewardFloor.floor = -1.0: at most 0; 0 is absent
 GroupLength.weight = 0.1: at least 0; 0 is absent
 SoftOverlong.limit = None: above 0
 SoftOverlong.cache = None: above 0; 0 is absent
@@ -646,6 +656,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpg", {"replay": 100, "off_policy_mask": 0.1}, "gpg: .*not known of rollouts of earlier steps"),
     # terms and choices
     ("sac", {"entropy": 0.0}, "sac: .*--entropy-target"),
+    ("sac", {"entropy_where": "reward"}, "sac: .*--entropy-target"),
+    ("grpo", {"entropy_where": "reward"}, "--entropy-where cannot go with grpo"),
+    ("grpo", {"entropy": 0.1, "entropy_where": "reward", "entropy_target": 1.0}, "grpo: .*leave out --entropy-where"),
+    ("grpo-process", {"entropy": 0.1, "entropy_where": "reward"}, "leave out --entropy-where reward"),
+    ("pass-at-k", {"entropy": 0.1, "entropy_where": "reward"}, "leave out --entropy-where reward"),
+    ("reinforce", {"replay": 200, "entropy": 0.1, "entropy_where": "reward"}, "leave out --replay, or --entropy-where"),
+    ("distill-jsd", {"entropy": 0.1, "entropy_where": "reward"}, "so --entropy-where reward would change nothing"),
+    ("grpo", {"reward_floor": 0.5}, "--reward-floor must be at most 0, not 0.5"),
+    ("grpo", {"bootstrap_truncated": True}, "--bootstrap-truncated cannot go with grpo"),
     ("grpo", {"correction_cap": 3.0}, "--correction-cap cannot go with grpo.*--correction brings one"),
     ("grpo", {"correction": "none", "correction_cap": 3.0}, "--correction-cap cannot go with grpo"),
     ("grpo", {"overlong_cache": 6}, "--overlong-cache 6 must be below .* an episode may have, 6"),
@@ -695,7 +714,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "ppo",
         {"surrogate": "log-probability", "kl": 0.0, "replay": 100},
-        "leave out --replay, or --kl-where reward and --advantage gae",
+        "leave out --replay, or --advantage gae",
     ),
     ("sac", {"replay": 5}, "--replay 5 is less than a step's 6 rollouts"),
     # what would change nothing

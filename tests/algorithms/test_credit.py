@@ -27,7 +27,7 @@ from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, Correction
-from posttrain.algorithms.shaping import GroupLength, LengthPenalty, SoftOverlong
+from posttrain.algorithms.shaping import GroupLength, LengthPenalty, RewardFloor, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, DivergenceMask, WeightedLogProbability
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
 from posttrain.core.component import Need, RunLimits
@@ -504,6 +504,47 @@ def test_golden_k_step() -> None:
     assert of[9] == pytest.approx([0.5, 0.4, 0.3]) and of[9] == pytest.approx(GAE(1.0, 1.0)(scores)[0].tolist())
     assert KStep(2, 0.9)(scores)[0].tolist() == pytest.approx([0.81 * 0.7 - 0.5, 0.9 - 0.6, 1 - 0.7])
     assert KStep(2).returns(scores, None)[0].tolist() == pytest.approx([0.7, 1, 1])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_a_rollout_that_was_cut_off_is_worth_what_the_critic_gives_its_last_state(gamma: float) -> None:
+    """As if the rollout were one token shorter and the value of the state behind it were earned there."""
+    value = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    steps = (((2, 0.25), (6, 0.5)),)  # the second one at the cut, where nothing earned counts
+    whole = Scores(doubles(0.75), torch.tensor([0]), doubles(6), steps, value=(value,), truncated=torch.tensor([True]))
+    for lam in (0.0, 0.7, 1.0):
+        expected = [0.0] * 6
+        for t in reversed(range(5)):
+            delta = (0.25 if t == 1 else 0.0) + gamma * value[t + 1] - value[t]
+            expected[t] = float(delta) + gamma * lam * expected[t + 1]
+        found = GAE(gamma, lam, bootstrap=True)
+        assert found(whole)[0].tolist() == pytest.approx(expected, abs=1e-12)
+        assert found.returns(whole, None)[0][-1] == value[-1]  # nothing is known of what would have followed
+    for k in (1, 2, 9):
+        ends = [min(t + k, 5) for t in range(6)]
+        expected = [
+            sum(gamma ** (j - t) * (0.25 if j == 1 else 0.0) for j in range(t, end))
+            + gamma ** (end - t) * float(value[end])
+            - float(value[t])
+            for t, end in enumerate(ends)
+        ]
+        assert KStep(k, gamma, bootstrap=True)(whole)[0].tolist() == pytest.approx(expected, abs=1e-12)
+    ended = replace(whole, truncated=torch.tensor([False]))
+    for advantage in (GAE(gamma, 0.7), KStep(2, gamma)):
+        assert torch.equal(replace(advantage, bootstrap=True)(ended)[0], advantage(whole)[0])
+
+
+def test_golden_reward_floor() -> None:
+    """Under -1..1 a right reply at the limit of DAPO's penalty is worth 0, half of the way to a wrong one."""
+    lengths = {"group": torch.tensor([0, 0]), "length": doubles(10, 3), "sampled": doubles(10, 3)}
+    scores = Scores(doubles(1, 0), **lengths)
+    assert RewardFloor(-1.0)(scores).tolist() == [0.0, -1.0] and RewardFloor(-0.25)(scores).tolist() == [0.0, -0.25]
+    shaped = scores.reward + RewardFloor(-1.0)(scores) + SoftOverlong(10, 2)(scores)
+    assert shaped.tolist() == [0.0, -1.0]
+    half = Scores(doubles(0.5, 0.25), **lengths)
+    assert (half.reward + RewardFloor(-1.0)(half)).tolist() == [0.0, -0.5]
+    with pytest.raises(UserError, match=r"--reward-floor maps rewards of 0..1, and this step's are -1 to 2"):
+        RewardFloor()(Scores(doubles(2, -1), **lengths))
 
 
 def test_golden_length_penalty() -> None:

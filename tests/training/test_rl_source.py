@@ -249,6 +249,22 @@ def test_reward_penalty_of_rloo_reaches_the_advantage(tokenizer: Tokenizer) -> N
     assert tokens[0] == tokens[1] and advantages[0] != advantages[1]
 
 
+def test_an_entropy_bonus_in_the_reward_is_the_surprise_of_each_token(tokenizer: Tokenizer) -> None:
+    """REINFORCE credits a token with what follows: the reward, and 0.1 of -log pi of itself and all later tokens."""
+    plain, soft = (
+        source(tokenizer, row("reinforce", **how)) for how in ({}, {"entropy": 0.1, "entropy_where": "reward"})
+    )
+    for experience in (plain, soft):
+        experience.produce(1)
+    for without, widened in zip(accounted(plain), accounted(soft), strict=True):
+        logp = widened.rollout.transcripts[0].sampler_logp
+        assert logp is not None
+        assert widened.rollout.transcripts[0].tokens == without.rollout.transcripts[0].tokens
+        assert widened.penalty == pytest.approx(0.1 * float(logp.sum()), abs=1e-5) and without.penalty == 0
+        surprise = -0.1 * logp[::-1].cumsum()[::-1]
+        assert widened.advantage - without.advantage == pytest.approx(float(surprise.mean()), abs=1e-5)
+
+
 def invalidate(rollouts: list[Rollout], *places: int) -> list[Rollout]:
     for place in places:
         rollouts[place].reward = Invalid("broken")

@@ -126,13 +126,15 @@ def _penalty(
     views: Mapping[str, list[Tensor]],
     coefficients: Mapping[str, float],
 ) -> list[Tensor]:
-    """Return the KL penalty in the reward of each token, [n_i] for each rollout; [] where there is none."""
-    kl = algorithm.kl
-    if kl is None or kl.where != "reward":
-        return []
-    exact = kl.estimator == "exact"
-    found = own["kl"] if exact else [kl(a, b) for a, b in zip(views["old"], views["reference"], strict=True)]
-    return [coefficients["kl"] * x.cpu() for x in found]
+    """Return the deduction of KL and entropy from each token's reward, [n_i] for each rollout; [] where there is none."""
+    kl, entropy, found = algorithm.kl, algorithm.entropy, list[list[Tensor]]()
+    if kl is not None and kl.where == "reward":
+        exact = kl.estimator == "exact"
+        every = own["kl"] if exact else [kl(a, b) for a, b in zip(views["old"], views["reference"], strict=True)]
+        found.append([coefficients["kl"] * x.cpu() for x in every])
+    if entropy is not None and entropy.where == "reward":
+        found.append([coefficients["entropy"] * logp.cpu() for logp in views["old"]])
+    return [sum(of_rollout[1:], of_rollout[0]) for of_rollout in zip(*found, strict=True)]
 
 
 def _returns(algorithm: Algorithm, scores: Scores, stats: Stats) -> dict[str, list[Tensor]]:

@@ -209,7 +209,7 @@ class Ledger:
         penalised = (
             algorithm.kl is not None and algorithm.kl.where == "loss" and coefficients.get("kl", algorithm.kl.beta)
         )
-        bonus = algorithm.entropy is not None and coefficients.get("entropy", algorithm.entropy.coefficient)
+        bonus = algorithm.widens and coefficients["entropy"]
         imitated = algorithm.imitation is not None and success is not None and bool(success[i])
         said = {
             "moved by KL": penalised,

@@ -724,6 +724,8 @@ class EvaluationOptions(
 
     against: str | None
     """Second model: the two are compared task by task."""
+    suite: str | None
+    """TOML file of several evaluations, one table each, whose keys are options of this command; in place of --tasks."""
     samples: int
     """Replies per task."""
     k: tuple[int, ...]

@@ -38,6 +38,10 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     from posttrain.runs.terminal.printing import examples, say, table
     from posttrain.training.verbs import evaluate
 
+    if config.suite is not None:
+        from posttrain.cli.suite_command import evaluate_suite
+
+        return evaluate_suite(config)
     found = evaluate.evaluate(config)
     chosen = {name: found.rollouts[place] for name, place in found.examples.items()}
     earned = {reward for of_task in found.rewards.values() for reward in of_task}

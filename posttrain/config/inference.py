@@ -41,6 +41,8 @@ class Evaluation(
     """Model to evaluate: the folder of a checkpoint or of a run."""
     against: str | None = option(None, group="model", first_hour=True, value="FOLDER")
     """Second model: the two are compared task by task."""
+    suite: str | None = option(None, group="data", first_hour=True, value="FILE")
+    """TOML file of several evaluations, one table each, whose keys are options of this command; in place of --tasks."""
     samples: int = option(8, above=0, group="sampling", first_hour=True)
     """Replies per task."""
     k: tuple[int, ...] = option((1, 4, 8), above=0, group="evaluation", first_hour=True)

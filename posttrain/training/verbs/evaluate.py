@@ -173,11 +173,11 @@ def _example(rollout: Rollout, place: int) -> dict[str, Any]:
 
 
 def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
-    """Return the k of pass@k that there are samples for, and a note on the others."""
+    """Return the k of pass@k that there are samples for, and a note on the others, if they were asked for."""
     most = config.samples
     left_out = [f"pass@{k}" for k in config.k if k > most]
     told = f"{', '.join(left_out)} left out: more than the {most} sample{'s'[: most - 1]} of each task (--samples)"
-    return [k for k in config.k if k <= most], (told,) if left_out else ()
+    return [k for k in config.k if k <= most], (told,) if left_out and "k" in config.given else ()
 
 
 def _of_valid(ks: list[int], sides: Sequence[dict[str, list[float]]]) -> tuple[list[int], tuple[str, ...]]:

@@ -1,0 +1,222 @@
+"""Suites: one evaluation over several task files and environments, with averages over its parts.
+
+A suite is a TOML file. Every table is a part, whose keys are options of `posttrain eval`; keys before the first table are
+options of all parts. `out_of_distribution = true` marks a part that is unlike what the model was trained on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.config.inference import Evaluation
+from posttrain.config.resolve import filled, validate
+from posttrain.core import user_files
+from posttrain.core.intervals import Interval, sign_test, stated
+from posttrain.core.json_text import json_document
+from posttrain.core.types import Invalid, Rollout, UserError
+from posttrain.training.verbs import evaluate
+from posttrain.training.verbs.evaluate import Evaluated
+
+OF_THE_SUITE = ("suite", "model", "against", "out")
+"""Options that belong to the whole suite, and to none of its parts."""
+MARK = "out_of_distribution"
+PARTS = 1000  # of a suite, at most
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a suite."""
+
+    name: str
+    config: Evaluation
+    out_of_distribution: bool = False
+
+
+@dataclass(frozen=True)
+class EvaluatedSuite:
+    """Result of a suite."""
+
+    parts: dict[str, dict[str, Any]]
+    """For each part: "in_distribution", "figures" as `Evaluated` has them, "rates" (see `rates`), "seconds", and with a
+    second model "against", "differences" and "wins"."""
+    averages: dict[str, dict[str, Any]]
+    """"all", and where there are both "in distribution" and "out of distribution": the mean over parts of their accuracy, or
+    of their reward where a part has no threshold; "against" and "difference" with a second model."""
+    evaluated: dict[str, Evaluated]
+    """For each part, everything: rollouts too."""
+
+
+def read_suite(file: str, given: Mapping[str, Any]) -> list[Part]:
+    """Read the parts of a suite. `given`: options of the command line, which override those of the file.
+
+    Raises UserError for a file that cannot be read, and for options that do not exist or do not fit.
+    """
+    try:
+        content = tomllib.loads(user_files.text(file))
+    except OSError as error:
+        raise UserError(f"--suite {file:.100} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--suite {file:.100} is not valid TOML: {error}") from None
+    tables = {name: own for name, own in content.items() if isinstance(own, dict) and name != "settings"}
+    common = {name: own for name, own in content.items() if name not in tables}
+    if not tables:
+        raise UserError(
+            f"--suite {file:.100} has no part: write one table for each, such as [arithmetic] with tasks and env"
+        )
+    if len(tables) > PARTS:
+        raise UserError(f"--suite {file:.100} has {len(tables):,} parts, and {PARTS:,} are the most")
+    return [_part(f"{file:.100}: ", name, {**common, **own}, given) for name, own in tables.items()]
+
+
+def _part(where: str, name: str, options: dict[str, Any], given: Mapping[str, Any]) -> Part:
+    if not re.fullmatch(r"[\w-]{1,60}", name):
+        raise UserError(
+            f"{where}[{name:.60}] must be a name of letters, digits, _ and -: it becomes part of file names"
+        )
+    where = f"{where}[{name}] "
+    options = {key.replace("-", "_"): value for key, value in options.items()}
+    marked = options.pop(MARK, False)
+    if not isinstance(marked, bool):
+        raise UserError(f"{where}{MARK} is true or false, not {marked!r:.40}")
+    if wrong := next((key for key in OF_THE_SUITE if key in options), None):
+        raise UserError(f"{where}{wrong} belongs to the whole suite: give --{wrong} on the command line")
+    config = filled(Evaluation, {**options, **given}, where)
+    try:
+        validate(config)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+    return Part(name, config, marked)
+
+
+def evaluate_suite(
+    config: Evaluation, say: Callable[[str, Evaluated], None] = lambda name, found: None
+) -> EvaluatedSuite:
+    """Evaluate one model, or two, on every part of `config.suite`; `say` is called after each part.
+
+    With `config.out`, figures and rollouts of each part are written beside it as soon as they are there, and the whole at
+    the end. Raises UserError before anything is sampled if the suite cannot be read, and for the mistakes of a part.
+    """
+    assert config.suite is not None
+    given = {name: getattr(config, name) for name in config.given if name not in OF_THE_SUITE}
+    if "tasks" in given:
+        raise UserError("--tasks belongs to one evaluation: the parts of --suite name their own")
+    given |= {"model": config.model, "against": config.against}
+    parts = read_suite(config.suite, {name: value for name, value in given.items() if value is not None})
+    told: dict[str, dict[str, Any]] = {}
+    evaluated: dict[str, Evaluated] = {}
+    for part in parts:
+        began = time.perf_counter()
+        try:
+            found = evaluate.evaluate(part.config)
+        except UserError as error:
+            raise UserError(f"[{part.name}] {error}") from None
+        told[part.name] = _told(part, found) | {"seconds": time.perf_counter() - began}
+        evaluated[part.name] = found
+        if config.out:
+            evaluate.save(found, beside(Path(config.out), part.name))
+        say(part.name, found)
+    result = EvaluatedSuite(told, _averages(told), evaluated)
+    if config.out:
+        content = {"model": config.model, "against": config.against, "averages": result.averages, "parts": told}
+        try:
+            user_files.writable(Path(config.out)).write_bytes(json_document(content))
+        except OSError as error:
+            raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
+    return result
+
+
+def beside(out: Path, part: str) -> Path:
+    """Return the file of a part's own figures and rewards."""
+    return out.with_name(f"{out.stem}.{part}.json")
+
+
+def headline(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figure of a part that averages are made of: accuracy, or reward where no reward defines a right reply."""
+    found: dict[str, Any] = figures.get("accuracy", figures["reward"])
+    return found
+
+
+def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return rates of these rollouts, and their means per rollout.
+
+    "invalid", "truncated": shares of all. "tokens": sampled ones. "part/NAME": mean of a named part of the reward, over the
+    rollouts that have it. "total_tokens": the sum.
+    """
+    sampled = [rollout.n_sampled for rollout in rollouts]
+    found = {
+        "invalid": float(np.mean([isinstance(rollout.reward, Invalid) for rollout in rollouts])),
+        "truncated": float(np.mean([rollout.stop.truncated for rollout in rollouts])),
+        "tokens": float(np.mean(sampled)),
+        "total_tokens": float(sum(sampled)),
+    }
+    for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
+        found[f"part/{name}"] = float(np.mean([r.rewards[name] for r in rollouts if name in r.rewards]))
+    return found
+
+
+def _told(part: Part, found: Evaluated) -> dict[str, Any]:
+    told = {"in_distribution": not part.out_of_distribution, "figures": found.figures, "rates": rates(found.rollouts)}
+    if found.against is None:
+        return told
+    own, other = _mean_rewards(found.rollouts), _mean_rewards(found.against_rollouts)
+    gaps = [own[task] - other[task] for task in own.keys() & other.keys()]
+    won, lost = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+    wins = {"won": won, "lost": lost, "tied": len(gaps) - won - lost, "p": sign_test([1.0] * won + [-1.0] * lost)}
+    others = {"figures": found.against, "rates": rates(found.against_rollouts)}
+    return told | {"against": others, "differences": found.differences, "wins": wins}
+
+
+def _mean_rewards(rollouts: Sequence[Rollout]) -> dict[tuple[Any, str], float]:
+    """Return (task id, side) -> mean of the valid rewards."""
+    found: dict[tuple[Any, str], list[float]] = {}
+    for r in rollouts:
+        if not isinstance(r.reward, Invalid):
+            found.setdefault((r.task["id"], r.side), []).append(r.reward)
+    return {task: float(np.mean(rewards)) for task, rewards in found.items()}
+
+
+def _averages(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the means over parts, of all and of each kind."""
+    kinds = {
+        "all": list(parts.values()),
+        "in distribution": [part for part in parts.values() if part["in_distribution"]],
+        "out of distribution": [part for part in parts.values() if not part["in_distribution"]],
+    }
+    if not kinds["in distribution"] or not kinds["out of distribution"]:
+        kinds = {"all": kinds["all"]}
+    return {name: _average(own) for name, own in kinds.items()}
+
+
+def _average(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found = macro_average([headline(part["figures"]) for part in parts])
+    if all("against" in part for part in parts):
+        found["against"] = macro_average([headline(part["against"]["figures"]) for part in parts])
+        found["difference"] = macro_average([headline(part["differences"]) for part in parts])
+    return found
+
+
+def macro_average(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of these figures, each counted once, with its interval.
+
+    The parts are fixed and their tasks are drawn, so the distances from mean to limit add up in squares: the method of
+    variance estimates recovery (Zou and Donner 2008, Statistics in Medicine 27:1693, eq. 2), which keeps intervals that are
+    longer on one side so. Without an interval of every part there is none.
+    """
+    mean = sum(figure["mean"] for figure in figures) / len(figures)
+    if without := [figure for figure in figures if figure.get("why")]:
+        return stated(
+            mean, Interval(why=f"no interval: {len(without)} of {len(figures)} parts have none"), parts=len(figures)
+        )
+    below, above = (
+        sqrt(sum((figure[end] - figure["mean"]) ** 2 for figure in figures)) / len(figures) for end in ("low", "high")
+    )
+    return stated(mean, Interval(mean - below, mean + above), parts=len(figures))

@@ -1,0 +1,155 @@
+"""A suite's parts are the evaluations that they would be alone; averages count every part once; mistakes name the part."""
+
+from __future__ import annotations
+
+import json
+from math import sqrt
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from conftest import tiny
+
+import posttrain
+from posttrain.cli.main import main
+from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.verbs.suite import macro_average
+
+REWARDS = """
+def even(task, reply):
+    return float(len(reply) % 2 == 0)
+
+def graded(task, reply):
+    return {"length": min(len(reply), 10) / 10, "short": float(len(reply) < 4)}
+"""
+SUITE = """
+samples = 2
+max-tokens = 5
+threads = 1
+env_workers = 0
+
+[near]
+tasks = "near.jsonl"
+env = "rewards.py:even"
+success = 1.0
+
+[far-away]
+tasks = "far.jsonl"
+env = "rewards.py:graded"
+samples = 3
+out_of_distribution = true
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("suite")
+    for name, seed in (("model", 0), ("other", 1)):
+        save_model(tiny(tokenizer, seed), folder / name, tokenizer)
+    for name, texts in (("near", "one two three four five six seven eight".split()), ("far", "a b c d e f g".split())):
+        rows = "".join(json.dumps({"prompt": text, "id": f"{name}-{text}"}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text(rows)
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "suite.toml").write_text(SUITE)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def test_parts_are_what_they_are_alone_and_averages_count_each_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--against", "other", "--out", "out/s.json"]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(Path("out/s.json").read_text())
+    common = {"max_tokens": 5, "threads": 1, "env_workers": 0, "against": "other"}
+    near = posttrain.evaluate("near.jsonl", "rewards.py:even", "model", samples=2, success=1.0, **common)
+    far = posttrain.evaluate("far.jsonl", "rewards.py:graded", "model", samples=3, **common)
+    for name, alone in (("near", near), ("far-away", far)):
+        part = found["parts"][name]
+        assert part["figures"] == alone.figures and part["against"]["figures"] == alone.against
+        assert part["differences"] == alone.differences
+        rollouts = pq.read_table(f"out/s.{name}.rollouts.parquet")
+        assert rollouts.num_rows == len(alone.rollouts) and Path(f"out/s.{name}.json").exists()
+        assert part["rates"]["total_tokens"] == sum(r.n_sampled for r in alone.rollouts)
+        assert name in printed
+    short = [r.rewards["short"] for r in far.rollouts]
+    assert found["parts"]["far-away"]["rates"]["part/short"] == pytest.approx(sum(short) / len(short))
+    assert found["parts"]["near"]["in_distribution"] and not found["parts"]["far-away"]["in_distribution"]
+    accuracy, reward = near.figures["accuracy"]["mean"], far.figures["reward"]["mean"]  # graded rewards: no threshold
+    averages = found["averages"]
+    assert averages["all"]["mean"] == pytest.approx((accuracy + reward) / 2)
+    assert averages["in distribution"]["mean"] == accuracy and averages["out of distribution"]["mean"] == reward
+    assert near.against is not None
+    gap = averages["in distribution"]["difference"]["mean"]
+    assert gap == pytest.approx(accuracy - near.against["accuracy"]["mean"])
+
+
+def test_wins_are_counted_by_task() -> None:
+    suite = Path("same.toml")
+    suite.write_text(
+        '[one]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nmax_tokens = 5\nsamples = 4\nenv_workers = 0\n'
+    )
+    assert main(["eval", "--suite", "same.toml", "--model", "model", "--against", "model", "--out", "same.json"]) == 0
+    wins = json.loads(Path("same.json").read_text())["parts"]["one"]["wins"]
+    assert wins == {"won": 0, "lost": 0, "tied": 8, "p": 1.0}
+    assert main(["eval", "--suite", "same.toml", "--model", "model", "--against", "other", "--out", "two.json"]) == 0
+    rewards: list[dict[str, list[float]]] = []
+    for model in ("model", "other"):
+        how = {"samples": 4, "max_tokens": 5, "env_workers": 0}
+        rewards.append(posttrain.evaluate("near.jsonl", "rewards.py:even", model, **how).rewards)
+    gaps = [sum(rewards[0][task]) - sum(rewards[1][task]) for task in rewards[0]]
+    wins = json.loads(Path("two.json").read_text())["parts"]["one"]["wins"]
+    assert (wins["won"], wins["lost"]) == (sum(g > 0 for g in gaps), sum(g < 0 for g in gaps)) and wins["won"] + wins[
+        "lost"
+    ]
+
+
+def test_options_of_the_command_line_override_those_of_the_file() -> None:
+    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--samples", "1", "--out", "one.json"]) == 0
+    parts = json.loads(Path("one.json").read_text())["parts"]
+    assert [part["figures"]["samples"] for part in parts.values()] == [8, 7]
+
+
+def test_limits_of_an_average_add_up_in_squares_and_need_every_part() -> None:
+    figures = [{"mean": 0.5, "low": 0.4, "high": 0.7}, {"mean": 0.1, "low": 0.0, "high": 0.3}]
+    found = macro_average(figures)
+    assert (found["mean"], found["low"], found["high"]) == pytest.approx(
+        (0.3, 0.3 - sqrt(0.01 + 0.01) / 2, 0.3 + sqrt(0.04 + 0.04) / 2)
+    )
+    without = macro_average([*figures, {"mean": 0.9, "low": None, "high": None, "why": "too few"}])
+    assert without["low"] is None and "1 of 3 parts" in without["why"] and without["mean"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no part"),
+        ("samples = 2", "has no part"),
+        ("[a", "is not valid TOML"),
+        ('[a]\ntasks = "near.jsonl"', "[a] --env is missing"),
+        ('[a]\nenv = "rewards.py:even"', "[a] --tasks is missing"),
+        ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nsample = 2', "[a] unknown option 'sample'"),
+        ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nsamples = "x"', "[a] samples"),
+        ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nsamples = 0', "[a] --samples must be above 0"),
+        ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nmodel = "x"', "model belongs to the whole suite"),
+        ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nout_of_distribution = 1', "is true or false"),
+        ('["a/b"]\ntasks = "near.jsonl"\nenv = "rewards.py:even"', "must be a name of letters"),
+        ('[a]\ntasks = "none.jsonl"\nenv = "rewards.py:even"', "[a] "),
+    ],
+)
+def test_a_mistake_in_a_suite_is_one_line_with_the_part(
+    text: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("wrong.toml").write_text(text)
+    assert main(["eval", "--suite", "wrong.toml", "--model", "model"]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_suite_that_is_not_there_and_tasks_beside_it_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--suite", "nowhere.toml", "--model", "model"]) == 2
+    assert "--suite nowhere.toml cannot be read: No such file" in " ".join(capsys.readouterr().err.split())
+    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--tasks", "near.jsonl"]) == 2
+    assert "the parts of --suite name their own" in " ".join(capsys.readouterr().err.split())

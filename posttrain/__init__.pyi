@@ -260,6 +260,9 @@ class TrainingOptions(
 
     eval_every: int
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
+    forget: str | None
+    """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss): what training makes
+    the model forget. At the sampling temperature, where replies are sampled."""
 
 class PassesOptions(TrainingOptions, total=False):
     """Options of several verbs."""

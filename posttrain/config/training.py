@@ -149,6 +149,9 @@ class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup,
 
     eval_every: int = option(0, least=0, group="evaluation", first_hour=True)
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
+    forget: str | None = option(None, group="evaluation", value="ROWS")
+    """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss): what training makes the
+    model forget. At the sampling temperature, where replies are sampled."""
 
 
 @dataclass(frozen=True)

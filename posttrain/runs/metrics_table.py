@@ -73,6 +73,7 @@ _TRAINING = (
     Metric("divergence", "KL from the teacher", "nats per token", "Distance of the policy from its teacher that distillation minimises.", LEARNING, colour="red", plotted=True, terminal="divergence", form=".4f", checked=True),
     Metric("eval/accuracy", "Held-out accuracy", "share", "Accuracy on the held-out tasks or comparisons.", LEARNING, colour="green", plotted=True, checked=True),
     Metric("eval/loss", "Held-out loss", "nats per token", "Negative log-likelihood of the held-out responses.", LEARNING, colour="green", plotted=True),
+    Metric("forget/loss", "Loss of the texts of --forget", "nats per token", "Negative log-likelihood of texts that are not trained on: it rises where training makes the model forget.", LEARNING, colour="red", plotted=True),
     Metric("eval/divergence", "Held-out KL from the teacher", "nats per token", "KL(policy || teacher) at the policy's replies to held-out tasks, whatever distillation minimises.", LEARNING, colour="green", plotted=True),
     Metric("accuracy", "Accuracy", "share", "Share of the rollouts whose reward counts as success; of comparisons, share that the model decides as the data do.", LEARNING, colour="green", plotted=True, terminal="accuracy", checked=True),
     Metric("eval/reward", "Held-out reward", "", "Mean reward on the held-out tasks.", LEARNING, colour="green", plotted=True),

@@ -34,6 +34,7 @@ from posttrain.runs.terminal.notices import tell, warn
 READ = (
     "tasks",
     "eval_tasks",
+    "forget",
     "ptx",
     "model",
     "critic_model",

@@ -25,6 +25,7 @@ from posttrain.training.distributed_setup import open_world
 from posttrain.training.hooks import Hooks
 from posttrain.training.memory_estimate import SamplingSize, memory_lines
 from posttrain.training.setup import microbatch_tokens, prepare
+from posttrain.training.text_loss import with_forgetting
 from posttrain.training.trainer import Run, Trainer
 
 
@@ -75,7 +76,8 @@ def run_training(
         watching = Hooks([*run.config.hook, *hooks])
         device = prepare(run.config)
         parts = build(RunContext(run, device, resources, rows, env))
-        trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, parts.measure, parts.steps, watching)
+        measure = with_forgetting(run, parts.learner, parts.tokenizer, parts.measure, device)
+        trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, measure, parts.steps, watching)
         for part in parts.notifiers:
             part.say = trainer.display.note
         sizes = [*parts.sizes, *_memory(run.config, parts.learner, device)]

@@ -81,7 +81,8 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
                 raise UserError(
                     "--min-reward is of rollouts that a run kept and of rows with replies: this row is neither"
                 )
-            return [demonstrate(task, self.tokenizer, self.eos_ids, self.mask_prompt, length)]
+            masked = self.mask_prompt and ("prompt" in task or "messages" in task)  # of a bare text all is learned
+            return [demonstrate(task, self.tokenizer, self.eos_ids, masked, length)]
         elif self.enact is None:
             raise UserError("the row has replies: name the environment that they answer with --env my.py:environment")
         else:

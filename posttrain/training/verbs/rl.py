@@ -20,9 +20,8 @@ from posttrain.core.batch import Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Engine, Model, World
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Outcome, Rollout, Task, UserError
-from posttrain.data.rows import load_rows
-from posttrain.data.tasks import Stream, Tasks, to_tasks
+from posttrain.core.types import Outcome, Rollout, UserError
+from posttrain.data.tasks import Stream, Tasks
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.replicas import Many
@@ -60,6 +59,7 @@ from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.sft_source import Transcripts
 from posttrain.training.sources.token_recording import TokenRecording
+from posttrain.training.text_loss import read_texts
 from posttrain.training.training_run import RunContext, RunParts
 from posttrain.training.verbs.evaluate import measured, repeated
 
@@ -250,11 +250,6 @@ def _texts_to_imitate(
 ) -> Transcripts:
     """Return pretraining texts: rows with `text`, all of which is learned, or with prompt and response."""
     assert run.config.ptx is not None
-    tasks = to_tasks(load_rows(run.config.ptx), convert=text_or_row, need=("response",))
-    tasks = run.chat.of(tasks, answered=True)
+    tasks = run.chat.of(read_texts("--ptx", run.config.ptx), answered=True)
     eos = end_tokens(model, tokenizer)
     return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, mask_prompt)
-
-
-def text_or_row(row: dict[str, Any]) -> Task:
-    return {"response": row["text"]} if "text" in row else row

@@ -11,7 +11,6 @@ import torch
 
 from posttrain.algorithms.token_weights import FORMULAS
 from posttrain.config.training import SFT
-from posttrain.core.batch import Stats
 from posttrain.core.doing import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import Task, Transcript, UserError
@@ -45,9 +44,9 @@ from posttrain.training.setup import (
 )
 from posttrain.training.sources.demonstrations import Enact, demonstration_runner, episode_texts
 from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObjective, Transcripts
+from posttrain.training.text_loss import text_loss
 from posttrain.training.training_run import RunContext, RunParts
 
-EVALUATED = 1000  # held-out rows whose transcripts are made at once
 TEMPLATE_COUNTS = 100  # times: its markup around all texts should not take a token per letter
 READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
 READ_OF_EPISODES = 10_000  # and of episodes that are run for it
@@ -97,14 +96,6 @@ def sft(context: RunContext[SFT]) -> RunParts:
     tokens = microbatch_tokens(config, model)
     source = Demonstrations(made, config.rows, tokens, config.seed, device, example_recording(config, learner, tokens))
 
-    def measure(stats: Stats) -> None:
-        assert unseen is not None
-        for first in range(0, len(unseen), EVALUATED):
-            places = range(first, min(first + EVALUATED, len(unseen)))
-            rows = [t for place in places if (t := unseen[place]) is not None]
-            for o in learner.evaluate(source.batches(rows)) if rows else ():
-                stats.add("eval/loss", -o.logp.sum().item(), o.logp.numel())
-
     return RunParts(
         source,
         LikelihoodObjective(config.token_weight),
@@ -113,7 +104,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
         steps,
         [*sizes(config, model, (tasks, held_out), steps, "rows", device), *told],
         [f"minimise  - sum_t {FORMULAS[config.token_weight]}lp_t / (tokens of the step)"],
-        measure if unseen else None,
+        text_loss(unseen, source, learner, "eval/loss") if unseen else None,
         notifiers=(too_long,),
         finish=lambda run: [made.kept] if made.kept and not config.quiet else [],
     )

@@ -1,0 +1,78 @@
+"""Loss of given texts within training: held-out responses of `sft`, and texts that show what a model forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from posttrain.config.training import RewardModelling, Training
+from posttrain.core.batch import Stats
+from posttrain.core.protocols import Learner
+from posttrain.core.types import Outcome, Task, UserError
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import Stream, Tasks, to_tasks
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_folder import RunFolder
+from posttrain.training.setup import microbatch_tokens, watch_lengths
+from posttrain.training.sources.sft_source import Demonstrations, Transcripts
+
+AT_ONCE = 1000  # rows whose transcripts are made at once
+
+Measure = Callable[[Stats], Sequence[Outcome] | None]
+"""Evaluation within training: adds its metrics, and returns the rollouts that it sampled."""
+
+
+def read_texts(option: str, file: str) -> Tasks | Stream:
+    """Read rows with `text`, which becomes a response without a prompt, or with prompt and response. Raises UserError."""
+
+    def text_or_row(row: dict[str, Any]) -> Task:
+        if "text" not in row and "response" not in row:
+            raise UserError(
+                f"{option} {file} needs rows with text, or with prompt and response; one has {', '.join(row)}"
+            )
+        return {"response": row["text"]} if "text" in row else row
+
+    return to_tasks(load_rows(file), convert=text_or_row, need=("response",))
+
+
+def text_loss(texts: Transcripts, source: Demonstrations, learner: Learner, metric: str) -> Callable[[Stats], None]:
+    """Return the function that adds the mean negative log-likelihood of these texts' scored tokens under that name."""
+
+    def measure(stats: Stats) -> None:
+        for first in range(0, len(texts), AT_ONCE):
+            places = range(first, min(first + AT_ONCE, len(texts)))
+            rows = [made for place in places if (made := texts[place]) is not None]
+            for o in learner.evaluate(source.batches(rows)) if rows else ():
+                stats.add(metric, -o.logp.sum().item(), o.logp.numel())
+
+    return measure
+
+
+def with_forgetting(
+    run: RunFolder[Any], learner: Learner, tokenizer: Tokenizer, measure: Measure | None, device: torch.device
+) -> Measure | None:
+    """Return the evaluation with the loss of the texts of `--forget` in it. Raises UserError where there can be none."""
+    config: Training = run.config
+    if config.forget is None:
+        return measure
+    if isinstance(config, RewardModelling):
+        raise UserError("--forget measures the likelihood of text, and a reward model gives none: leave it out")
+    tasks = read_texts("--forget", config.forget)
+    if isinstance(tasks, Stream):
+        raise UserError(
+            f"--forget {config.forget}: these rows have no end, and all of them are read at every evaluation"
+        )
+    model = learner.weights()
+    how = tuple(model.eos_ids), model.config.vocab, watch_lengths(config, model.config.context)
+    texts = Transcripts(run.chat.of(tasks, answered=True), tokenizer, *how)
+    texts.check()
+    source = Demonstrations(texts, AT_ONCE, microbatch_tokens(config, model), config.seed, device)
+    forgetting = text_loss(texts, source, learner, "forget/loss")
+
+    def both(stats: Stats) -> Sequence[Outcome] | None:
+        forgetting(stats)
+        return measure(stats) if measure is not None else None
+
+    return both

@@ -46,6 +46,9 @@ def tracker_class(spec: str) -> type[Any]:
 
 def check_trackers(given: Iterable[str]) -> None:
     """Raise UserError for a name that is no tracker's, or whose library is not installed."""
+    given = tuple(given)
+    if given and not trackers_of(given):
+        raise UserError(f"--track names no tracker: give one of {', '.join(TRACKERS)}, or leave it out")
     for spec in trackers_of(given):
         name = spec.partition(":")[0]
         if name == "tensorboard":

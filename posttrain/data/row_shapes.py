@@ -56,6 +56,7 @@ SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     ("prompt and completion", lambda there: "prompt" in there and bool({"response", "completion"} & there)),
     ("prompts", _shaped_like("prompt")),
     ("Alpaca", _shaped_like("instruction")),
+    ("questions: --fields.prompt question reads them as prompts", _shaped_like("question")),
     ("unknown", lambda there: True),
 )
 """Name -> whether a row with these columns that are not empty has it; the first that fits."""

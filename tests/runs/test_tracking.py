@@ -63,6 +63,14 @@ class Broken(Noting):
     def start(self, run):
         raise PermissionError("no key")
 
+class Silent(Noting):
+    def start(self, run):
+        super().start(run)
+
+class Wrong(Noting):
+    def start(self, run):
+        return 7
+
 class Hanging(Noting):
     def log(self, step, metrics):
         self.note("got", step)
@@ -143,11 +151,19 @@ def test_a_tracker_that_comes_later_gets_the_steps_before_too(
     assert [(step, values) for step, values in calls(noted, "log")] == recorded(run.path)
 
 
+def test_a_tracker_whose_start_returns_nothing_gets_its_steps(
+    tmp_path: Path, tokenizer: Tokenizer, noted: Path
+) -> None:
+    rl(tmp_path, tokenizer, "a", steps=2, track="mine.py:Silent")
+    assert len(calls(noted, "start")) == 1 and [step for step, _ in calls(noted, "log")] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("kind", "told"),
     {
         "Raising": ": log failed, and the run goes on: ConnectionError: no route to the tracker (mine.py:",
         "Broken": " could not start, and the run goes on without it: PermissionError: no key (mine.py:",
+        "Wrong": " could not start, and the run goes on without it: TypeError: start returned 7: return a dict",
         "Hanging": " did not finish within 0.2 s and was ended (--resume delivers the rest): it has no step",
         "Killed": " has ended, and the run goes on without it (exit code -9, SIGKILL)",
     }.items(),
@@ -223,6 +239,7 @@ def test_names_of_trackers_are_checked_before_anything_starts(tmp_path: Path, mo
             ):
                 check_trackers((name,))
     for name, told in {
+        ",": "--track names no tracker: give one of wandb, trackio, mlflow, swanlab, prometheus, or leave it out",
         "wandbb": "--track wandbb: no such tracker; did you mean 'wandb'?",
         "tensorboard": "every run writes TensorBoard's files: leave it out",
         "mine.py:Mine": "--track mine.py:Mine is no tracker: write a class that extends posttrain.Tracker",

@@ -13,7 +13,7 @@ import select
 import socket
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,10 @@ class Follower:
 
     def start(self, run: TrackedRun) -> None:
         """Start the tracker, and store the id of its run."""
-        self.state |= {name: value for name, value in self.tracker.start(run).items() if value}
+        told = self.tracker.start(run) or {}
+        if not isinstance(told, Mapping):
+            raise TypeError(f"start returned {told!r:.60}: return a dict with id and url, or nothing")
+        self.state |= {name: value for name, value in told.items() if value}
         self._store()
         if self.state.get("url"):
             self.say(f"{self.spec}: {self.state['url']}")

@@ -31,7 +31,7 @@ class Tracker:
 
     project_variable = ""  # environment variable of its library that names the project
 
-    def start(self, run: TrackedRun) -> Mapping[str, str]:
+    def start(self, run: TrackedRun) -> Mapping[str, str] | None:
         """Begin, or go on where `run.id` is set. Return "id", by which `--resume` goes on, and "url", if there are any."""
         return {}
 

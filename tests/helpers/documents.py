@@ -35,6 +35,8 @@ SMALLER_IN_FILES = {
     "prompts = 32": "prompts = 4",
     "steps=100": "steps=2",
     "steps=200": "steps=2",
+    "epochs=20": "epochs=0.2",
+    "epochs=3": "epochs=0.2",
     "epochs=10": "epochs=0.2",
     "prompts=32": "prompts=4",
     "prompts=64": "prompts=4",

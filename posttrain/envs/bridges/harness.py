@@ -1,4 +1,4 @@
-"""Programs that speak OpenAI's API, or vLLM's token ids, as environments: an agent runs unchanged and is trained.
+"""Programs that speak OpenAI's or Anthropic's API, or vLLM's token ids, as environments: an agent runs unchanged.
 
 An episode gets an address of its own at a server in its worker. Each request to it is yielded as a turn, and the reply is
 the answer. So nothing else is new: the engine samples, transcripts grow where they always do, and bounds, records, replays
@@ -36,11 +36,13 @@ from posttrain.core.types import AsyncEnv, Completion, Reply, StopReason, Task, 
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.policy_server import Policy, PolicyHandlers, ServerLimits, serving
 from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused
+from posttrain.engines.serving.stored_conversations import StoredConversations
 from posttrain.engines.serving.task_group import together
 from posttrain.system.http_front import HOST
 
 MODEL = "policy"
 OVER = "there is no such episode, or it is over"
+UNCOUNTED = "tokens are not counted within an episode: the usage of each reply has those of its prompt"
 KEY_BYTES = 16
 MOST_THREADS = 1024  # episodes of harnesses that are not async, in one worker
 
@@ -74,9 +76,14 @@ class Ran:
 class PolicyEndpoint:
     """Address of the policy for one episode."""
 
-    url: str  # OpenAI's base URL, which ends in /v1
+    url: str  # OpenAI's base URL, which ends in /v1 (Anthropic's: `anthropic_url`)
     key: str = "posttrain"  # the address is the secret: any key will do
     model: str = MODEL  # any name will do
+
+    @property
+    def anthropic_url(self) -> str:
+        """Return Anthropic's base URL, to which its clients add /v1."""
+        return self.url.removesuffix("/v1")
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -86,6 +93,8 @@ class PolicyEndpoint:
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_BASE": self.url,
             "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.anthropic_url,
+            "ANTHROPIC_API_KEY": self.key,
             "NO_PROXY": direct,
             "no_proxy": direct,
         }
@@ -188,6 +197,7 @@ class _Session:
     overflow: str
     sampling: str
     told: bool = False  # that the episode has run out of something
+    conversations: StoredConversations = field(default_factory=StoredConversations)
     _closed: bool = False
     _asked: asyncio.Queue[_Request] = field(default_factory=asyncio.Queue)
     _waiting: set[asyncio.Future[PolicyResponse]] = field(default_factory=set)
@@ -219,6 +229,9 @@ class _Session:
 
     async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:
         return await together(self._reply(prompt, asked, number) for number in range(asked.count))
+
+    async def count(self, prompt: Prompt, asked: PolicyRequest) -> int:
+        raise RequestRefused(UNCOUNTED, 404)
 
     async def _reply(self, prompt: Prompt, asked: PolicyRequest, number: int) -> PolicyResponse:
         """Return the reply; a client that lost its connection and repeats a request gets the same reply, instead of

@@ -200,7 +200,7 @@ HOSTILE: dict[str, tuple[Any, int, str]] = {
     "a tool without a schema": (asked(user("a"), tools=[{"name": "w"}]), 400, "input_schema"),
     "a forced call": (asked(user("a"), tools=[TOOL], tool_choice={"type": "any"}), 400, "cannot be forced"),
     "a reply to go on with": (asked(user("a"), {"role": "assistant", "content": "b"}), 400, "begun"),
-    "a form": (asked(user("a"), output_config={"format": {"type": "json_schema", "schema": {}}}), 400, "output_config.format"),
+    "a form": (asked(user("a"), output_config={"format": {"type": "json_schema"}}), 400, "output_config.format"),
     "a misspelt field": (asked(user("a"), stop_sequence=["a"]), 400, "stop_sequences"),
     "another role": (asked({"role": "tool", "content": "a"}), 400, "role"),
     "no thinking of ours": (asked(user("a"), thinking={"type": "on"}), 400, "thinking.type"),

@@ -13,6 +13,7 @@ from served import TOOLS, Scripted
 
 from posttrain.core.types import Rollout, Sampling, SpanKind, StopReason
 from posttrain.envs.bridges.harness import PolicyEndpoint
+from posttrain.envs.check import check
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import EpisodeLimits, Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -43,10 +44,10 @@ REPLIES = [
 ]
 
 
-def scripted(env: Any) -> tuple[Tokenizer, Rollout]:
+def scripted(env: Any, template: str = TOOLS) -> tuple[Tokenizer, Rollout]:
     """An episode in which the policy writes the replies above."""
     tokenizer = Tokenizer.train(["look up a word 0123456789 I Hm. done know"], 300, "bpe", SPECIAL)
-    tokenizer.chat_template = TOOLS
+    tokenizer.chat_template = template
     with EnvPool(env, 0) as pool:
         [rollout] = Player(pool, Scripted(tokenizer, REPLIES), tokenizer, Sampling(), 4096).play(episodes(1))
     assert isinstance(rollout, Rollout)
@@ -98,6 +99,20 @@ def test_refusals_come_in_the_form_of_each_api_and_leave_nothing_in_the_transcri
 def test_an_episode_that_has_run_out_gives_empty_messages(words: Tokenizer) -> None:
     for rollout in played(wire_harnesses.insatiable_messages, words, 3, limits={"bounds": EpisodeLimits(turns=3)}):
         assert rollout.stop is StopReason.TURNS and rollout.reward == 3.0 and len(rollout.transcripts) == 1
+
+
+def test_tokens_of_a_prompt_are_counted_where_the_tokenizer_is_and_cost_no_reply() -> None:
+    refusing = "{% if messages[0].content == 'unfit' %}{{ raise_exception('unfit') }}{% endif %}"
+    _, rollout = scripted(wire_harnesses.counting, refusing + TOOLS)
+    assert rollout.reward == 1.0 and rollout.rewards["counted"] == rollout.rewards["read"] > 0, rollout.reward
+    [transcript] = rollout.transcripts
+    assert [span.kind for span in transcript.spans] == [SpanKind.PROMPT, SpanKind.SAMPLED]
+
+
+def test_a_harness_that_counts_tokens_can_be_checked_without_a_model() -> None:
+    report = check(wire_harnesses.only_counting, [{"id": "a", "prompt": "say"}], ["x"])
+    assert not report.made_up and not report.asked
+    assert [case.result.reward for case in report.cases if case.result] == [1.0]
 
 
 def test_programs_find_the_policy_by_the_variables_of_both_apis() -> None:

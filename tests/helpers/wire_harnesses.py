@@ -1,6 +1,6 @@
 """Programs that speak Anthropic's Messages or OpenAI's Responses: what tests of harnesses share.
 
-The bodies are written by hand, so that these tests need no client; `anthropic_agent` and `responses_agent` use the real ones.
+The bodies are written by hand, so that these tests need no client; `anthropic_agent` and `responses_agent` have real ones.
 """
 
 from __future__ import annotations
@@ -237,3 +237,24 @@ async def insatiable_messages(task: Task, endpoint: PolicyEndpoint) -> float:
             return float(count)
         count += 1
         said += [{"role": "assistant", "content": answer["content"]}, user("on")]
+
+
+@harness
+async def counting(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
+    """Counts the tokens of a prompt, asks it, and counts one that cannot be rendered."""
+    prompt = {"model": "m", "messages": [user(task["prompt"])], "tools": [TOOL]}
+    status, counted = await ask(endpoint, prompt, "/v1/messages/count_tokens")
+    assert status == 200, counted
+    _, answer = await ask(endpoint, {**prompt, "max_tokens": 90}, "/v1/messages")
+    status, refused = await ask(endpoint, {**prompt, "system": "unfit"}, "/v1/messages/count_tokens")
+    assert status == 400 and refused["type"] == "error" and "tokens cannot be counted" in refused["error"]["message"]
+    return {"reward": 1.0, "counted": counted["input_tokens"], "read": answer["usage"]["input_tokens"]}
+
+
+@harness
+async def only_counting(task: Task, endpoint: PolicyEndpoint) -> float:
+    """Counts the tokens of a prompt and asks it."""
+    prompt = {"model": "m", "messages": [user(task["prompt"])]}
+    status, counted = await ask(endpoint, prompt, "/v1/messages/count_tokens")
+    await ask(endpoint, {**prompt, "max_tokens": 5}, "/v1/messages")
+    return float(status == 200 and type(counted["input_tokens"]) is int)

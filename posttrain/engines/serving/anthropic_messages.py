@@ -18,8 +18,8 @@ from posttrain.core.thoughts import split_thoughts
 from posttrain.core.types import StopReason
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.request_fields import (
-    Fields,
     Neutral,
+    RequestFields,
     assistant_message,
     function_tool,
     read_sampling,
@@ -57,7 +57,7 @@ ERRORS = {
 
 def read_messages(body: Mapping[str, Any]) -> PolicyRequest:
     """Read a request to POST /v1/messages."""
-    fields = Fields(body)
+    fields = RequestFields(body)
     fields.refuse_unknown(MESSAGES, IGNORED, NEUTRAL)
     if (most := fields.whole("max_tokens", 1)) is None:
         raise fields.wrong("max_tokens", "a whole number of at least 1")
@@ -66,12 +66,12 @@ def read_messages(body: Mapping[str, Any]) -> PolicyRequest:
 
 def read_count(body: Mapping[str, Any]) -> PolicyRequest:
     """Read a request to POST /v1/messages/count_tokens."""
-    fields = Fields(body)
+    fields = RequestFields(body)
     fields.refuse_unknown(PROMPT, IGNORED, NEUTRAL)
     return _read(fields, None)
 
 
-def _read(fields: Fields, most: int | None) -> PolicyRequest:
+def _read(fields: RequestFields, most: int | None) -> PolicyRequest:
     fields.refuse_unsupported(NEUTRAL)
     thinking, output = fields.object("thinking"), fields.object("output_config")
     if thinking is not None and thinking.text("type") not in THINKING:
@@ -82,12 +82,12 @@ def _read(fields: Fields, most: int | None) -> PolicyRequest:
     return read_sampling(fields, (messages,), most, tools=_read_tools(fields), stop="stop_sequences")
 
 
-def _read_system(fields: Fields) -> list[dict[str, Any]]:
+def _read_system(fields: RequestFields) -> list[dict[str, Any]]:
     text = _text(_blocks(fields, "system")) if fields.body.get("system") is not None else ""
     return [{"role": "system", "content": text}] if text else []
 
 
-def _read_conversation(fields: Fields) -> list[dict[str, Any]]:
+def _read_conversation(fields: RequestFields) -> list[dict[str, Any]]:
     """Read the messages. Consecutive ones of the user are one, as in Anthropic's API."""
     given = fields.objects("messages", 'a list of {"role": ..., "content": ...}')
     if not given:
@@ -110,17 +110,17 @@ def _read_conversation(fields: Fields) -> list[dict[str, Any]]:
     return found
 
 
-def _blocks(message: Fields, name: str) -> list[Fields]:
+def _blocks(message: RequestFields, name: str) -> list[RequestFields]:
     """Read content: text, or a list of blocks."""
     content = message.body.get(name)
     if isinstance(content, str):
-        return [Fields({"type": "text", "text": content}, f"{message.path}{name}.")]
+        return [RequestFields({"type": "text", "text": content}, f"{message.path}{name}.")]
     if content is None:
         raise message.wrong(name, "a string, or a list of blocks")
     return message.objects(name, "a string, or a list of blocks")
 
 
-def _text(blocks: Sequence[Fields], joint: str = JOINT) -> str:
+def _text(blocks: Sequence[RequestFields], joint: str = JOINT) -> str:
     texts = []
     for block in blocks:
         if block.body.get("type") != "text":
@@ -129,12 +129,12 @@ def _text(blocks: Sequence[Fields], joint: str = JOINT) -> str:
     return joint.join(texts)
 
 
-def _unread(block: Fields) -> RequestRefused:
+def _unread(block: RequestFields) -> RequestRefused:
     kind = short(block.body.get("type"))
     return block.refused(f"has the type {kind}: this policy reads text, thinking, and the use of the client's tools")
 
 
-def _add_user(found: list[dict[str, Any]], blocks: Sequence[Fields]) -> None:
+def _add_user(found: list[dict[str, Any]], blocks: Sequence[RequestFields]) -> None:
     """Add a user's message: results of tools are messages of their own, and the text around them is the user's."""
     for block in blocks:
         if block.body.get("type") == "tool_result":
@@ -149,7 +149,7 @@ def _add_user(found: list[dict[str, Any]], blocks: Sequence[Fields]) -> None:
         found.append({"role": "user", "content": ""})
 
 
-def _read_reply(message: Fields) -> dict[str, Any]:
+def _read_reply(message: RequestFields) -> dict[str, Any]:
     """Read a reply of the assistant's."""
     thoughts, texts, calls = [], [], []
     for block in _blocks(message, "content"):
@@ -165,7 +165,7 @@ def _read_reply(message: Fields) -> dict[str, Any]:
     return assistant_message("".join(thoughts), "".join(texts), calls)
 
 
-def _read_tools(fields: Fields) -> tuple[dict[str, Any], ...]:
+def _read_tools(fields: RequestFields) -> tuple[dict[str, Any], ...]:
     choice = fields.object("tool_choice")
     if choice is not None and choice.body.get("type") not in CHOICES:
         raise choice.wrong("type", '"auto" or "none": a tool call cannot be forced')

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.core.messages import short
 from posttrain.core.types import ROLES
 from posttrain.engines.serving.policy_responses import PolicyResponse
-from posttrain.engines.serving.request_fields import Fields, Neutral, read_sampling, tool_call
+from posttrain.engines.serving.request_fields import Neutral, RequestFields, read_sampling, tool_call
 from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused
 from posttrain.engines.serving.wire_format import WireFormat, alone, event
 
@@ -78,14 +78,14 @@ GENERATE = (*OF_REQUESTS, "token_ids", "sampling_params", "output_mode")
 """Fields that are read of each form."""
 
 
-def _refuse(fields: Fields, known: tuple[str, ...]) -> None:
+def _refuse(fields: RequestFields, known: tuple[str, ...]) -> None:
     fields.refuse_unknown(known, IGNORED, NEUTRAL)
     fields.refuse_unsupported(NEUTRAL)
 
 
 def read_chat(body: Mapping[str, Any]) -> PolicyRequest:
     """Read a request to POST /v1/chat/completions."""
-    fields = Fields(body)
+    fields = RequestFields(body)
     _refuse(fields, CHAT)
     given = body.get("messages")
     if not isinstance(given, list) or not given:
@@ -100,7 +100,7 @@ def read_chat(body: Mapping[str, Any]) -> PolicyRequest:
 
 def read_completion(body: Mapping[str, Any]) -> PolicyRequest:
     """Read a request to POST /v1/completions. A prompt is text or token ids; a list of them is as many prompts."""
-    fields = Fields(body)
+    fields = RequestFields(body)
     _refuse(fields, COMPLETION)
     given = body.get("prompt")
     several = isinstance(given, list) and given and not isinstance(given[0], int)
@@ -114,7 +114,7 @@ def read_completion(body: Mapping[str, Any]) -> PolicyRequest:
 
 def read_generate(body: Mapping[str, Any]) -> PolicyRequest:
     """Read a request to POST /inference/v1/generate."""
-    request = Fields(body)
+    request = RequestFields(body)
     _refuse(request, GENERATE)
     prompt = request.ids("token_ids")
     params = body.get("sampling_params")
@@ -122,7 +122,7 @@ def read_generate(body: Mapping[str, Any]) -> PolicyRequest:
         raise request.wrong("sampling_params", "an object, such as {}")
     if request.text("output_mode") not in (None, "tokens"):
         raise request.wrong("output_mode", '"tokens"')
-    fields = Fields(params, "sampling_params.")
+    fields = RequestFields(params, "sampling_params.")
     _refuse(fields, SAMPLED)
     logprobs = fields.whole("logprobs", 0)
     if logprobs is not None and logprobs > 1:
@@ -167,7 +167,7 @@ def _read_call(where: str, call: Any, wrong: Callable[[str], RequestRefused]) ->
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(f'has the tool call {short(call)}; expected {{"id", "type": "function", "function": ...}}')
-    arguments = Fields(function, f"{where}.tool_calls.").arguments("arguments")
+    arguments = RequestFields(function, f"{where}.tool_calls.").arguments("arguments")
     return tool_call(call["id"] if isinstance(call.get("id"), str) else "", function["name"], arguments)
 
 
@@ -178,7 +178,7 @@ def _read_part(part: Any, wrong: Callable[[str], RequestRefused]) -> str:
     raise wrong(f"has a part of the type {short(kind)}: this policy reads text only")
 
 
-def _read_tools(fields: Fields) -> tuple[dict[str, Any], ...]:
+def _read_tools(fields: RequestFields) -> tuple[dict[str, Any], ...]:
     """Read the schemas of tools."""
     given, choice = fields.body.get("tools") or [], fields.body.get("tool_choice")
     if choice not in (None, "auto", "none"):
@@ -198,11 +198,11 @@ def _read_tools(fields: Fields) -> tuple[dict[str, Any], ...]:
     return tuple(found) if choice != "none" else ()
 
 
-def _read_prompt(fields: Fields, prompt: Any) -> Prompt:
+def _read_prompt(fields: RequestFields, prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list):
-        return Fields({"prompt": prompt}).ids("prompt")
+        return RequestFields({"prompt": prompt}).ids("prompt")
     raise fields.wrong("prompt", "a string, a list of token ids, or a list of these")
 
 

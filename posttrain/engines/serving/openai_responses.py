@@ -20,8 +20,8 @@ from posttrain.core.thoughts import split_thoughts
 from posttrain.engines.serving.openai_completions import write_error
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.request_fields import (
-    Fields,
     Neutral,
+    RequestFields,
     assistant_message,
     function_tool,
     read_sampling,
@@ -60,7 +60,7 @@ LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_conte
 
 def read_response(body: Mapping[str, Any], stored: StoredConversations) -> PolicyRequest:
     """Read a request to POST /v1/responses. `stored`: the conversations that it may continue."""
-    fields = Fields(body)
+    fields = RequestFields(body)
     fields.refuse_unknown(KNOWN, IGNORED, NEUTRAL)
     fields.refuse_unsupported(NEUTRAL)
     _check_hints(fields)
@@ -91,7 +91,7 @@ def read_response(body: Mapping[str, Any], stored: StoredConversations) -> Polic
     return replace(asked, id=id, echo=echo, include=include, stored=tuple(messages) if keeps else None)
 
 
-def _check_hints(fields: Fields) -> None:
+def _check_hints(fields: RequestFields) -> None:
     """Check fields that have no effect, or none but for some values."""
     fields.object("reasoning")
     if fields.whole("top_logprobs", 0):
@@ -102,7 +102,7 @@ def _check_hints(fields: Fields) -> None:
         raise form.wrong("type", '"text": a schema cannot be forced')
 
 
-def _read_include(fields: Fields) -> tuple[str, ...]:
+def _read_include(fields: RequestFields) -> tuple[str, ...]:
     given = fields.body.get("include") or []
     if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
         raise fields.wrong("include", "a list of strings")
@@ -129,7 +129,7 @@ class _Reply:
         return assistant_message("".join(self.thoughts), "".join(self.texts), self.calls)
 
 
-def _read_input(fields: Fields) -> list[dict[str, Any]]:
+def _read_input(fields: RequestFields) -> list[dict[str, Any]]:
     """Read the input as messages."""
     given = fields.body.get("input")
     if isinstance(given, str):
@@ -156,7 +156,7 @@ def _read_input(fields: Fields) -> list[dict[str, Any]]:
     return [*found, reply.message()] if reply is not None else found
 
 
-def _add_to(reply: _Reply, kind: str, item: Fields) -> None:
+def _add_to(reply: _Reply, kind: str, item: RequestFields) -> None:
     if kind == "message":
         reply.texts.append(_text(item, "content"))
     elif kind == "reasoning":
@@ -166,19 +166,19 @@ def _add_to(reply: _Reply, kind: str, item: Fields) -> None:
         reply.calls.append(tool_call(item.needed_text("call_id"), item.needed_text("name"), arguments))
 
 
-def _read_message(item: Fields) -> dict[str, Any]:
+def _read_message(item: RequestFields) -> dict[str, Any]:
     role = item.text("role")
     if role not in ROLES:
         raise item.wrong("role", f"one of {', '.join(ROLES)}")
     return {"role": "user" if role == "user" else "system", "content": _text(item, "content")}
 
 
-def _read_output(item: Fields) -> dict[str, Any]:
+def _read_output(item: RequestFields) -> dict[str, Any]:
     """Read the result of a call."""
     return {"role": "tool", "content": _text(item, "output"), "tool_call_id": item.needed_text("call_id")}
 
 
-def _text(item: Fields, name: str) -> str:
+def _text(item: RequestFields, name: str) -> str:
     """Read content: text, or a list of parts of text."""
     content = item.body.get(name)
     if isinstance(content, str):
@@ -194,7 +194,7 @@ def _text(item: Fields, name: str) -> str:
     return "".join(texts)
 
 
-def _read_thoughts(item: Fields) -> str:
+def _read_thoughts(item: RequestFields) -> str:
     """Read reasoning: its content, or else what was encrypted of it, as clients may send either back."""
     item.objects("summary")
     if item.body.get("content") is not None:
@@ -205,7 +205,7 @@ def _read_thoughts(item: Fields) -> str:
         raise item.wrong("encrypted_content", "one that this server has written") from None
 
 
-def _read_tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], bool]:
+def _read_tools(fields: RequestFields) -> tuple[tuple[dict[str, Any], ...], bool]:
     """Read the tools, and whether the policy is shown them."""
     choice = fields.body.get("tool_choice")
     if choice not in (None, "auto", "none"):
@@ -312,7 +312,7 @@ _LATE = ("weight_versions", "token_ids", "prompt_token_ids")
 def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the events of an item of the output."""
     where = {"item_id": item["id"], "output_index": index}
-    nothing = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    nothing: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     begun = {**item, "status": "in_progress", **nothing}
     yield "response.output_item.added", {"output_index": index, "item": begun}
     if item["type"] == "function_call":

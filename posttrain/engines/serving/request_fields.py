@@ -25,7 +25,7 @@ Neutral = Mapping[str, tuple[Any, ...]]
 """Features that a policy does not support, and the values that do not ask for them (null never does)."""
 
 
-class Fields:
+class RequestFields:
     """Fields of an object. Null counts as absent."""
 
     def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
@@ -58,16 +58,16 @@ class Fields:
             raise self.wrong(name, "a string")
         return value
 
-    def object(self, name: str) -> Fields | None:
+    def object(self, name: str) -> RequestFields | None:
         """Read an object as fields of its own."""
         value = self.body.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.wrong(name, "an object")
-        return Fields(value, f"{self.path}{name}.")
+        return RequestFields(value, f"{self.path}{name}.")
 
-    def objects(self, name: str, expected: str = "a list of objects") -> list[Fields]:
+    def objects(self, name: str, expected: str = "a list of objects") -> list[RequestFields]:
         """Read a list of objects; an empty one if it is absent."""
         value = self.body.get(name)
         if value is None:
@@ -78,7 +78,7 @@ class Fields:
             if not isinstance(one, dict):
                 where = f"{self.path}{name}[{place}]"
                 raise RequestRefused(f"{where} is {short(one)}; expected an object", parameter=where)
-        return [Fields(one, f"{self.path}{name}[{place}].") for place, one in enumerate(value)]
+        return [RequestFields(one, f"{self.path}{name}[{place}].") for place, one in enumerate(value)]
 
     def whole(self, name: str, least: int, most: int | None = None) -> int | None:
         value = self.body.get(name)
@@ -152,13 +152,13 @@ class Fields:
 
 
 def read_sampling(
-    fields: Fields,
+    fields: RequestFields,
     prompts: tuple[Prompt, ...],
     max_tokens: int | None,
     *,
     logprobs: bool = False,
     tools: tuple[dict[str, Any], ...] = (),
-    request: Fields | None = None,
+    request: RequestFields | None = None,
     stop: str = "stop",
 ) -> PolicyRequest:
     """Read the fields that all forms have. `request`: of the form that has sampling in an object of its own; `stop`: the
@@ -191,12 +191,12 @@ def read_sampling(
         logprobs,
         request.flag("return_token_ids"),
         request.flag("stream"),
-        isinstance(options, dict) and Fields(options, "stream_options.").flag("include_usage"),
+        isinstance(options, dict) and RequestFields(options, "stream_options.").flag("include_usage"),
         tools,
     )
 
 
-def function_tool(fields: Fields, schema: str) -> dict[str, Any]:
+def function_tool(fields: RequestFields, schema: str) -> dict[str, Any]:
     """Read a tool whose name, description and JSON schema are fields of one object; `schema`: the name of the last."""
     name = fields.needed_text("name")
     if not name:

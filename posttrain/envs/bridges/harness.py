@@ -32,17 +32,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary
 
-from posttrain.core.types import AsyncEnv, Completion, Reply, StopReason, Task, Turn, Verdict
+from posttrain.core.types import Ask, AsyncEnv, Completion, Invalid, Reply, StopReason, Task, Turn, Verdict
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.policy_server import Policy, PolicyHandlers, ServerLimits, serving
 from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused
 from posttrain.engines.serving.stored_conversations import StoredConversations
 from posttrain.engines.serving.task_group import together
+from posttrain.envs.play.prompt_tokens import PROMPT_TOKENS
 from posttrain.system.http_front import HOST
 
 MODEL = "policy"
 OVER = "there is no such episode, or it is over"
-UNCOUNTED = "tokens are not counted within an episode: the usage of each reply has those of its prompt"
 KEY_BYTES = 16
 MOST_THREADS = 1024  # episodes of harnesses that are not async, in one worker
 
@@ -184,8 +184,8 @@ async def _called(function: Harness, task: Task, endpoint: PolicyEndpoint) -> Ve
 
 @dataclass(eq=False)
 class _Request:
-    turn: Turn
-    said: asyncio.Future[PolicyResponse]
+    turn: Turn | Ask  # Ask: only the tokens of its prompt are counted
+    said: asyncio.Future[Any]
     asked: PolicyRequest
 
 
@@ -200,7 +200,7 @@ class _Session:
     conversations: StoredConversations = field(default_factory=StoredConversations)
     _closed: bool = False
     _asked: asyncio.Queue[_Request] = field(default_factory=asyncio.Queue)
-    _waiting: set[asyncio.Future[PolicyResponse]] = field(default_factory=set)
+    _waiting: set[asyncio.Future[Any]] = field(default_factory=set)
     _unread: dict[bytes, asyncio.Future[PolicyResponse]] = field(default_factory=dict)  # whose clients went away
 
     def describe(self) -> dict[str, Any]:
@@ -231,7 +231,13 @@ class _Session:
         return await together(self._reply(prompt, asked, number) for number in range(asked.count))
 
     async def count(self, prompt: Prompt, asked: PolicyRequest) -> int:
-        raise RequestRefused(UNCOUNTED, 404)
+        if self._closed:
+            raise RequestRefused(OVER, 410)
+        counted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        question = Ask(PROMPT_TOKENS, {"messages": prompt, "tools": list(asked.tools)})
+        self._waiting.add(counted)
+        self._asked.put_nowait(_Request(question, counted, asked))
+        return await asyncio.shield(counted)
 
     async def _reply(self, prompt: Prompt, asked: PolicyRequest, number: int) -> PolicyResponse:
         """Return the reply; a client that lost its connection and repeats a request gets the same reply, instead of
@@ -261,8 +267,16 @@ class _Session:
         finally:
             asking.cancel()
 
-    def answer(self, request: _Request, reply: Reply) -> None:
+    def answer(self, request: _Request, reply: Any) -> None:
+        """Answer a request with the reply to its turn, or with the number of tokens that it asked for."""
         self._waiting.discard(request.said)
+        if isinstance(request.turn, Ask):
+            if isinstance(reply, Invalid):
+                request.said.set_exception(RequestRefused(f"tokens cannot be counted: {reply.reason}"))
+                request.said.exception()
+            else:
+                request.said.set_result(reply)
+            return
         over = reply.sampled is None and reply.stop.truncated
         self.told = self.told or over
         if over and reply.stop is StopReason.CONTEXT and self.overflow == "error":

@@ -44,12 +44,12 @@ REPLIES = [
 ]
 
 
-def scripted(env: Any, template: str = TOOLS) -> tuple[Tokenizer, Rollout]:
-    """An episode in which the policy writes the replies above."""
+def scripted(env: Any, template: str = TOOLS, replies: list[str] = REPLIES) -> tuple[Tokenizer, Rollout]:
+    """An episode in which the policy writes these replies."""
     tokenizer = Tokenizer.train(["look up a word 0123456789 I Hm. done know"], 300, "bpe", SPECIAL)
     tokenizer.chat_template = template
     with EnvPool(env, 0) as pool:
-        [rollout] = Player(pool, Scripted(tokenizer, REPLIES), tokenizer, Sampling(), 4096).play(episodes(1))
+        [rollout] = Player(pool, Scripted(tokenizer, replies), tokenizer, Sampling(), 4096).play(episodes(1))
     assert isinstance(rollout, Rollout)
     return tokenizer, rollout
 
@@ -76,6 +76,21 @@ def test_calls_and_thoughts_come_back_as_exactly_the_tokens_that_were_sampled(na
 def test_anthropics_own_client_is_trained_on_exactly_the_tokens_that_were_sampled() -> None:
     pytest.importorskip("anthropic", reason="Anthropic's client is not installed: pip install anthropic")
     check_tokens(*scripted(wire_harnesses.anthropic_agent))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("api", ["messages", "responses"])
+@pytest.mark.parametrize("opened", [True, False])
+def test_thoughts_that_come_back_continue_the_reply_and_without_them_it_is_another(
+    api: str, keep: bool, opened: bool
+) -> None:
+    replies = [f"{'<think>' * opened}\nHm.\n</think>\n\nyes<|im_end|>", "so<|im_end|>"]
+    tokenizer, rollout = scripted(wire_harnesses.thinking(api, keep), replies=replies)
+    assert rollout.reward == 1.0 and len(rollout.transcripts) == (1 if keep else 2), rollout.reward
+    sampled = [t.tokens[s.start : s.start + s.length] for t in rollout.transcripts
+               for s in t.spans if s.kind is SpanKind.SAMPLED]  # fmt: skip
+    expected = replies if keep else [replies[0]] * 2  # a context begins with the first of the script
+    assert sampled == [tokenizer.encode(reply) for reply in expected]
 
 
 @pytest.mark.parametrize("name", ["messages_branches", "responses_branches"])

@@ -258,3 +258,23 @@ async def only_counting(task: Task, endpoint: PolicyEndpoint) -> float:
     status, counted = await ask(endpoint, prompt, "/v1/messages/count_tokens")
     await ask(endpoint, {**prompt, "max_tokens": 5}, "/v1/messages")
     return float(status == 200 and type(counted["input_tokens"]) is int)
+
+
+def thinking(api: str, keep: bool) -> Any:
+    """A harness of two turns, which returns the thoughts of a reply with the conversation, or leaves them out."""
+
+    @harness
+    async def agent(task: Task, endpoint: PolicyEndpoint) -> float:
+        said: list[Any] = [user("a")]
+        for _ in range(2):
+            if api == "messages":
+                _, answer = await ask(endpoint, {"model": "m", "max_tokens": 90, "messages": said}, "/v1/messages")
+                content = [block for block in answer["content"] if keep or block["type"] != "thinking"]
+                said.append({"role": "assistant", "content": content})
+            else:
+                _, answer = await ask(endpoint, {"input": said}, "/v1/responses")
+                said += [item for item in answer["output"] if keep or item["type"] != "reasoning"]
+            said.append(user("b"))
+        return 1.0
+
+    return agent

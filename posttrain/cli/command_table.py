@@ -80,7 +80,7 @@ _ALL = (
         "serve-policy",
         "commands:serve_policy",
         "serve",
-        "Serve a model over HTTP: token ids, OpenAI's chat and completions.",
+        "Serve a model over HTTP: token ids, OpenAI's API, Anthropic's API.",
         "--model runs/rl",
         "posttrain.config.inference:ServePolicy",
     ),

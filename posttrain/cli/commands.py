@@ -157,7 +157,7 @@ def merge(adapter: str, *, out: str) -> int:
 
 
 def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
-    """Serve a model over HTTP: token ids in and out, and OpenAI's chat and completions."""
+    """Serve a model over HTTP: token ids in and out, and the APIs of OpenAI and Anthropic."""
     from posttrain.cli.serve_command import serve_policy as serve
 
     validate(config)

@@ -59,6 +59,7 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
         def told(port: int) -> None:
             say(f"model       {name}, version {version or 0}, {context} tokens of context, {engine.backend}")
             say(f"OpenAI      http://{HOST}:{port}/v1")
+            say(f"Anthropic   http://{HOST}:{port}")
             say(f"token ids   http://{HOST}:{port}/inference/v1/generate")
             say("Ctrl-C ends it")
 

@@ -84,7 +84,7 @@ class Chat(ChatTemplateGroup):
 
 @dataclass(frozen=True)
 class ServePolicy(HardwareGroup, ChatTemplateGroup):
-    """Serve a model over HTTP: token ids in and out, and OpenAI's chat and completions."""
+    """Serve a model over HTTP: token ids in and out, and the APIs of OpenAI and Anthropic."""
 
     model: str = option("", group="model", first_hour=True, value="FOLDER")
     """Model to serve: the folder of a checkpoint or of a run."""

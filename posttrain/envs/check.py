@@ -21,6 +21,7 @@ from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, U
 from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import content_text, last_asked
+from posttrain.envs.play.prompt_tokens import CHARACTERS_OF_A_TOKEN, PROMPT_TOKENS
 from posttrain.envs.play.service_client import Services, made_up
 from posttrain.envs.preview import Seen, Viewer
 from posttrain.envs.tried import FORMS, OWN, SCRIPT, STANDARD, TURNS, Case, Report
@@ -161,6 +162,8 @@ class _Answers:
     made_up: dict[str, None] = field(default_factory=dict)
 
     def __call__(self, ask: Ask) -> Any:
+        if ask.service == PROMPT_TOKENS:
+            return len(str(ask.content)) // CHARACTERS_OF_A_TOKEN
         self.asked[ask.service] = None
         if self.services.problem(ask) is not None:
             self.made_up[ask.service] = None

@@ -33,7 +33,8 @@ def refused(
     """Return the HTTP status and the reason for which a request is refused; None: it is accepted.
 
     `headers`: as they came; one that comes twice has both values. `served`: the host that the server was told to be
-    bound to. `token`: what every request has to carry as "Authorization: Bearer ...".
+    bound to. `token`: what every request has to carry as "Authorization: Bearer ...", or as "x-api-key: ..." as
+    Anthropic's clients do.
     """
     said: dict[str, str] = {}
     for header, value in headers:
@@ -49,10 +50,15 @@ def refused(
     kind = kind.partition(";")[0].strip() if "," not in kind else kind
     if method == "POST" and kind != "application/json" and (kind != UNSAID or origin is not None):
         return 415, "the body must be JSON: send Content-Type: application/json"
-    given = said.get("authorization", "").removeprefix("Bearer ").strip().encode("utf-8", "surrogateescape")
-    if token is not None and not compare_digest(given, token.encode()):
-        return 401, "this server wants its token: send Authorization: Bearer TOKEN"
+    given = [said.get("authorization", "").removeprefix("Bearer "), said.get("x-api-key", "")]
+    if token is not None and not any([_equal(one.strip(), token) for one in given]):
+        return 401, "this server wants its token: send Authorization: Bearer TOKEN, or x-api-key: TOKEN"
     return None
+
+
+def _equal(given: str, token: str) -> bool:
+    """Compare in a time that does not depend on the content."""
+    return compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
 
 
 def read_token(file: str | None, option: str = "--token") -> str | None:

@@ -51,7 +51,7 @@ RUNS = {
     "coming-from": 10,
     "environments": 18,
     "retrieval": 7,
-    "serving": 5,
+    "serving": 6,
     "verifiers": 16,
     "skill": 10,
 }

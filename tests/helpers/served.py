@@ -102,6 +102,7 @@ def served(
     limits: ServerLimits | None = None,
     max_tokens: int | None = None,
     name: str = "tiny",
+    token: str | None = None,
 ) -> Iterator[Served]:
     """Serve what the engine samples, on a free port."""
     found, ready = Served(), threading.Event()
@@ -114,7 +115,7 @@ def served(
         policy = EnginePolicy(EngineThread(engine, found.failed.append), tokenizer, name, context, ends, max_tokens)
         try:
             async with serving(
-                PolicyHandlers(lambda request: policy, limits or ServerLimits()).application()
+                PolicyHandlers(lambda request: policy, limits or ServerLimits(), token).application()
             ) as found.port:
                 ready.set()
                 await end.wait()

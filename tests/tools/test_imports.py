@@ -85,6 +85,8 @@ HOMES = {
 
 LIGHT = ("core/", "system/", "data/", "verify/", "sandbox/", "envs/", "algorithms/", "config/", "runs/", "apps/audit/",
          "apps/planning/", "services/retrieval/", "services/retriever.py", "engines/serving/requests.py",
+         "engines/serving/request_fields.py", "engines/serving/openai_completions.py", "engines/serving/openai_responses.py",
+         "engines/serving/anthropic_messages.py",
          "training/figures.py", "training/sources/diversity.py", "training/sources/packing.py",          
          "cli/main.py", "cli/commands.py", "cli/training_commands.py", "cli/inspect_commands.py", "cli/write_types.py",
          "cli/command_table.py", "cli/help_pages.py", "cli/init_command.py")  # fmt: skip

@@ -16,6 +16,7 @@ from posttrain.core.types import Completion, Sampling, StopReason, ToolCall
 from posttrain.engines.serving.engine_thread import EngineThread
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.requests import SEEDS, PolicyRequest, Prompt, RequestRefused
+from posttrain.engines.serving.stored_conversations import StoredConversations
 from posttrain.engines.serving.task_group import together
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
@@ -39,6 +40,7 @@ class EnginePolicy:
         """
         self.desk, self.tokenizer, self.name, self.context = desk, tokenizer, name, context
         self.eos_ids, self.max_tokens = frozenset(eos_ids), max_tokens or context
+        self.conversations = StoredConversations()
         self._added = tokenizer.added
         self._most_characters = SLACK * context * max(map(len, tokenizer.vocabulary), default=1)
         self._texts = ThreadPoolExecutor(1, "texts")  # long prompts take time, in which others have to be served
@@ -73,6 +75,10 @@ class EnginePolicy:
         each = [replace(sampling, seed=seed_of(seed, number)) for number in range(1, asked.count)]
         completions = await together(self.desk.complete(tokens, how) for how in (sampling, *each))
         return [self._said(completion, tokens, asked, ends) for completion in completions]
+
+    async def count(self, prompt: Prompt, asked: PolicyRequest) -> int:
+        tokens, _ = await self._read(prompt, asked)
+        return len(tokens)
 
     def _too_long(self, size: str) -> RequestRefused:
         return RequestRefused(

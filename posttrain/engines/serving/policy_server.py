@@ -1,8 +1,11 @@
 """HTTP server of a policy: its routes, its limits and its errors.
 
-POST /inference/v1/generate    token ids in, token ids and log-probabilities out
+    POST /inference/v1/generate    token ids in, token ids and log-probabilities out
     POST /v1/chat/completions      OpenAI's chat
     POST /v1/completions           OpenAI's completions
+    POST /v1/responses             OpenAI's responses
+    POST /v1/messages              Anthropic's messages
+    POST /v1/messages/count_tokens the tokens of their prompt
     GET  /v1/models                the model and its limits
     GET  /health
 
@@ -16,7 +19,7 @@ import json
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,23 +27,21 @@ from aiohttp import web
 
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-from posttrain.engines.serving import policy_responses
-from posttrain.engines.serving.policy_responses import Form, PolicyResponse
-from posttrain.engines.serving.requests import (
-    PolicyRequest,
-    Prompt,
-    RequestRefused,
-    read_body,
-    read_chat,
-    read_completion,
-    read_generate,
-)
+from posttrain.engines.serving import anthropic_messages
+from posttrain.engines.serving.anthropic_messages import MESSAGES_FORMAT
+from posttrain.engines.serving.openai_completions import CHAT_FORMAT, COMPLETIONS_FORMAT, GENERATE_FORMAT
+from posttrain.engines.serving.openai_responses import RESPONSES_FORMAT, stored_messages
+from posttrain.engines.serving.policy_responses import PolicyResponse
+from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused, read_body
+from posttrain.engines.serving.stored_conversations import StoredConversations
 from posttrain.engines.serving.task_group import together
+from posttrain.engines.serving.wire_format import WireFormat
 from posttrain.system import http_server
 from posttrain.system.http_front import HOST, bound, refused
 
 BODY_SECONDS = 60.0  # for a body to arrive
 GOODBYE_SECONDS = 1.0  # for connections to end at shutdown
+FORMATS = (GENERATE_FORMAT, CHAT_FORMAT, COMPLETIONS_FORMAT, RESPONSES_FORMAT, MESSAGES_FORMAT)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class ServerLimits:
 
 class Policy(Protocol):
     """A policy that answers requests."""
+
+    conversations: StoredConversations  # that requests may continue by the id of a response
 
     def describe(self) -> dict[str, Any]:
         """Return the model card, as OpenAI lists models; `max_model_len`: tokens of prompt and reply together, as in
@@ -74,6 +77,10 @@ class Policy(Protocol):
         """
         ...
 
+    async def count(self, prompt: Prompt, asked: PolicyRequest) -> int:
+        """Return the number of tokens of a prompt. Raises RequestRefused."""
+        ...
+
 
 Find = Callable[[web.Request], Policy]
 """Finds the policy of a request. Raises Refused."""
@@ -92,12 +99,9 @@ class PolicyHandlers:
         app = web.Application(middlewares=[self._answer_errors], client_max_size=self._limits.body)
         app.router.add_get(f"{prefix}/health", self.health)
         app.router.add_get(f"{prefix}/v1/models", self.models)
-        for path, read, form in (
-            ("/inference/v1/generate", read_generate, policy_responses.generate),
-            ("/v1/chat/completions", read_chat, policy_responses.chat),
-            ("/v1/completions", read_completion, policy_responses.completions),
-        ):
-            app.router.add_post(prefix + path, self._answering(read, form))
+        for form in FORMATS:
+            app.router.add_post(prefix + form.path, self._answering(form))
+        app.router.add_post(prefix + anthropic_messages.COUNT_PATH, self.count_tokens)
         return app
 
     async def health(self, request: web.Request) -> web.Response:
@@ -108,36 +112,47 @@ class PolicyHandlers:
         card = self._find(request).describe()
         return web.json_response({"object": "list", "data": [{"object": "model", "owned_by": "posttrain", **card}]})
 
-    def _answering(
-        self, read: Callable[[dict[str, object]], PolicyRequest], form: Form
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """Count the tokens of a prompt in Anthropic's form."""
+        policy = self._find(request)
+        asked = anthropic_messages.read_count(policy.select(read_body(await _body(request))))
+        policy.check(asked.model)
+        return web.json_response({"input_tokens": await policy.count(asked.prompts[0], asked)})
+
+    def _answering(self, form: WireFormat) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
             policy = self._find(request)
-            asked = read(policy.select(read_body(await _body(request))))
+            asked = form.read(policy.select(read_body(await _body(request))), policy.conversations)
             policy.check(asked.model)
-            count = asked.count * len(asked.prompts)
-            if self.under_way + count > self._limits.requests:
-                raise RequestRefused(
-                    f"{self.under_way} replies are in progress: try again later", 429, "rate_limit_exceeded"
-                )
-            self.under_way += count
-            try:
-                each = await together(policy.replies(prompt, asked) for prompt in asked.prompts)
-                replies = [reply for replies in each for reply in replies]
-            finally:
-                self.under_way -= count
+            replies = await self._sampled(policy, asked)
+            if asked.stored is not None and asked.id is not None:
+                policy.conversations.add(asked.id, stored_messages(asked, replies[0]))
             name = str(asked.model or policy.describe()["id"])
             if asked.stream:
-                return await _streamed(request, b"".join(policy_responses.events(form, name, asked, replies)))
-            return web.json_response(form(name, asked, replies), dumps=_compact)
+                return await _streamed(request, b"".join(form.events(name, asked, replies)))
+            return web.json_response(form.write(name, asked, replies), dumps=_compact)
 
         return answer
+
+    async def _sampled(self, policy: Policy, asked: PolicyRequest) -> Sequence[PolicyResponse]:
+        """Return the replies to each prompt, within the limit of replies in progress."""
+        count = asked.count * len(asked.prompts)
+        if self.under_way + count > self._limits.requests:
+            raise RequestRefused(
+                f"{self.under_way} replies are in progress: try again later", 429, "rate_limit_exceeded"
+            )
+        self.under_way += count
+        try:
+            each = await together(policy.replies(prompt, asked) for prompt in asked.prompts)
+        finally:
+            self.under_way -= count
+        return [reply for replies in each for reply in replies]
 
     @web.middleware
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Turn an exception into an error in OpenAI's form."""
+        """Turn an exception into an error in the form of the path's API."""
         try:
             if (wrong := refused(request.method, request.headers.items(), token=self._token)) is not None:
                 raise RequestRefused(wrong[1], wrong[0])
@@ -154,7 +169,8 @@ class PolicyHandlers:
             traceback.print_exc(file=sys.stderr)
             problem = RequestRefused("internal server error; the server printed it", 500)
         headers = {"Retry-After": "1"} if problem.status in (429, 503) else {}
-        return web.json_response(policy_responses.refusal(problem), status=problem.status, headers=headers)
+        form = MESSAGES_FORMAT if MESSAGES_FORMAT.path in request.path else CHAT_FORMAT
+        return web.json_response(form.write_error(problem), status=problem.status, headers=headers)
 
 
 def _plain(error: web.HTTPException, request: web.Request) -> str:
@@ -178,9 +194,10 @@ async def _body(request: web.Request) -> bytes:
 
 async def _streamed(request: web.Request, content: bytes) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    await response.write(content)
-    await response.write_eof()
+    with suppress(ConnectionResetError):  # the client has gone: there is nobody to tell
+        await response.prepare(request)
+        await response.write(content)
+        await response.write_eof()
     return response
 
 

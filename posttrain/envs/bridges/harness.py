@@ -1,4 +1,4 @@
-"""Programs that speak OpenAI's API, or vLLM's token ids, as environments: an agent runs unchanged and is trained.
+"""Programs that speak OpenAI's or Anthropic's API, or vLLM's token ids, as environments: an agent runs unchanged.
 
 An episode gets an address of its own at a server in its worker. Each request to it is yielded as a turn, and the reply is
 the answer. So nothing else is new: the engine samples, transcripts grow where they always do, and bounds, records, replays
@@ -32,11 +32,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary
 
-from posttrain.core.types import AsyncEnv, Completion, Reply, StopReason, Task, Turn, Verdict
+from posttrain.core.types import Ask, AsyncEnv, Completion, Invalid, Reply, StopReason, Task, Turn, Verdict
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.policy_server import Policy, PolicyHandlers, ServerLimits, serving
 from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused
+from posttrain.engines.serving.stored_conversations import StoredConversations
 from posttrain.engines.serving.task_group import together
+from posttrain.envs.play.prompt_tokens import PROMPT_TOKENS
 from posttrain.system.http_front import HOST
 
 MODEL = "policy"
@@ -74,9 +76,14 @@ class Ran:
 class PolicyEndpoint:
     """Address of the policy for one episode."""
 
-    url: str  # OpenAI's base URL, which ends in /v1
+    url: str  # OpenAI's base URL, which ends in /v1 (Anthropic's: `anthropic_url`)
     key: str = "posttrain"  # the address is the secret: any key will do
     model: str = MODEL  # any name will do
+
+    @property
+    def anthropic_url(self) -> str:
+        """Return Anthropic's base URL, to which its clients add /v1."""
+        return self.url.removesuffix("/v1")
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -86,6 +93,8 @@ class PolicyEndpoint:
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_BASE": self.url,
             "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.anthropic_url,
+            "ANTHROPIC_API_KEY": self.key,
             "NO_PROXY": direct,
             "no_proxy": direct,
         }
@@ -175,8 +184,8 @@ async def _called(function: Harness, task: Task, endpoint: PolicyEndpoint) -> Ve
 
 @dataclass(eq=False)
 class _Request:
-    turn: Turn
-    said: asyncio.Future[PolicyResponse]
+    turn: Turn | Ask  # Ask: only the tokens of its prompt are counted
+    said: asyncio.Future[Any]
     asked: PolicyRequest
 
 
@@ -188,9 +197,10 @@ class _Session:
     overflow: str
     sampling: str
     told: bool = False  # that the episode has run out of something
+    conversations: StoredConversations = field(default_factory=StoredConversations)
     _closed: bool = False
     _asked: asyncio.Queue[_Request] = field(default_factory=asyncio.Queue)
-    _waiting: set[asyncio.Future[PolicyResponse]] = field(default_factory=set)
+    _waiting: set[asyncio.Future[Any]] = field(default_factory=set)
     _unread: dict[bytes, asyncio.Future[PolicyResponse]] = field(default_factory=dict)  # whose clients went away
 
     def describe(self) -> dict[str, Any]:
@@ -220,6 +230,15 @@ class _Session:
     async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:
         return await together(self._reply(prompt, asked, number) for number in range(asked.count))
 
+    async def count(self, prompt: Prompt, asked: PolicyRequest) -> int:
+        if self._closed:
+            raise RequestRefused(OVER, 410)
+        counted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        question = Ask(PROMPT_TOKENS, {"messages": prompt, "tools": list(asked.tools)})
+        self._waiting.add(counted)
+        self._asked.put_nowait(_Request(question, counted, asked))
+        return await asyncio.shield(counted)
+
     async def _reply(self, prompt: Prompt, asked: PolicyRequest, number: int) -> PolicyResponse:
         """Return the reply; a client that lost its connection and repeats a request gets the same reply, instead of
         another one.
@@ -248,8 +267,16 @@ class _Session:
         finally:
             asking.cancel()
 
-    def answer(self, request: _Request, reply: Reply) -> None:
+    def answer(self, request: _Request, reply: Any) -> None:
+        """Answer a request with the reply to its turn, or with the number of tokens that it asked for."""
         self._waiting.discard(request.said)
+        if isinstance(request.turn, Ask):
+            if isinstance(reply, Invalid):
+                request.said.set_exception(RequestRefused(f"tokens cannot be counted: {reply.reason}"))
+                request.said.exception()
+            else:
+                request.said.set_result(reply)
+            return
         over = reply.sampled is None and reply.stop.truncated
         self.told = self.told or over
         if over and reply.stop is StopReason.CONTEXT and self.overflow == "error":

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.core.conversation import Conversation, TextEncoder
+from posttrain.core.thoughts import same_reply
 from posttrain.core.types import Completion, Reply, Transcript, Turn
 
 
@@ -113,7 +114,7 @@ def _same(seen: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     """Whether a message is the one that was seen.
 
     A reply is known by its calls of tools, or else by its text, with or without the stop string. Programs trim a
-    model's replies, so white space around them is not compared.
+    model's replies and its thoughts, so white space around them is not compared.
     """
     said: Reply | None = seen.get("said")
     if said is None:
@@ -122,8 +123,8 @@ def _same(seen: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     if calls or given.get("tool_calls"):
         return given["role"] == "assistant" and [call.get("id") for call in given.get("tool_calls") or ()] == calls
     text = given.get("content")
-    shown = {said.strip(), *(said.removesuffix(stop).strip() for stop in seen["stop"])}
-    return given["role"] == "assistant" and isinstance(text, str) and text.strip() in shown
+    shown = (said, *(said.removesuffix(stop) for stop in seen["stop"]))
+    return given["role"] == "assistant" and isinstance(text, str) and any(same_reply(text, one) for one in shown)
 
 
 def positions(steps: Iterable[tuple[int, int, float]], transcripts: Sequence[Transcript]) -> list[tuple[int, float]]:

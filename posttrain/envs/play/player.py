@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.core.conversation import TextEncoder
 from posttrain.core.doing import doing
@@ -39,6 +39,7 @@ from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.env_runner import DIVERGED
 from posttrain.envs.play.episode import Episode, RunningEpisode, is_tool
+from posttrain.envs.play.prompt_tokens import PROMPT_TOKENS, count_prompt
 from posttrain.envs.play.service_client import Services
 
 __all__ = ["MAX_TURNS", "Episode", "Player"]
@@ -221,15 +222,22 @@ class _Play:
 
     def _ask(self, index: int, ask: Ask) -> None:
         self.playing[index].asks = ask.service
-        self.services.ask(index, ask)
+        if ask.service == PROMPT_TOKENS:
+            self._tell(index, count_prompt(self.by.tokenizer, ask.content))
+        else:
+            self.services.ask(index, ask)
 
     def _answer(self) -> None:
         """Give environments the answers of services."""
         for index, answer in self.services.poll() if self.services.pending else ():
-            p = self.playing[index]
-            p.answers.append((p.asks, answer))
-            self.asked[index] = time.perf_counter()
-            self.pool.send(index, bare(answer))
+            self._tell(index, answer)
+
+    def _tell(self, index: int, answer: Any) -> None:
+        """Give an environment the answer of a service."""
+        p = self.playing[index]
+        p.answers.append((p.asks, answer))
+        self.asked[index] = time.perf_counter()
+        self.pool.send(index, bare(answer))
 
     def _show_heard(self) -> None:
         """Go on with the episodes whose environments show a turn."""

@@ -1,0 +1,26 @@
+"""The number of tokens of a prompt, for environments that ask for it: they run in processes without a tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.core.conversation import TextEncoder, with_calls
+from posttrain.core.messages import one_line
+from posttrain.core.types import Invalid, InvalidKind, UserError
+
+PROMPT_TOKENS = "prompt-tokens"
+"""The service: `count = yield Ask(PROMPT_TOKENS, {"messages": [...], "tools": [...]})`. Every run has it."""
+
+CHARACTERS_OF_A_TOKEN = 4
+"""An estimate for where no tokenizer is at hand, as in `posttrain check`."""
+
+
+def count_prompt(tokenizer: TextEncoder, content: Any) -> int | Invalid:
+    """Return the number of tokens of messages with tools, as a prompt that begins a context; Invalid if the template
+    refuses them.
+    """
+    try:
+        messages = with_calls(content["messages"], tokenizer.tool_format)
+        return len(tokenizer.encode(tokenizer.render(messages, True, content["tools"] or None), start=True))
+    except UserError as error:
+        return Invalid(one_line(error), InvalidKind.UNANSWERED)

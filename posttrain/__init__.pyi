@@ -339,6 +339,26 @@ class SamplingOptions(TypedDict, total=False):
     stop: tuple[str, ...]
     """Strings that end a reply."""
 
+class CurriculumOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    curriculum: Literal["uniform", "solve-rate", "stages"]
+    """Order of the tasks. uniform: each once per epoch. solve-rate: those that the policy solves about half of the time
+    come first. stages: by a column, the lowest value first; a stage ends when the policy is good at it."""
+    curriculum_column: str
+    """Column with the stage of a task, for --curriculum stages: numbers, or texts in alphabetical order."""
+    curriculum_accuracy: float
+    """Running accuracy at which a stage of --curriculum stages ends."""
+    curriculum_floor: float
+    """Share of the prompts that the curriculum does not choose. solve-rate: they are every task in turn, so that none
+    is forgotten. stages: they are tasks of earlier stages."""
+    curriculum_decay: float
+    """Decay of what the curriculum has seen. solve-rate: of a task's results, at each further visit. stages: of the
+    stage's results, at each step."""
+    curriculum_sharpness: float
+    """Exponent s of --curriculum solve-rate: a task comes with weight (p (1 - p))^s, p its solve rate. 0 is
+    indifferent."""
+
 class EpisodeOptions(TypedDict, total=False):
     """Options of several verbs."""
 
@@ -423,6 +443,7 @@ class RLOptions(
     ServiceOptions,
     EnvWorkerOptions,
     EpisodeOptions,
+    CurriculumOptions,
     SamplingOptions,
     TrainingOptions,
     total=False,

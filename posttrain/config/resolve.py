@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
+from posttrain.config.curriculum_options import check_curriculum
 from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, ServeEngine, ServePolicy
 from posttrain.config.known_trackers import check_trackers
 from posttrain.config.option_groups import on_resume
@@ -189,6 +190,7 @@ def _validate_label(config: Label) -> None:
 
 
 def _validate_rl(config: RL) -> None:
+    check_curriculum(config)
     if config.temperature == 0:
         raise UserError("--temperature 0 is greedy: all rollouts of a group would be equal and teach nothing")
     if config.top_p != 1 or config.top_k != 0:

@@ -32,6 +32,7 @@ JOURNEYS = {
         "docs/start/agents.md",
         "docs/start/preferences.md",
         "docs/guides/algorithms.md",
+        "docs/guides/curriculum.md",
         "docs/guides/runs.md",
         "docs/guides/tracking.md",
         "docs/guides/lora.md",
@@ -43,7 +44,7 @@ JOURNEYS = {
     "verifiers": ("docs/guides/verifiers.md",),
 }
 """Pages whose blocks run one after the other in one folder."""
-RUNS = {"README": 1, "start": 38, "coming-from": 10, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
+RUNS = {"README": 1, "start": 41, "coming-from": 10, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
 """How many programs and commands that are."""
 SHORT = ("README", "start", "coming-from")
 PAGES = {name: ROOT / name for names in JOURNEYS.values() for name in names}

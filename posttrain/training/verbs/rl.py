@@ -60,6 +60,7 @@ from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.sft_source import Transcripts
 from posttrain.training.sources.token_recording import TokenRecording
+from posttrain.training.task_orders import order_lines, task_order
 from posttrain.training.training_run import RunContext, RunParts
 from posttrain.training.verbs.evaluate import measured, repeated
 
@@ -76,6 +77,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     algorithm = adjust(find(config.algorithm), config, not is_generator_env(function), is_group_reward(function))
     success = _success(config, algorithm, env)
     train_tasks, held_out = _tasks(config, context.rows, env)
+    order = task_order(config, train_tasks, success)
     resumed = run.checkpoint is not None
     start = run.start
     assert start
@@ -120,6 +122,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         last=config.steps,
         tokens_per_step=config.tokens_per_step,
         recording=recording,
+        order=order,
     )
 
     @opened.push
@@ -143,7 +146,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     if algorithm.trust_region is None:  # else the KL decides how far a step goes
         adapted = model.decoder is not None and model.decoder.lora is not None
         sizes += rate_note(config.lr, adapted, parameters(model))
-    sizes += [*known.lines, *ground.lines]
+    sizes += [*order_lines(config, order), *known.lines, *ground.lines]
     sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
     sizes += opened_teachers.lines if opened_teachers else []
     return RunParts(

@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from posttrain.config.mixture_options import weights_of
 from posttrain.config.training import RL
 from posttrain.core.doing import doing
 from posttrain.core.messages import clip
+from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
+from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.rows import value_in
 from posttrain.data.tasks import Integers, Stream, Tasks
+from posttrain.training.sources.mixture import Mixture
 from posttrain.training.sources.task_order import SolveRate, Stages, TaskOrder, Uniform
 
 MOST_STAGES = 1000
 SHOWN_STAGES = 8  # whose numbers of tasks are shown
 
 
-def task_order(config: RL, tasks: Tasks | Stream, success: float | None) -> TaskOrder:
+def task_order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
     """Return the order in which a run visits its tasks. `success`: the reward of a right reply, if there is one.
 
     Raises UserError where the tasks do not have what the curriculum needs.
     """
+    if not isinstance(tasks, MixedTasks):
+        return _order(config, tasks, success)
+    sizes = {name: len(own) for name, own in tasks.parts.items()}
+    orders = {
+        name: _order(replace(config, seed=seed_of(config.seed, "part", name)), own, success)
+        for name, own in zip(sizes, tasks.each(), strict=True)
+    }
+    return Mixture(orders, tasks.ends, weights_of(config, sizes))
+
+
+def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
     if config.curriculum == "uniform":
         return Uniform(len(tasks), config.seed)
     name = f"--curriculum {config.curriculum}"
-    if not config.env:
+    if not (config.env or config.mixture):
         raise UserError(f"{name} counts right replies, and nothing scores these: give --env, or leave it out")
     if success is None:
         raise UserError(f"{name} counts right replies: give the reward of a right one with --success")
@@ -36,6 +52,7 @@ def task_order(config: RL, tasks: Tasks | Stream, success: float | None) -> Task
     if config.curriculum == "solve-rate":
         how = config.curriculum_floor, config.curriculum_decay, config.curriculum_sharpness
         return SolveRate(tasks, config.seed, *how)
+    assert isinstance(tasks, Tasks), "options refuse stages of a mixture"
     stages = stages_of(tasks, config.curriculum_column)
     for value, places in stages.items():
         if len(places) < config.prompts:
@@ -51,6 +68,9 @@ def task_order(config: RL, tasks: Tasks | Stream, success: float | None) -> Task
 def order_lines(config: RL, order: TaskOrder) -> list[str]:
     """Describe the order of the tasks, where it is not the usual one."""
     floor = f"{config.curriculum_floor:.0%} of the prompts"
+    if isinstance(order, Mixture):
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in order.shares.items())
+        return [f"mixture: {shares} of the prompts", *order_lines(config, next(iter(order.orders.values())))]
     if isinstance(order, SolveRate):
         return [f"curriculum: tasks that are solved half of the time come first; {floor} are all tasks in turn"]
     if isinstance(order, Stages):

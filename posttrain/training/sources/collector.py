@@ -11,10 +11,12 @@ from posttrain.algorithms.filters import DynamicSampling
 from posttrain.core.batch import Scores, Stats
 from posttrain.core.seeds import seeds_of
 from posttrain.core.types import Completion, Fate, Invalid, Rollout, StopReason, Task, UserError, succeeds
+from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.envs.play.branch_plan import BranchPlan
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
 from posttrain.training.sources.length_filter import Placed, Prompts, TooLong
+from posttrain.training.sources.mixture import part_metrics
 from posttrain.training.sources.rollout_state import restored, stored
 from posttrain.training.sources.scoreboard import Left, describe, refuse_broken, scoreboard, usable
 from posttrain.training.sources.task_order import Solved, TaskOrder, Uniform
@@ -128,6 +130,8 @@ class Collector:
             stats.add("too_long", self.too_long.take())
         refuse_broken(played)
         stats.merge(describe(played, self.success, self.rewarded))
+        if isinstance(self.tasks, MixedTasks):
+            stats.merge(part_metrics(played, self.success))
         if groups is not None:
             stats.add("groups/played", len({r.group for r in played}))
             stats.add("groups/kept", len({r.group for r in kept}))

@@ -63,7 +63,8 @@ class TaskOrder(Protocol):
         ...
 
 
-def _count(value: Any) -> int:
+def counted(value: Any) -> int:
+    """Return a count that a state holds. Raises ValueError for anything else."""
     if type(value) is not int or value < 0:
         raise ValueError(f"a count of {value!r}")
     return value
@@ -98,7 +99,7 @@ class Uniform:
         return {"cursor": self.cursor}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.cursor = _count(state["cursor"])
+        self.cursor = counted(state["cursor"])
 
 
 @dataclass
@@ -192,11 +193,11 @@ class SolveRate:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.in_turn.restore(state)
-        self.floor = Floor(self.floor.share, _count(state["drawn"]))
+        self.floor = Floor(self.floor.share, counted(state["drawn"]))
         self.visits = _visits(state["visits"])
         self.results, self.rate[:] = {}, 0.5
         for place, id, right, wrong in state["results"]:
-            if _count(place) < len(self.rate) and self.tasks[place]["id"] == id:  # else the user accepted other tasks
+            if counted(place) < len(self.rate) and self.tasks[place]["id"] == id:  # else the user accepted other tasks
                 self._set(place, id, _amount(right), _amount(wrong))
 
 
@@ -266,13 +267,13 @@ class Stages:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        stage = _count(state["stage"])
+        stage = counted(state["stage"])
         if stage >= len(self.stages):
             raise ValueError(f"stage {stage + 1} of {len(self.stages)}")
         self._begin(stage)
         self.own_order.restore(state)
-        self.earlier_order.cursor = _count(state["earlier"])
-        self.floor = Floor(self.floor.share, _count(state["drawn"]))
+        self.earlier_order.cursor = counted(state["earlier"])
+        self.floor = Floor(self.floor.share, counted(state["drawn"]))
         self.right, self.wrong = map(_amount, state["results"])
         self.visits = _visits(state["visits"])
 
@@ -285,7 +286,7 @@ def _visit(visits: dict[int, int], place: int) -> tuple[int, int]:
 
 
 def _visits(rows: Sequence[Sequence[int]]) -> dict[int, int]:
-    return {_count(place): _count(visits) for place, visits in rows}
+    return {counted(place): counted(visits) for place, visits in rows}
 
 
 if TYPE_CHECKING:

@@ -70,7 +70,8 @@ def weights_of(config: MixtureGroup, sizes: Mapping[str, int]) -> dict[str, floa
         raise UserError(
             f"--mixture.{missing[0]}.weight is missing: give every part a weight, or none for weights by size"
         )
-    weights = {name: sizes[name] ** (1 / config.mixture_temperature) if missing else given[name] for name in given}
+    by_size = {name: float(size ** (1 / config.mixture_temperature)) for name, size in sizes.items()}
+    weights = {name: by_size[name] if weight is None else float(weight) for name, weight in given.items()}
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 

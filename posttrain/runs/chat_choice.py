@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar
 
 from posttrain.core.types import Task, Turn, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
-from posttrain.data.tasks import Tasks
+from posttrain.data.tasks import Stream, Tasks
 from posttrain.runs.run_files import RUN
 from posttrain.runs.run_reading import read_run
+
+SomeTasks = TypeVar("SomeTasks", Tasks, Tasks | Stream, Tasks | MixedTasks, AnyTasks)
 
 CHAT = "chat"  # in run.json
 
@@ -50,13 +52,7 @@ class Chatting:
     because: str = ""  # the reason, where the user did not decide
     template: bool = False  # whether the model has one
 
-    @overload
-    def of(self, tasks: Tasks, answered: bool = False) -> Tasks: ...
-    @overload
-    def of(self, tasks: Tasks | MixedTasks, answered: bool = False) -> Tasks | MixedTasks: ...
-    @overload
-    def of(self, tasks: AnyTasks, answered: bool = False) -> AnyTasks: ...
-    def of(self, tasks: AnyTasks, answered: bool = False) -> AnyTasks:
+    def of(self, tasks: SomeTasks, answered: bool = False) -> SomeTasks:
         """Tasks as this model is shown them. `answered`: "response" is a message too, to be imitated."""
         return tasks.shown(AsMessages(self.system, answered) if self.on else None)
 

@@ -157,7 +157,8 @@ def test_mixture_goes_on_from_its_state_and_parts_see_their_own_results() -> Non
     assert play(again, 5, 12) == drawn[5:] and again.state() == whole.state()
     words = whole.orders["words"]
     assert isinstance(words, SolveRate) and words.results.keys() <= set(range(6))
-    for broken in ({"drawn": {"sums": 1}}, {"parts": {}}, {"drawn": {"sums": -1, "words": 0}}):
+    damages: tuple[dict[str, Any], ...] = ({"drawn": {"sums": 1}}, {"parts": {}}, {"drawn": {"sums": -1, "words": 0}})
+    for broken in damages:
         with pytest.raises((ValueError, LookupError, TypeError)):
             new().restore({**whole.state(), **broken})
 
@@ -226,6 +227,7 @@ def test_each_episode_runs_in_the_environment_of_its_part(workers: int) -> None:
                 if isinstance(event, Done):
                     rewards[id] = float(event.reward)  # type: ignore[arg-type]
                 else:
+                    assert isinstance(event, Turn)
                     seen[id].append(event.text)
                     pool.send(id, Reply("abcd"[: 4 - len(seen[id])]))
         assert rewards == {0: 3.0, 1: 1.0, 2: 3.0, 3: 1.0}

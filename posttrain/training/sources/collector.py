@@ -145,13 +145,14 @@ class Collector:
 
     def _solved(self, played: Sequence[Rollout]) -> list[Solved]:
         """Return how often each task was solved; nothing where no reward counts as a success."""
-        found: dict[int, list[bool]] = {}
-        ids: dict[int, str] = {}
-        for rollout in played if self.success is not None else ():
+        success, found, ids = self.success, dict[int, list[bool]](), dict[int, str]()
+        if success is None:
+            return []
+        for rollout in played:
             if not isinstance(rollout.reward, Invalid):
                 place = self._places[rollout.group]
                 ids[place] = str(rollout.task["id"])
-                found.setdefault(place, []).append(bool(succeeds(rollout.reward, self.success)))
+                found.setdefault(place, []).append(bool(succeeds(rollout.reward, success)))
         return [Solved(place, ids[place], sum(own), len(own) - sum(own)) for place, own in found.items()]
 
     def _whole(self, begun: list[Episode]) -> list[Rollout]:

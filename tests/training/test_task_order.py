@@ -214,7 +214,9 @@ def test_tasks_of_a_stage_come_once_per_epoch_and_earlier_ones_too() -> None:
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [lambda: Uniform(12, 0), lambda: solve_rate(0.3, 0.7, 2.0), stages])
+@pytest.mark.parametrize(
+    "kind", [lambda: Uniform(12, 0), lambda: solve_rate(0.3, 0.7, 2.0), lambda: stages(accuracy=0.3, least=2.0)]
+)
 def test_order_goes_on_from_its_state(kind: Any) -> None:
     whole, begun = kind(), kind()
     drawn = seen_by(whole, 14)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import tiny
 
+import posttrain
 from posttrain.cli.main import main
 from posttrain.config.mixture_options import parts_of, weights_of
 from posttrain.config.resolve import filled, validate
@@ -28,6 +29,7 @@ from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
+from posttrain.training.held_out_check import overlap
 from posttrain.training.sources.mixture import Mixture
 from posttrain.training.sources.task_order import Solved, SolveRate, TaskOrder, Uniform
 
@@ -287,6 +289,23 @@ def test_run_of_a_mixture_keeps_shares_and_limits_and_a_resumed_one_repeats_it(p
     assert (run / "metrics.jsonl").read_bytes() == whole
 
 
+@pytest.mark.slow
+def test_mixture_of_several_processes_and_engines_samples_the_same_rollouts(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "rl --config recipe.toml --quiet --curriculum solve-rate --steps 4 --eval-every 0 --env-workers 1".split()
+    assert main([*words, "--out", "one"]) == 0
+    several = [*words, "--out", "two", "--processes", "2", "--replicas", "2"]
+    monkeypatch.setattr("sys.argv", ["posttrain", *several])  # each process reads it
+    assert main(several) == 0
+    for step in range(1, 5):
+        runs = (read_rollouts(place / out, step) for out in ("one", "two"))
+        one, two = ([(row["group"], row["text"], row["reward"]) for row in rows] for rows in runs)
+        assert one == two
+    rates = [[row["curriculum/solve_rate"] for row in read_metrics(place / out)[1:]] for out in ("one", "two")]
+    assert rates[0] == rates[1]
+
+
 def test_command_line_names_parts_as_a_recipe_does_and_mistakes_are_one_line(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,6 +317,21 @@ def test_command_line_names_parts_as_a_recipe_does_and_mistakes_are_one_line(
     told = json.loads((place / "cli" / "run.json").read_text())
     assert all(row["prompt"].endswith("=\n") for row in read_rollouts(place / "cli", 1) if row["task"].startswith("a/"))
     assert told["inputs"].keys() >= {"mixture a tasks", "mixture a env", "mixture b tasks"}
+    assert (overlap("cli", "sums.jsonl", 0.2, 0) or "").startswith("cli was trained on all of sums.jsonl")
+    assert overlap("cli", "recipe.toml", 0.2, 0) is None
+    mixture = {
+        "a": {
+            "tasks": "sums.jsonl",
+            "env": "envs.py:digits",
+            "max_tokens": 2,
+            "limit": 4,
+            "prompt_template": "{prompt}\n",
+        },
+        "b": {"tasks": "words.jsonl", "env": "envs.py:digits", "max_tokens": 2},
+    }
+    how: dict[str, Any] = {"prompts": 2, "group": 2, "steps": 1, "env_workers": 0, "threads": 1, "quiet": True}
+    run = posttrain.rl("", model="start", mixture=mixture, out="python", **how)
+    assert (run.path / "metrics.jsonl").read_bytes() == (place / "cli" / "metrics.jsonl").read_bytes()
     capsys.readouterr()
     for more, said in (
         (

@@ -327,6 +327,16 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or a model's name. In sft, leave it
     out to train from scratch."""
 
+class MixtureOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    mixture: dict[str, dict[str, str]]
+    """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.env math
+    --mixture.maths.weight 2. Or a table [rl.mixture.maths] of a recipe. A part may also have its own split, limit,
+    prompt_template, max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
+    mixture_temperature: float
+    """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
+
 class SamplingOptions(TypedDict, total=False):
     """Options of several verbs."""
 
@@ -341,6 +351,26 @@ class SamplingOptions(TypedDict, total=False):
     """Sample from the K most likely tokens (0: all). Training needs 0."""
     stop: tuple[str, ...]
     """Strings that end a reply."""
+
+class CurriculumOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    curriculum: Literal["uniform", "solve-rate", "stages"]
+    """Order of the tasks. uniform: each once per epoch. solve-rate: those that the policy solves about half of the time
+    come first. stages: by a column, the lowest value first; a stage ends when the policy is good at it."""
+    curriculum_column: str
+    """Column with the stage of a task, for --curriculum stages: numbers, or texts in alphabetical order."""
+    curriculum_accuracy: float
+    """Running accuracy at which a stage of --curriculum stages ends."""
+    curriculum_floor: float
+    """Share of the prompts that the curriculum does not choose. solve-rate: they are every task in turn, so that none
+    is forgotten. stages: they are tasks of earlier stages."""
+    curriculum_decay: float
+    """Decay of what the curriculum has seen. solve-rate: of a task's results, at each further visit. stages: of the
+    stage's results, at each step."""
+    curriculum_sharpness: float
+    """Exponent s of --curriculum solve-rate: a task comes with weight (p (1 - p))^s, p its solve rate. 0 is
+    indifferent."""
 
 class EpisodeOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -426,7 +456,9 @@ class RLOptions(
     ServiceOptions,
     EnvWorkerOptions,
     EpisodeOptions,
+    CurriculumOptions,
     SamplingOptions,
+    MixtureOptions,
     TrainingOptions,
     total=False,
 ):

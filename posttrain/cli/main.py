@@ -306,12 +306,19 @@ def _unescaped(arguments: list[str]) -> list[str]:
     read: list[str] = []
     for before, word in pairwise(["", *arguments]):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") in TEMPLATES and equals:
+        if _is_template(name) and equals:
             word = f"{name}={_ESCAPE.sub(lambda found: ESCAPES[found[1]], value)}"
-        elif before.replace("_", "-") in TEMPLATES:
+        elif _is_template(before):
             word = _ESCAPE.sub(lambda found: ESCAPES[found[1]], word)
         read.append(word)
     return read
+
+
+def _is_template(name: str) -> bool:
+    """Whether an option is a template, of the run or of a part of a mixture."""
+    if name.startswith("--mixture."):
+        name = f"--{name.rpartition('.')[2]}"
+    return name.replace("_", "-") in TEMPLATES
 
 
 def _take_defaults(file: Path, verb: str) -> None:
@@ -327,8 +334,9 @@ def _take_defaults(file: Path, verb: str) -> None:
     options = dict(content[verb])
     if settings := options.pop("settings", None):
         options["set"] = [f"{place}={value}" for place, value in settings.items()]
-    if isinstance(kinds := options.get("kinds"), dict):
-        options["kinds"] = {kind: _as_words(own) for kind, own in kinds.items()}
+    for name in ("kinds", "mixture"):
+        if isinstance(tables := options.get(name), dict):
+            options[name] = {kind: _as_words(own) for kind, own in tables.items()}
     app.config = (Dict({verb: options}, source=str(file)),)
 
 

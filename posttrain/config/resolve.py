@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
+from posttrain.config.curriculum_options import check_curriculum
 from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, ServeEngine, ServePolicy
 from posttrain.config.known_trackers import check_trackers
+from posttrain.config.mixture_options import check_mixture
 from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.service_options import LABELLERS, SERVICES, named_services
@@ -46,7 +48,10 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         if not config.model:
             raise UserError("--model is missing: the folder of a checkpoint, or of a run")
         return None
-    if not config.tasks:
+    if isinstance(config, RL):
+        check_mixture(config)
+    mixed = isinstance(config, RL) and bool(config.mixture)
+    if not config.tasks and not mixed:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if isinstance(config, Training):
         _validate_record(config)
@@ -54,11 +59,11 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_engines(config)
     if isinstance(config, RL | Evaluation | Check | Sample):
         names = _services(config)
-        if not config.env and names:
+        if not (config.env or mixed) and names:
             raise UserError(
                 f"--env is missing: give an environment that uses {', '.join(names)} with Ask and returns a reward"
             )
-    if isinstance(config, RL | Evaluation | Check) and not isinstance(config, Distill) and not config.env:
+    if isinstance(config, RL | Evaluation | Check) and not isinstance(config, Distill) and not (config.env or mixed):
         raise UserError(
             "--env is missing: what scores the replies, such as my.py:reward or a built-in name (gsm8k); or --reward-model, "
             "or --judge"
@@ -189,6 +194,7 @@ def _validate_label(config: Label) -> None:
 
 
 def _validate_rl(config: RL) -> None:
+    check_curriculum(config)
     if config.temperature == 0:
         raise UserError("--temperature 0 is greedy: all rollouts of a group would be equal and teach nothing")
     if config.top_p != 1 or config.top_k != 0:
@@ -255,10 +261,19 @@ def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -
             hint = suggestion(name, [*known, *settings]) or f"; there are {', '.join([*known, *settings])}"
             raise UserError(f"{where}unknown option {name!r}{hint}")
         else:
-            given[name] = value if get_origin(known[name]) is dict else convert(value, known[name], f"{where}{name}")
+            given[name] = _texts_of_parts(value) if name == "mixture" else value
+            if get_origin(known[name]) is not dict:
+                given[name] = convert(value, known[name], f"{where}{name}")
     if chosen:
         given["settings"] = chosen
     return kind(**given)
+
+
+def _texts_of_parts(mixture: Any) -> Any:
+    """The settings of parts as the command line has them: run.json compares them."""
+    if not isinstance(mixture, Mapping) or not all(isinstance(own, Mapping) for own in mixture.values()):
+        return mixture
+    return {part: {name: str(value) for name, value in own.items()} for part, own in mixture.items()}
 
 
 def own_judge(file: str) -> str | None:

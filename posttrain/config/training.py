@@ -7,6 +7,8 @@ from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.algorithms.settings import flags
+from posttrain.config.curriculum_options import CurriculumGroup
+from posttrain.config.mixture_options import MixtureGroup
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.row_options import Data
 from posttrain.config.shared_options import (
@@ -272,7 +274,17 @@ class EngineGroup(ReplicaGroup, group="scale"):
 
 
 @dataclass(frozen=True)
-class RL(AlgorithmGroup, EngineGroup, ServiceGroup, EnvWorkerGroup, EpisodeGroup, SamplingGroup, Training):
+class RL(
+    AlgorithmGroup,
+    EngineGroup,
+    ServiceGroup,
+    EnvWorkerGroup,
+    EpisodeGroup,
+    CurriculumGroup,
+    SamplingGroup,
+    MixtureGroup,
+    Training,
+):
     """Reinforcement learning from a reward function, a verifier or an environment."""
 
     algorithm_kind = Algorithm

@@ -51,6 +51,10 @@ def succeeds(reward: Any, threshold: float) -> Any:
     return reward >= threshold - 1e-6
 
 
+PART_SEPARATOR = "/"
+"""Character between the name of a part of a mixture and the id of a task."""
+
+
 # -- messages between an environment and the policy --------------------------------------------------------------------
 
 

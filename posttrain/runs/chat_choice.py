@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar
 
 from posttrain.core.types import Task, Turn, UserError
 from posttrain.data.chat_prompts import AsMessages
+from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.runs.run_files import RUN
 from posttrain.runs.run_reading import read_run
+
+SomeTasks = TypeVar("SomeTasks", Tasks, Tasks | Stream, Tasks | MixedTasks, AnyTasks)
 
 CHAT = "chat"  # in run.json
 
@@ -49,11 +52,7 @@ class Chatting:
     because: str = ""  # the reason, where the user did not decide
     template: bool = False  # whether the model has one
 
-    @overload
-    def of(self, tasks: Tasks, answered: bool = False) -> Tasks: ...
-    @overload
-    def of(self, tasks: Tasks | Stream, answered: bool = False) -> Tasks | Stream: ...
-    def of(self, tasks: Tasks | Stream, answered: bool = False) -> Tasks | Stream:
+    def of(self, tasks: SomeTasks, answered: bool = False) -> SomeTasks:
         """Tasks as this model is shown them. `answered`: "response" is a message too, to be imitated."""
         return tasks.shown(AsMessages(self.system, answered) if self.on else None)
 
@@ -65,7 +64,7 @@ class Chatting:
         """Return it as run.json holds it."""
         return {"on": self.on, "system": self.system}
 
-    def lines(self, tasks: Tasks | Stream, shown: Turn | None = None) -> list[str]:
+    def lines(self, tasks: AnyTasks, shown: Turn | None = None) -> list[str]:
         """Return the lines about it at the start of a run. `shown`: the environment's first turn, where there is one."""
         if not self.template:
             return []
@@ -91,7 +90,7 @@ class Chatting:
             )
 
 
-def _plain(shown: Turn, tasks: Tasks | Stream) -> bool:
+def _plain(shown: Turn, tasks: AnyTasks) -> bool:
     """Whether the first turn is the prompt of a row."""
     return any(task.get("prompt") == shown.text for task in tasks.examples())
 

@@ -66,6 +66,11 @@ _RESPONSES = "Responses, nats per token"
 _LOST = "Cut off, invalid"
 _RATIO = "Ratio, least and greatest"
 
+_OF_PARTS = (
+    ("reward", "reward", "", "Mean reward of the rollouts"), ("accuracy", "accuracy", "share", "Share of right rollouts"),
+    ("length", "reply length", "tokens", "Mean number of sampled tokens of a rollout"), ("invalid", "invalid rewards", "share", "Share of invalid rewards"),
+)  # fmt: skip
+
 _TRAINING = (
     Metric("reward", "Reward", "", "Mean reward of the rollouts of a step, invalid ones left out.", LEARNING, plotted=True, terminal="reward", checked=True),
     Metric("reward/shaping", "Shaping of the reward", "", "Mean of what shaping, such as the overlong penalty, adds to the reward."),
@@ -105,6 +110,13 @@ _TRAINING = (
     Metric("unwanted", "Unwanted rows", "count", "Recorded episodes left out because their reward is below `--min-reward`."),
     Metric("teacher/too_long", "Too long for the teacher", "share", "Share of the rollouts that do not fit the context of the teacher."),
     Metric("epoch", "Epoch", "", "How often the training rows have been gone through."),
+    Metric("curriculum/solve_rate", "Curriculum: solve rate", "share", "Mean running solve rate of the tasks that were sampled so far (`--curriculum solve-rate`).", zero=True),
+    Metric("curriculum/seen", "Curriculum: share of tasks seen", "share", "Share of the tasks that have a running solve rate."),
+    Metric("curriculum/stage", "Curriculum: stage", "", "Number of the stage of the step (`--curriculum stages`)."),
+    Metric("curriculum/accuracy", "Curriculum: accuracy of the stage", "share", "Running accuracy on the tasks of the stage, which ends it.", zero=True),
+    Metric("curriculum/share", "Curriculum: share of the floor", "share", "Share of the prompts of a step that the floor of the curriculum takes: tasks in turn, or tasks of earlier stages."),
+    Metric("mixture/{part}/share", "Mixture: share of {part}", "share", "Share of the prompts of a step that are of this part of a mixture."),
+    *(Metric(f"mixture/{{part}}/{what}", f"Mixture: {title} of {{part}}", unit, f"{meaning} of this part of a mixture.", zero=True) for what, title, unit, meaning in _OF_PARTS),
     Metric("branches", "Branches", "count", "Branches from within a rollout, mean over groups."),
     Metric("branches/shared", "Tokens shared by branches", "share", "Share of the tokens that branches took over from what they branched off."),
     Metric("ratio/max", "Greatest ratio", "", "Greatest importance ratio, new policy to old, of a token (or sequence) of the step.", STABLE, _RATIO, "greatest", "red", log=True),
@@ -169,6 +181,7 @@ def _of_held_out(name: str) -> Metric:
 
 _EVALUATED = (
     *map(_of_held_out, (REWARDS, "length", "invalid", "margin", "kl/data", "squared_error",
+                        *(f"mixture/{{part}}/{what}" for what, *_ in _OF_PARTS),
                         *(f"{name}/{side}" for name in ("logp_per_token", "logp", "implicit_reward") for side in _SIDES))),
     Metric("eval/longer_wins", "Longer wins", "share", "Held-out accuracy of always preferring the longer response."),
     Metric("eval/shorter_wins", "Shorter wins", "share", "Held-out accuracy of always preferring the shorter response."),

@@ -33,6 +33,7 @@ from posttrain.runs.terminal.notices import tell, warn
 
 READ = (
     "tasks",
+    "mixture",
     "eval_tasks",
     "forget",
     "ptx",
@@ -282,6 +283,10 @@ def _keep_inputs(config: Training, folder: Path) -> None:
 
 def _paths(config: Training, name: str) -> list[tuple[str, str]]:
     """Return (label, value) of the files of an option of `READ`: one, or one for each service or entry."""
+    if name == "mixture":
+        mixture = getattr(config, name, {})
+        named = [(f"mixture {part} {key}", own.get(key)) for part, own in mixture.items() for key in ("tasks", "env")]
+        return [(label, value) for label, value in named if value]
     value = getattr(config, name, None)
     if name in SERVICES:
         named = named_services(value or (), name.replace("_", "-"))

@@ -51,9 +51,9 @@ def _digest(tasks: str) -> str | None:
 
 
 def _learned(run: Row, digest: str) -> bool:
-    """Whether the run's tasks are those of this file."""
-    given = run.get("inputs", {}).get("tasks")
-    return isinstance(given, Mapping) and given.get("digest") == digest
+    """Whether the run's tasks, or those of a part of its mixture, are those of this file."""
+    given = [value for name, value in run.get("inputs", {}).items() if name.split(" ")[-1] == "tasks"]
+    return any(isinstance(one, Mapping) and one.get("digest") == digest for one in given)
 
 
 def _ancestry(model: Path) -> Iterator[tuple[Path, Row]]:

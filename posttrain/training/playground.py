@@ -15,16 +15,18 @@ from typing import Any
 import torch
 
 from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample
+from posttrain.config.mixture_options import parts_of
 from posttrain.config.service_options import named_services
 from posttrain.config.training import RL, SFT
 from posttrain.core.doing import doing
 from posttrain.core.protocols import Alone, Engine, World
 from posttrain.core.types import Env, Sampling, UserError
-from posttrain.data.tasks import Stream, Tasks
+from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.envs.builtin import unscored
 from posttrain.envs.play.answer_journal import AnswerJournal
-from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.env_pool import EnvPool, default_workers
 from posttrain.envs.play.load_env import about
+from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.envs.play.player import EpisodeLimits, Player, TooLong
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Viewer
@@ -51,19 +53,20 @@ class Known:
 class Playground:
     """Environment and services; engines come and go with checkpoints. The bounds are those of a `Player`."""
 
-    pool: EnvPool
+    pool: EnvPool | MixedPool
     services: Services
     sampling: Sampling
-    too_long: TooLong = "refuse"
     bounds: EpisodeLimits = EpisodeLimits()
     about: tuple[str, ...] = ()  # the description of the environment
     models: tuple[Known, ...] = ()  # the models that will sample
     world: World = field(default_factory=Alone)  # the processes that share the episodes
+    parts: Mapping[str, tuple[Sampling, EpisodeLimits]] = field(default_factory=dict)  # of a mixture
+    too_long: TooLong = "refuse"
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
         """Return a player with this engine; `context`: tokens that its model reads."""
         bounds = context, self.too_long, self.bounds, self.services
-        return Player(self.pool, engine, tokenizer, self.sampling, *bounds, self.world)
+        return Player(self.pool, engine, tokenizer, self.sampling, *bounds, self.world, self.parts)
 
     @property
     def lines(self) -> list[str]:
@@ -75,7 +78,7 @@ class Playground:
 def open_playground(
     config: RL | Evaluation | Sample,
     env: Callable[..., Any] | None,
-    tasks: Tasks | Stream,
+    tasks: AnyTasks,
     device: torch.device,
     folder: Path | None = None,
     resumed: bool = False,
@@ -97,8 +100,9 @@ def open_playground(
         if isinstance(config, Sample) and not (env or config.env):
             env, limits = unscored.reward, (0, *limits[1:])
         doing("trying the environment")
-        told = tuple(about(env or config.env))
-        pool = opened.enter_context(EnvPool(env or config.env, *limits))
+        parts = parts_of(config) if isinstance(config, RL) else {}
+        told = tuple(line for own in parts.values() or (config,) for line in about(env or own.env))
+        pool = _pool_of_parts(parts, opened) if parts else opened.enter_context(EnvPool(env or config.env, *limits))
         players = tuple(
             _rehearsed_model(config, model, pool, tasks, services, warn if not place else None)
             for place, model in enumerate(models)
@@ -106,27 +110,34 @@ def open_playground(
         if not players:
             rehearse(pool, tasks, services=services)
         if isinstance(config, Sample):  # its requests set their own sampling
-            yield Playground(pool, services, Sampling(), config.too_long, about=told, models=players)
+            yield Playground(pool, services, Sampling(), about=told, models=players, too_long=config.too_long)
             return
-        sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
-        bounds = EpisodeLimits(
-            config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_timeout
+        own_limits = {name: _limits(own) for name, own in parts.items()}
+        yield Playground(
+            pool,
+            services,
+            *_limits(config),
+            told,
+            players,
+            world or Alone(),
+            parts=own_limits,
+            too_long=config.too_long,
         )
-        yield Playground(pool, services, sampling, config.too_long, bounds, told, players, world or Alone())
 
 
 def _rehearsed_model(
     config: RL | Evaluation | Sample,
     folder: Path,
-    pool: EnvPool,
-    tasks: Tasks | Stream,
+    pool: EnvPool | MixedPool,
+    tasks: AnyTasks,
     services: Services,
     tell: Callable[[str], None] | None,
 ) -> Known:
     """Rehearse a few tasks and return the model without its weights. `tell`: prints warnings."""
     known = outline(folder, config.chat_template)
     chat = chatting(config, folder, known.tokenizer, known.ends)
-    shown = rehearse(pool, chat.of(tasks), tell or (lambda text: None), services, viewer_of(known))
+    for part in tasks.each() if isinstance(tasks, MixedTasks) else (tasks,):
+        shown = rehearse(pool, chat.of(part), tell or (lambda text: None), services, viewer_of(known))
     chat.check(config.chat, shown)
     return Known(known.tokenizer, chat, chat.lines(tasks, shown))
 
@@ -135,6 +146,22 @@ def viewer_of(model: Outline) -> Viewer:
     """Return the viewer of the prompts that this model gets."""
     end = model.tokenizer.eos_id
     return Viewer(model.tokenizer, model.context, () if end is None else (end,))
+
+
+def _pool_of_parts(parts: Mapping[str, RL], opened: ExitStack) -> MixedPool:
+    """Open the environments of a mixture, which share the processes among them."""
+    pools = {}
+    for name, own in parts.items():
+        workers = default_workers() if own.env_workers is None else own.env_workers
+        share = max(1, workers // len(parts)) if workers else 0
+        pools[name] = opened.enter_context(EnvPool(own.env, share, own.env_timeout, own.env_memory))
+    return MixedPool(pools)
+
+
+def _limits(config: RL | Evaluation) -> tuple[Sampling, EpisodeLimits]:
+    sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
+    bounds = config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_timeout
+    return sampling, EpisodeLimits(*bounds)
 
 
 @contextmanager

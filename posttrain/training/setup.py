@@ -18,12 +18,14 @@ from posttrain.core.doing import doing
 from posttrain.core.messages import clip
 from posttrain.core.protocols import Model
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
+from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
 from posttrain.data.tasks_from_rows import Conversion, Convert, is_script
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env
+from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
 from posttrain.learners.local_learner import Optimization
@@ -179,8 +181,10 @@ def split_tasks(
     return hold_out(load_tasks(config, rows, env, need, seed, convert, left_out), config.held_out, seed)
 
 
-def amount(tasks: Tasks | Stream) -> str:
+def amount(tasks: AnyTasks) -> str:
     """Describe the number of tasks, and the columns that they were read from."""
+    if isinstance(tasks, MixedTasks):
+        return "; ".join(f"{name}: {amount(own)}" for name, own in tasks.parts.items())
     if isinstance(tasks, Stream):
         return f"tasks without end ({tasks.taken()})"
     left_out = f"{tasks.left_out} rows left out {tasks.conversion.left_out}".rstrip()
@@ -190,8 +194,8 @@ def amount(tasks: Tasks | Stream) -> str:
 
 
 def rehearse(
-    pool: EnvPool,
-    tasks: Tasks | Stream,
+    pool: EnvPool | MixedPool,
+    tasks: AnyTasks,
     warn: Callable[[str], None] = warn,
     services: Services | None = None,
     viewer: Viewer | None = None,
@@ -236,7 +240,7 @@ def _sample_replies(task: Task) -> list[str]:
     return [*filter(str.strip, own), *SAMPLE_REPLIES]
 
 
-def warn_unknown_tokens(tokenizer: Tokenizer, tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
+def warn_unknown_tokens(tokenizer: Tokenizer, tasks: AnyTasks, warn: Callable[[str], None] = warn) -> None:
     """Warn where the tokenizer has no tokens for a good part of the text of some tasks: the model cannot read it."""
     if tokenizer.unknown_id is not None:
         texts = (text for task in tasks.examples(READ_FOR_UNKNOWN) for text in texts_of(task))
@@ -281,7 +285,7 @@ def texts_of(task: Task) -> list[str]:
 
 
 def _rehearsed(
-    pool: EnvPool, services: Services, task: Task, reply: str, seen: Seen | None
+    pool: EnvPool | MixedPool, services: Services, task: Task, reply: str, seen: Seen | None
 ) -> tuple[bool, Done | None, Turn | None]:
     """Run one episode; return whether it showed a turn or asked a service, its end if it came, and its first turn."""
     pool.start(0, task)
@@ -312,7 +316,9 @@ def _reply_to(turn: Turn, reply: str, seen: Seen | None) -> Reply:
     return Reply(reply) if said is None else said
 
 
-def fitting(tasks: Tasks | None, pool: EnvPool, tokenizer: Tokenizer, too_long: TooLong) -> list[Task]:
+def fitting(
+    tasks: Tasks | MixedTasks | None, pool: EnvPool | MixedPool, tokenizer: Tokenizer, too_long: TooLong
+) -> list[Task]:
     """Return the tasks whose prompts fit, as far as that is known before their episodes."""
     if tasks is None or not pool.single_turn:
         return list(tasks or ())

@@ -665,11 +665,15 @@ def test_dynamic_sampling_replaces_groups_until_the_step_is_full_or_the_budget_i
     step = source.produce(1)
     figures = step.stats.means()
     assert figures["groups/kept"] == 3 and 3 < figures["groups/played"] <= 12
-    assert source.queue.collector.cursor == figures["groups/played"]  # the next step goes on where this one ended
+    assert source.queue.collector.mark.order == {"cursor": figures["groups/played"]}  # the next goes on there
     assert {b.advantage is not None and bool(b.advantage.any()) for b in step.updates[0]()} == {True}
     poor = new_source("dr-grpo", lambda task, reply: 1.0, dynamic_sampling=2)
     figures = poor.produce(1).stats.means()
-    assert figures["groups/played"] == 6 and figures["groups/kept"] == 0 and poor.queue.collector.cursor == 6
+    assert (
+        figures["groups/played"] == 6
+        and figures["groups/kept"] == 0
+        and poor.queue.collector.mark.order == {"cursor": 6}
+    )
 
 
 def test_resumed_dynamic_sampling_plays_the_tasks_that_an_uninterrupted_run_plays() -> None:

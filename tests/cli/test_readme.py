@@ -32,6 +32,7 @@ JOURNEYS = {
         "docs/start/agents.md",
         "docs/start/preferences.md",
         "docs/guides/algorithms.md",
+        "docs/guides/curriculum.md",
         "docs/guides/runs.md",
         "docs/guides/tracking.md",
         "docs/guides/lora.md",
@@ -47,7 +48,7 @@ JOURNEYS = {
 """Pages whose blocks run one after the other in one folder."""
 RUNS = {
     "README": 1,
-    "start": 41,
+    "start": 46,
     "coming-from": 10,
     "environments": 18,
     "retrieval": 7,

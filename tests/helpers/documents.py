@@ -41,6 +41,7 @@ SMALLER_IN_FILES = {
     "prompts=32": "prompts=4",
     "prompts=64": "prompts=4",
     '"held_out": 0.2': '"held_out": 0.02',
+    "held_out = 0.2": "held_out = 0.02",
 }
 
 ADDED = {

@@ -98,3 +98,22 @@ def test_what_people_wrote_around_the_marks_of_a_page_stays(tmp_path: Path) -> N
     for name in ("algorithms", "generative-verifier", "reward-models", "rlhf"):
         text = (ROOT / "docs" / "results" / f"{name}.md").read_text()
         assert text.startswith(pages.BEGIN) and text.index(pages.END) < text.index("\n## What ")
+
+
+def test_recipe_of_curricula_compares_the_orders_and_writes_its_part_of_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    recipe = script("curriculum")
+    for name, counts in (("ROWS", (24, 24, 24)), ("SHOWN", (4, 4, 4)), ("ASKED", (2, 2, 2))):
+        monkeypatch.setattr(recipe, name, dict(zip(recipe.LENGTHS, counts, strict=True)))
+    page = tmp_path / "page.md"
+    words = ["curriculum.py", "--seeds", "0", "--steps", "1", "--out", str(tmp_path / "runs"), "--page", str(page)]
+    monkeypatch.setattr("sys.argv", words)
+    recipe.main()
+    found = json.loads((tmp_path / "runs" / "results.json").read_text())
+    assert found.keys() == {f"{name} 0" for name in ("imitation", *recipe.ORDERS)}
+    assert {task["level"] for task in recipe.sums(recipe.ROWS, 0)} == {2, 3, 4}
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0] for row in rows] == ["| order", "| imitation", *(f"| {name}" for name in recipe.ORDERS)]
+    assert rows[1:] == capsys.readouterr().out.splitlines()[-4:]

@@ -180,7 +180,7 @@ class Quick(Collector):
     broken: tuple[int, ...] = ()
 
     def collect(self, number: int, groups: Any, stats: Stats) -> Collected:
-        episodes, self.cursor = self.episodes(number, self.cursor, self.size.prompts)
+        episodes = self.episodes(number, self.size.prompts)
         if number in self.broken:
             raise UserError("broken")
         played = [Rollout(e.task, e.group, [Transcript()], 1.0) for e in episodes]
@@ -211,7 +211,7 @@ def test_a_state_is_that_behind_the_last_step_learned_from_however_far_playing_i
         state = json.loads(json.dumps(stock.state(), default=lambda made: made.plain()))
     with stocked(start, tokenizer) as (again, learner):
         again.restore(state)
-        assert again.take(3, learner).after.cursor == 6
+        assert again.take(3, learner).after.order == {"cursor": 6}
         assert again.state() == {"cursor": 6}
 
 
@@ -222,7 +222,7 @@ def test_what_was_played_behind_a_step_that_failed_is_played_anew(start: Path, t
     assert [row and row["number"] for row in state["ahead"]] == [None, 3] and state["cursor"] == 2
     with stocked(start, tokenizer) as (again, learner):
         again.restore(state)
-        found = [again.take(number, learner).after.cursor for number in (2, 3)]
+        found = [again.take(number, learner).after.order["cursor"] for number in (2, 3)]
     assert found == [4, 6]
 
 

@@ -222,20 +222,18 @@ def test_step_without_any_signal_is_still_an_update_with_gradient_zero(tokenizer
 
 def test_tasks_of_an_epoch_are_all_played_once(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("grpo"))
-    played = [
-        e.task["id"] for number in (1, 2) for e in experience.queue.collector.episodes(number, 3 * number - 3, 3)[0]
-    ]
+    played = [e.task["id"] for number in (1, 2) for e in experience.queue.collector.episodes(number, 3)]
     assert sorted(set(played)) == [t["id"] for t in TASKS] and all(played.count(t["id"]) == 4 for t in TASKS)
-    again = [
-        e.task["id"] for number in (3, 4) for e in experience.queue.collector.episodes(number, 3 * number - 3, 3)[0]
-    ]
+    again = [e.task["id"] for number in (3, 4) for e in experience.queue.collector.episodes(number, 3)]
     assert sorted(again) == sorted(played) and again != played
 
 
 def test_a_task_that_comes_twice_in_a_step_makes_two_groups(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("grpo"), size=(4, 2))  # 6 tasks: step 2 spans two epochs
-    episodes, cursor = experience.queue.collector.episodes(2, 4, 4)
-    assert cursor == 8
+    collector = experience.queue.collector
+    collector.episodes(1, 4)
+    episodes = collector.episodes(2, 4)
+    assert collector.mark.state() == {"cursor": 8}
     assert len({e.group for e in episodes}) == 4 and len({e.seed for e in episodes}) == 8
 
 
@@ -358,7 +356,7 @@ def test_step_has_the_next_task_for_one_whose_prompt_does_not_fit(tokenizer: Tok
         stats = Stats()
         played = collector.collect(number, None, stats).played
         assert all(len(rollout.transcripts[0]) <= 64 and rollout.n_sampled for rollout in played)
-        return [rollout.group for rollout in played[::2]], stats["too_long"][0], collector.cursor
+        return [rollout.group for rollout in played[::2]], stats["too_long"][0], collector.mark.state()["cursor"]
 
     first = collector()
     steps = [play(first, number) for number in (1, 2, 3, 4)]
@@ -372,7 +370,7 @@ def test_step_has_the_next_task_for_one_whose_prompt_does_not_fit(tokenizer: Tok
     assert len(said) == 2 and "row 2: the prompt has 120 tokens; the model's context holds 64" in "".join(said)
     resumed = collector()
     resumed.too_long.count = 3  # type: ignore[union-attr]  # an evaluation met some
-    resumed.cursor = steps[1][2]
+    resumed.restore({"cursor": steps[1][2]})
     assert [play(resumed, number) for number in (3, 4)] == steps[2:]
 
 

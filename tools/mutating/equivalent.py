@@ -34,7 +34,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("algorithms/policy.py", "return frozenset[str]()", "frozenset[str]", "frozenset"): ANNOTATION,
     ("core/types.py", "Verdict = ", "float | dict[str, float]", "float"): ANNOTATION,
     ("core/types.py", "Verdict = ", "float | dict[str, float] | Graded", "Graded"): ANNOTATION,
-    ("training/sources/collector.py", "cursor: int", "False", "True"): "nobody gives it",
+    ("training/sources/task_order.py", "cursor: int", "False", "True"): "nobody gives it",
     ("training/sources/diversity.py", "GROUPS = ", "16", "15"): COST,
     ("training/sources/diversity.py", "GROUPS = ", "16", "17"): COST,
     ("training/sources/sft_source.py", "rows = [[t]", "sorted(transcripts, key=len)", "list(transcripts)"): COST,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.core.conversation import TextEncoder
@@ -30,6 +30,18 @@ from posttrain.core.types import (
 from posttrain.envs.play.contexts import Context, placed, positions
 from posttrain.envs.play.env_outputs import Done
 
+MAX_TURNS = 64  # an environment that never returns would run for ever
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Limits of an episode; None: there is none."""
+
+    tokens: int | None = None  # that may be sampled, over all its replies
+    turns: int = MAX_TURNS  # replies
+    tool_calls: int | None = None  # answers of tools that may be shown
+    seconds: float | None = None  # after which no turn is shown
+
 
 @value_type
 class Episode:
@@ -40,6 +52,7 @@ class Episode:
     seed: int
     sampling: Sampling | None = None  # instead of the player's
     begun: Completion | None = None  # its reply, as far as it was sampled before
+    limits: EpisodeLimits | None = None  # instead of the player's
 
 
 def is_tool(turn: Turn) -> bool:

@@ -13,7 +13,7 @@ but goes the same way again. That it does is seen from the turn in which it ends
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -34,17 +34,18 @@ from posttrain.core.types import (
     UserError,
     bare,
 )
+from posttrain.data.mixed_tasks import part_of
 from posttrain.envs.play.branch_plan import BranchPlan, Shares
 from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.env_runner import DIVERGED
-from posttrain.envs.play.episode import Episode, RunningEpisode, is_tool
+from posttrain.envs.play.episode import MAX_TURNS, Episode, EpisodeLimits, RunningEpisode, is_tool
+from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.envs.play.prompt_tokens import PROMPT_TOKENS, count_prompt
 from posttrain.envs.play.service_client import Services
 
-__all__ = ["MAX_TURNS", "Episode", "Player"]
+__all__ = ["MAX_TURNS", "Episode", "EpisodeLimits", "Player"]
 
-MAX_TURNS = 64  # an environment that never returns would run for ever
 MOST_ASKS = 1024  # questions of an episode to services, for the same reason
 PAUSE = 0.001  # seconds between looks at services where nothing else is to be done
 LONGEST_PAUSE = 1.0  # seconds between looks at whether the rollouts are still wanted
@@ -55,16 +56,6 @@ TooLong = Literal["skip", "truncate", "refuse"]
 
 
 @dataclass(frozen=True)
-class EpisodeLimits:
-    """Limits of an episode; None: there is none."""
-
-    tokens: int | None = None  # that may be sampled, over all its replies
-    turns: int = MAX_TURNS  # replies
-    tool_calls: int | None = None  # answers of tools that may be shown
-    seconds: float | None = None  # after which no turn is shown
-
-
-@dataclass(frozen=True)
 class Player:
     """The runner of episodes, with their limits.
 
@@ -72,7 +63,7 @@ class Player:
     what there is.
     """
 
-    pool: EnvPool
+    pool: EnvPool | MixedPool
     engine: Engine
     tokenizer: TextEncoder
     sampling: Sampling
@@ -87,6 +78,8 @@ class Player:
     """The services that answer questions of environments."""
     world: World = field(default_factory=Alone)
     """The processes that sample together. Each gets the same episodes, runs its share of the groups, and returns all."""
+    parts: Mapping[str, tuple[Sampling, EpisodeLimits]] = field(default_factory=dict)
+    """Sampling and limits of each part of a mixture, by its name, instead of the player's."""
     unwanted: Callable[[], bool] = lambda: False
     """Whether the rollouts in progress are not needed any more."""
 
@@ -109,7 +102,7 @@ class Player:
         self, episodes: Sequence[Episode], plan: BranchPlan | None, tokens: int | None
     ) -> list[Rollout | Episode]:
         share = self._share(episodes)
-        own = [e for e in episodes if share[e.group] == self.world.rank]
+        own = [self.limited(e) for e in episodes if share[e.group] == self.world.rank]
         try:
             found = _Play(self, own, plan, tokens).played()
         finally:
@@ -121,6 +114,13 @@ class Player:
             for each in played:
                 groups[each.group].append(each)
         return [each for group in groups.values() for each in group]
+
+    def limited(self, episode: Episode) -> Episode:
+        """Return an episode with the sampling and the limits of its part, if its task is of a mixture."""
+        if not self.parts:
+            return episode
+        sampling, limits = self.parts[part_of(episode.task)]
+        return replace(episode, sampling=episode.sampling or sampling, limits=limits)
 
     def _share(self, episodes: Sequence[Episode]) -> dict[str, int]:
         """Return group -> the process that runs it."""
@@ -346,7 +346,8 @@ class _Play:
         turn = turn or p.last
         assert turn is not None
         budget = self._most_tokens(p, turn)
-        return budget if self.by.bounds.tokens is None else min(budget, self.by.bounds.tokens - p.n_sampled)
+        most = (p.episode.limits or self.by.bounds).tokens
+        return budget if most is None else min(budget, most - p.n_sampled)
 
     def _most_tokens(self, p: RunningEpisode, turn: Turn) -> int:
         """Return the token budget of the reply to a turn."""
@@ -386,7 +387,7 @@ class _Play:
 
     def _exhausted(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
         """Return the stop reason if the episode has run out of something."""
-        bounds = self.by.bounds
+        bounds = p.episode.limits or self.by.bounds
         if len(p.replies) >= bounds.turns:
             return StopReason.TURNS
         if bounds.tokens is not None and p.n_sampled >= bounds.tokens:

@@ -49,13 +49,13 @@ class StepQueue:
     def __init__(self, collector: Collector, groups: DynamicSampling | None, async_steps: int, last: int) -> None:
         """`groups`: dynamic sampling, or None; `async_steps`: steps; `last`: the number of the run's last step."""
         self.groups, self.async_steps, self.last = groups, async_steps, last
-        self._learned = Mark()  # how far the collector was behind the last step that was learned from
         self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
         self._thread = WorkerThread("playing", compute_apart) if async_steps else None
         if self._thread is not None:
             player = replace(collector.player, unwanted=self._thread.left, world=collector.player.world.apart())
             collector = replace(collector, player=player)
         self.collector = collector
+        self._learned = collector.mark  # how far the collector was behind the last step that was learned from
 
     def take(self, number: int, learner: Learner) -> PlayedStep:
         """Return the rollouts of a step. Steps that the current weights sample are begun before it waits for this one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,16 @@ from posttrain.algorithms.credit import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.core.batch import Scores, Stats
 from posttrain.core.seeds import seeds_of
-from posttrain.core.types import Completion, Fate, Rollout, StopReason, Task, UserError
-from posttrain.data.tasks import draw
+from posttrain.core.types import Completion, Fate, Invalid, Rollout, StopReason, Task, UserError, succeeds
+from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.envs.play.branch_plan import BranchPlan
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
 from posttrain.training.sources.length_filter import Placed, Prompts, TooLong
+from posttrain.training.sources.mixture import part_metrics
 from posttrain.training.sources.rollout_state import restored, stored
 from posttrain.training.sources.scoreboard import Left, describe, refuse_broken, scoreboard, usable
+from posttrain.training.sources.task_order import Solved, TaskOrder, Uniform
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,11 @@ def _member(member: Rollout | Episode) -> dict[str, Any]:
 class Mark:
     """Position of a collector."""
 
-    cursor: int = 0  # tasks drawn so far
+    order: Mapping[str, Any]  # the state of the order of tasks
     open: tuple[Open, ...] = ()
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, **({"open": list(self.open)} if self.open else {})}
+        return {**self.order, **({"open": list(self.open)} if self.open else {})}
 
     def plain(self) -> dict[str, Any]:
         return {**self.state(), **({"open": [group.plain() for group in self.open]} if self.open else {})}
@@ -76,7 +78,7 @@ class Mark:
 
 @dataclass
 class Collector:
-    """Collector of the rollouts of steps. Its memory is the number of tasks drawn, and groups that are not whole yet."""
+    """Collector of the rollouts of steps. Its memory is the order of tasks, and groups that are not whole yet."""
 
     tasks: Placed
     player: Player
@@ -88,7 +90,7 @@ class Collector:
     rewarded: bool = True  # whether anything scores the replies
     plan: BranchPlan | None = None  # how the rollouts of a group branch
     tokens: int = 0  # of each reply that a step samples at most; the rest comes in later ones. 0: all of it
-    cursor: int = field(default=0, init=False)  # tasks drawn so far
+    order: TaskOrder = None  # type: ignore[assignment]  # which task comes next; left out: each once per epoch
     _open: dict[str, Open] = field(default_factory=dict, init=False)  # by group
     _places: dict[str, int] = field(default_factory=dict, init=False)  # of the tasks of groups that were drawn
 
@@ -98,6 +100,7 @@ class Collector:
                 f"--prompts {self.size.prompts} is more than the {len(self.tasks)} different tasks to train on: give "
                 f"--prompts {len(self.tasks)} or fewer, or more rows"
             )
+        self.order = self.order or Uniform(len(self.tasks), self.seed)
 
     def collect(self, number: int, groups: DynamicSampling | None, stats: Stats) -> Collected:
         """Return the rollouts of step `number`. With `groups`, groups without signal are replaced, within its budget."""
@@ -108,7 +111,7 @@ class Collector:
         kept: list[Rollout] = []
         left: Left = {}
         while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
-            episodes, self.cursor = self.episodes(number, self.cursor, missing)
+            episodes = self.episodes(number, missing)
             budget -= missing
             rollouts = self._whole(episodes) if self.tokens else self.player.play(episodes, self.plan)
             played += rollouts
@@ -127,14 +130,30 @@ class Collector:
             stats.add("too_long", self.too_long.take())
         refuse_broken(played)
         stats.merge(describe(played, self.success, self.rewarded))
+        if isinstance(self.tasks, MixedTasks):
+            stats.merge(part_metrics(played, self.success))
         if groups is not None:
             stats.add("groups/played", len({r.group for r in played}))
             stats.add("groups/kept", len({r.group for r in kept}))
         if self.tokens:
             stats.add("unfinished", sum(isinstance(m, Episode) for group in self._open.values() for m in group.members))
+        self.order.observe(self._solved(played))
+        self.order.measure(stats)
         places = {group: self._places[group] for group in dict.fromkeys(r.group for r in played)}
         self._places = {group: found.place for group, found in self._open.items()}
         return Collected(played, kept, left, places)
+
+    def _solved(self, played: Sequence[Rollout]) -> list[Solved]:
+        """Return how often each task was solved; nothing where no reward counts as a success."""
+        success, found, ids = self.success, dict[int, list[bool]](), dict[int, str]()
+        if success is None:
+            return []
+        for rollout in played:
+            if not isinstance(rollout.reward, Invalid):
+                place = self._places[rollout.group]
+                ids[place] = str(rollout.task["id"])
+                found.setdefault(place, []).append(bool(succeeds(rollout.reward, success)))
+        return [Solved(place, ids[place], sum(own), len(own) - sum(own)) for place, own in found.items()]
 
     def _whole(self, begun: list[Episode]) -> list[Rollout]:
         """Begin these episodes and continue those that are not whole; return the rollouts of whole groups."""
@@ -158,15 +177,13 @@ class Collector:
 
     @property
     def mark(self) -> Mark:
-        return Mark(self.cursor, tuple(self._open.values()))
+        return Mark(self.order.state(), tuple(self._open.values()))
 
     def restore(self, state: Mapping[str, Any]) -> Mark:
         """Continue from a mark, given as JSON data. Raises ValueError, LookupError or TypeError if it is none."""
-        cursor = state["cursor"]
-        if type(cursor) is not int or cursor < 0:
-            raise ValueError(f"{cursor!r} tasks played")
+        self.order.restore(state)
         found = [self._opened(row) for row in state.get("open", ())]
-        self.cursor, self._open = cursor, {group.group: group for group in found}
+        self._open = {group.group: group for group in found}
         self._places = {group.group: group.place for group in found}
         return self.mark
 
@@ -199,10 +216,10 @@ class Collector:
             return True
         return Prompts(self.tasks, self.player.tokenizer, self.too_long).leaves_room(place, task)
 
-    def episodes(self, number: int, first: int, count: int) -> tuple[list[Episode], int]:
-        """Return the episodes of step `number`, `count` tasks with one episode per member of the group, and the next cursor.
+    def episodes(self, number: int, count: int) -> list[Episode]:
+        """Return further episodes of step `number`: of the next `count` tasks, one for each member of the group.
 
-        They are those from `first` on in the epochs' permutations. For one whose prompt does not fit the next is taken.
+        For a task whose prompt does not fit the next is taken.
         """
         episodes: list[Episode] = []
         read: dict[int, Task] = {}  # by place: to read a row takes longer than to make its episodes
@@ -211,14 +228,13 @@ class Collector:
             task = read[place] = self.tasks[place]
             return self._fits(place, task)
 
-        drawn, cursor = draw(len(self.tasks), first, count, self.seed, fits)
-        for visit, place in drawn:
+        for visit, place in self.order.draw(count, fits, set(self._places.values())):
             task = read[place]
             group = f"{task['id']}#{visit}"  # a task may come twice in a step where two epochs meet
             self._places[group] = place
             seeds = seeds_of(self.seed, "rollout", number, group, count=self.size.group)
             episodes += [Episode(task, group, seed) for seed in seeds]
-        return episodes, cursor
+        return episodes
 
 
 def _informative(

@@ -31,6 +31,7 @@ from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.minibatches import Minibatches
 from posttrain.training.sources.model_outputs import view
 from posttrain.training.sources.replay_buffer import ReplayBuffer
+from posttrain.training.sources.task_order import TaskOrder, Uniform
 from posttrain.training.sources.teacher_targets import UNREADABLE, Teachers
 from posttrain.training.sources.token_recording import SAMPLE, TokenRecording
 
@@ -38,7 +39,7 @@ from posttrain.training.sources.token_recording import SAMPLE, TokenRecording
 class RLSource:
     """See `posttrain.core.protocols.Source`.
 
-    Seeds follow from the step's number. The state is the place in the endless order of tasks, coefficients that change, and
+    Seeds follow from the step's number. The state is that of the order of tasks, coefficients that change, and
     rollouts of the replay buffer or of asynchronous steps.
     """
 
@@ -60,13 +61,15 @@ class RLSource:
         last: int = 0,
         tokens_per_step: int = 0,
         recording: TokenRecording = SAMPLE,
+        order: TaskOrder | None = None,
     ) -> None:
         """`success`: rewards from it on are successes; `texts`: imitated by an algorithm with a pretraining term.
 
         `teachers`: those of an algorithm with a teacher; `rewarded`: whether anything scores the replies.
         `async_steps`: a step is sampled this many steps ahead of its update, and the engine then has weights of its
         own; `last`: the number of the last step. `tokens_per_step`: most tokens of a reply that a step samples (0:
-        all of them). `recording`: the rollouts whose token values are recorded.
+        all of them). `recording`: the rollouts whose token values are recorded. `order`: which task comes next; by default
+        each once per epoch.
         """
         assert (teachers is not None) == (algorithm.teacher is not None), "an algorithm with a teacher has one to ask"
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
@@ -74,7 +77,8 @@ class RLSource:
         self.recording = recording
         parts = Need.PARTS in algorithm.needs
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
-        collector = Collector(tasks, player, size, seed, success, too_long, parts, rewarded, plan, tokens_per_step)
+        how = success, too_long, parts, rewarded, plan, tokens_per_step, order or Uniform(len(tasks), seed)
+        collector = Collector(tasks, player, size, seed, *how)
         self.queue = StepQueue(collector, algorithm.sampling, async_steps, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers

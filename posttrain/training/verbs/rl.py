@@ -15,12 +15,14 @@ from typing import Any
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Engine, Model, World
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Outcome, Rollout, UserError
+from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.engine_pool import EnginePool
@@ -36,6 +38,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.adjust import adjust
+from posttrain.training.mixtures import mixed_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
 from posttrain.training.playground import open_playground
@@ -56,9 +59,11 @@ from posttrain.training.setup import (
 )
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.length_filter import Prompts, TooLong
+from posttrain.training.sources.mixture import part_metrics
 from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.sft_source import Transcripts
 from posttrain.training.sources.token_recording import TokenRecording
+from posttrain.training.task_orders import order_lines, task_order
 from posttrain.training.text_loss import read_texts
 from posttrain.training.training_run import RunContext, RunParts
 from posttrain.training.verbs.evaluate import measured, repeated
@@ -70,12 +75,12 @@ def rl(context: RunContext[RL]) -> RunParts:
     """Train by reinforcement learning from rewards, or by on-policy distillation."""
     config, run, device, opened = context.config, context.run, context.device, context.resources
     env = context.env
-    rewarded = bool(env or config.env)
+    rewarded = bool(env or config.env or config.mixture)
     env = env if rewarded else unscored.reward
-    function = load_env(env or config.env)
-    algorithm = adjust(find(config.algorithm), config, not is_generator_env(function), is_group_reward(function))
+    algorithm = _algorithm(config, env)
     success = _success(config, algorithm, env)
     train_tasks, held_out = _tasks(config, context.rows, env)
+    order = task_order(config, train_tasks, success)
     resumed = run.checkpoint is not None
     start = run.start
     assert start
@@ -120,6 +125,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         last=config.steps,
         tokens_per_step=config.tokens_per_step,
         recording=recording,
+        order=order,
     )
 
     @opened.push
@@ -135,6 +141,8 @@ def rl(context: RunContext[RL]) -> RunParts:
     def measure(stats: Stats) -> list[Outcome]:
         rollouts = source.queue.run_between_steps(evaluated)
         measured(rollouts, success, stats, rewarded)
+        if isinstance(train_tasks, MixedTasks):
+            stats.merge(part_metrics(rollouts, success, "eval/"))
         if opened_teachers is not None:
             opened_teachers.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
         return [Outcome(rollout) for rollout in rollouts]
@@ -143,7 +151,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     if algorithm.trust_region is None:  # else the KL decides how far a step goes
         adapted = model.decoder is not None and model.decoder.lora is not None
         sizes += rate_note(config.lr, adapted, parameters(model))
-    sizes += [*known.lines, *ground.lines]
+    sizes += [*order_lines(config, order), *known.lines, *ground.lines]
     sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
     sizes += opened_teachers.lines if opened_teachers else []
     return RunParts(
@@ -162,9 +170,32 @@ def rl(context: RunContext[RL]) -> RunParts:
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
+def _algorithm(config: RL, env: Callable[..., Any] | None) -> Algorithm:
+    """Return the algorithm with the settings of the run; of a mixture, with the limits of its longest episodes."""
+    parts = list(parts_of(config).values())
+    functions = [load_env(env or own.env) for own in parts or (config,)]
+    if parts:
+        tokens = [own.max_episode_tokens for own in parts]
+        config = replace(
+            config,
+            max_tokens=max(own.max_tokens for own in parts),
+            max_turns=max(own.max_turns for own in parts),
+            max_episode_tokens=None if None in tokens else max(filter(None, tokens)),
+        )
+    single_turn = not any(map(is_generator_env, functions))
+    return adjust(find(config.algorithm), config, single_turn, any(map(is_group_reward, functions)))
+
+
 def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -> float | None:
     """Return the reward from which on a reply is right, if options or the environment define it."""
-    success = success_of(env or config.env, config.success)
+    parts = parts_of(config)
+    found = {name: success_of(own.env, config.success) for name, own in parts.items()}
+    if len(set(found.values())) > 1:
+        told = ", ".join(f"{name} {value:g}" if value is not None else f"{name} none" for name, value in found.items())
+        raise UserError(
+            f"the parts of the mixture have different rewards of a right reply ({told}): set one with --success"
+        )
+    success = next(iter(found.values())) if parts else success_of(env or config.env, config.success)
     if success is None and Need.SUCCESS in algorithm.needs:
         raise UserError(
             f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
@@ -172,8 +203,12 @@ def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -
     return success
 
 
-def _tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[Tasks | Stream, Tasks | None]:
+def _tasks(
+    config: RL, rows: Any, env: Callable[..., Any] | None
+) -> tuple[Tasks | Stream | MixedTasks, Tasks | MixedTasks | None]:
     """Return tasks to train on, and those to evaluate on."""
+    if config.mixture:
+        return mixed_tasks(config, rows, env)
     train_tasks, held_out = split_tasks(config, rows, env)
     if config.eval_tasks:
         other = replace(config, tasks=config.eval_tasks, limit=None, split=None)

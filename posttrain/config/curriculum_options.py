@@ -1,0 +1,49 @@
+"""Options of which task comes next."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from posttrain.config.option_groups import OptionGroup
+from posttrain.core.component import option
+from posttrain.core.types import UserError
+
+
+@dataclass(frozen=True)
+class CurriculumGroup(OptionGroup, group="sampling"):
+    """The order of the tasks."""
+
+    curriculum: Literal["uniform", "solve-rate", "stages"] = "uniform"
+    """Order of the tasks. uniform: each once per epoch. solve-rate: those that the policy solves about half of the time
+    come first. stages: by a column, the lowest value first; a stage ends when the policy is good at it."""
+    curriculum_column: str = option("", value="COLUMN")
+    """Column with the stage of a task, for --curriculum stages: numbers, or texts in alphabetical order."""
+    curriculum_accuracy: float = option(0.8, above=0, below=1)
+    """Running accuracy at which a stage of --curriculum stages ends."""
+    curriculum_floor: float = option(0.1, least=0, below=1)
+    """Share of the prompts that the curriculum does not choose. solve-rate: they are every task in turn, so that none
+    is forgotten. stages: they are tasks of earlier stages."""
+    curriculum_decay: float = option(0.5, least=0, below=1)
+    """Decay of what the curriculum has seen. solve-rate: of a task's results, at each further visit. stages: of the
+    stage's results, at each step."""
+    curriculum_sharpness: float = option(2.0, least=0, most=100)
+    """Exponent s of --curriculum solve-rate: a task comes with weight (p (1 - p))^s, p its solve rate. 0 is
+    indifferent."""
+
+
+OF_ONE = {
+    "curriculum_column": ("stages",),
+    "curriculum_accuracy": ("stages",),
+    "curriculum_sharpness": ("solve-rate",),
+}
+"""Options of one curriculum alone -> the curriculum."""
+
+
+def check_curriculum(config: CurriculumGroup) -> None:
+    """Raise UserError, in one line, for options of the curriculum that contradict each other or have no effect."""
+    for f in fields(CurriculumGroup)[1:]:
+        wanted = OF_ONE.get(f.name, ("solve-rate", "stages"))
+        if getattr(config, f.name) != f.default and config.curriculum not in wanted:  # a resumed run gives all of them
+            name = f"--{f.name.replace('_', '-')}"
+            raise UserError(f"{name} has no effect without --curriculum {' or '.join(wanted)}: leave it out")
+    if config.curriculum == "stages" and not config.curriculum_column:
+        raise UserError("--curriculum stages needs the column of the stages: --curriculum-column level")

@@ -1,0 +1,114 @@
+"""Options of mixtures: several sets of tasks in one run, each with its own environment and limits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from posttrain.config.option_groups import OptionGroup
+from posttrain.core.coerce import convert
+from posttrain.core.component import option, setting_of
+from posttrain.core.messages import near_or_all
+from posttrain.core.types import PART_SEPARATOR, UserError
+
+PART: dict[str, Any] = {
+    "tasks": str,
+    "env": str,
+    "weight": float,
+    "split": str,
+    "limit": int,
+    "prompt_template": str,
+    "max_tokens": int,
+    "max_turns": int,
+    "max_episode_tokens": int,
+    "max_tool_calls": int,
+    "env_timeout": float,
+    "env_memory": float,
+}
+"""Settings of a part, with their types. But for the weight they are options of the run, whose values are the defaults."""
+
+
+@dataclass(frozen=True)
+class MixtureGroup(OptionGroup, group="data"):
+    """Several sets of tasks."""
+
+    mixture: dict[str, dict[str, str]] = option(factory=dict, value="VALUE")
+    """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.env math
+    --mixture.maths.weight 2. Or a table [rl.mixture.maths] of a recipe. A part may also have its own split, limit,
+    prompt_template, max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
+    mixture_temperature: float = option(1.0, above=0, most=1e6)
+    """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
+
+
+AnyMixture = TypeVar("AnyMixture", bound=MixtureGroup)
+
+
+def parts_of(config: AnyMixture) -> dict[str, AnyMixture]:
+    """Return the options of each part of a mixture, by its name; {} where the run has none.
+
+    Raises UserError, in one line, for a setting that does not exist or fit, and for a part without tasks or environment.
+    """
+    found: dict[str, AnyMixture] = {}
+    for name, given in config.mixture.items():
+        own = _read_part(config, name, given)
+        own.pop("weight", None)
+        if not own.get("tasks"):
+            raise UserError(f"--mixture.{name}.tasks is missing: the rows of this part")
+        found[name] = replace(config, mixture={}, mixture_temperature=1.0, **own)
+        if not getattr(found[name], "env", ""):
+            raise UserError(f"--mixture.{name}.env is missing: what scores the replies of this part")
+    return found
+
+
+def weights_of(config: MixtureGroup, sizes: Mapping[str, int]) -> dict[str, float]:
+    """Return the share of each part in the prompts: by the given weights, or by the numbers of tasks.
+
+    Raises UserError where only some parts have weights.
+    """
+    given = {name: _read_part(config, name, own).get("weight") for name, own in config.mixture.items()}
+    missing = [name for name, weight in given.items() if weight is None]
+    if missing and len(missing) < len(given):
+        raise UserError(
+            f"--mixture.{missing[0]}.weight is missing: give every part a weight, or none for weights by size"
+        )
+    by_size = {name: float(size ** (1 / config.mixture_temperature)) for name, size in sizes.items()}
+    weights = {name: by_size[name] if weight is None else float(weight) for name, weight in given.items()}
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def check_mixture(config: MixtureGroup) -> None:
+    """Raise UserError, in one line, for a mixture that contradicts other options."""
+    if not config.mixture:
+        if config.mixture_temperature != 1:
+            raise UserError("--mixture-temperature has no effect without --mixture: leave it out")
+        return
+    if getattr(config, "tasks", ""):
+        raise UserError(
+            "--tasks is the only set of rows, and --mixture names several: make it a part, or leave one out"
+        )
+    if getattr(config, "curriculum", "uniform") == "stages":
+        raise UserError("--curriculum stages is of one set of rows, and --mixture has several: leave one of them out")
+    parts_of(config)
+    if config.mixture_temperature != 1 and any("weight" in own for own in config.mixture.values()):
+        raise UserError("--mixture-temperature is for weights by size, and the parts have weights: leave one out")
+    weights_of(config, dict.fromkeys(config.mixture, 1))
+
+
+def _read_part(config: MixtureGroup, name: str, given: Any) -> dict[str, Any]:
+    """Return the settings of a part in their types; bounds are those of the options."""
+    if not name or PART_SEPARATOR in name:
+        raise UserError(f"--mixture.{name}: a part has a name without {PART_SEPARATOR}")
+    if not isinstance(given, Mapping):
+        raise UserError(f"--mixture.{name} holds settings: --mixture.{name}.tasks rows.jsonl")
+    bounds = {f.name: setting_of(f).bounds for f in fields(config)}
+    read: dict[str, Any] = {}
+    for word, value in given.items():
+        plain, where = word.replace("-", "_"), f"--mixture.{name}.{word}"
+        if plain not in PART:
+            raise UserError(f"{where}: no setting of a part{near_or_all(plain, list(PART), len(PART))}")
+        read[plain] = convert(value, PART[plain], where)
+        if plain == "weight" and not 0 < read[plain] < float("inf"):
+            raise UserError(f"{where} must be above 0, not {read[plain]:g}: leave a part out that is not wanted")
+        if plain in bounds:
+            bounds[plain].check(where, read[plain])
+    return read

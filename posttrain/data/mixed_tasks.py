@@ -1,0 +1,84 @@
+"""Tasks of several sources in one sequence: the parts of a mixture, one after the other.
+
+The id of a task begins with the name of its part, "maths/17", so ids are unique and tell the part wherever a task goes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import overload
+
+from posttrain.core.types import PART_SEPARATOR, Task
+from posttrain.data.chat_prompts import AsMessages
+from posttrain.data.tasks import Stream, Tasks
+
+
+def part_of(task: Task) -> str:
+    """Return the name of the part that a task of a mixture belongs to."""
+    return str(task["id"]).partition(PART_SEPARATOR)[0]
+
+
+class MixedTasks(Sequence[Task]):
+    """Tasks of the parts of a mixture."""
+
+    def __init__(self, parts: Mapping[str, Tasks]) -> None:
+        """`parts`: by their names, which have no separator in them."""
+        self.parts = dict(parts)
+        self._names = list(parts)
+        self.ends = list(accumulate(map(len, parts.values())))  # the place behind the last task of each part
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @overload
+    def __getitem__(self, place: int) -> Task: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Task]: ...
+    def __getitem__(self, place: int | slice) -> Task | list[Task]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        name, own = self._find(place)
+        return _named(name, self.parts[name][own])
+
+    def __iter__(self) -> Iterator[Task]:
+        return (_named(name, task) for name, tasks in self.parts.items() for task in tasks)
+
+    def where(self, place: int) -> str:
+        name, own = self._find(place)
+        return self.parts[name].where(own)
+
+    def shown(self, chat: AsMessages | None) -> MixedTasks:
+        """Return the tasks with plain prompts converted to messages, or unconverted."""
+        return MixedTasks({name: tasks.shown(chat) for name, tasks in self.parts.items()})
+
+    def first(self, count: int) -> MixedTasks:
+        """Return the first `count` tasks of each part."""
+        return MixedTasks({name: tasks.first(count) for name, tasks in self.parts.items()})
+
+    def each(self) -> list[MixedTasks]:
+        """Return every part by itself, with its name in the ids."""
+        return [MixedTasks({name: tasks}) for name, tasks in self.parts.items()]
+
+    def examples(self, count: int = 3) -> list[Task]:
+        """Return about that many, spread over all parts: one of each at least."""
+        share = max(1, count // max(1, len(self.parts)))
+        return [_named(name, task) for name, tasks in self.parts.items() for task in tasks.examples(share)]
+
+    def taken(self) -> str:
+        """Return a description of the columns in use."""
+        return "; ".join(f"{name}: {tasks.taken()}" for name, tasks in self.parts.items())
+
+    def _find(self, place: int) -> tuple[str, int]:
+        place = range(len(self))[place]
+        number = bisect_right(self.ends, place)
+        return self._names[number], place - (self.ends[number - 1] if number else 0)
+
+
+def _named(name: str, task: Task) -> Task:
+    return {**task, "id": f"{name}{PART_SEPARATOR}{task['id']}"}
+
+
+AnyTasks = Tasks | Stream | MixedTasks
+"""Tasks to train on."""

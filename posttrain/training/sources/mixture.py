@@ -1,0 +1,89 @@
+"""Mixtures: which part the next task is of, and the metrics of each part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.batch import Stats
+from posttrain.core.types import Invalid, Rollout, succeeds
+from posttrain.data.mixed_tasks import part_of
+from posttrain.training.sources.task_order import Drawn, Fits, Solved, TaskOrder, counted
+
+
+class Mixture:
+    """Tasks of several parts by their shares, which are exact: no chance decides them.
+
+    The next task is of the part that is furthest behind its share: the one with the greatest share x (N + 1) - n, where N
+    tasks were drawn before, n of them of this part; the first one of equal ones. Within a part its own order decides.
+    """
+
+    def __init__(self, orders: Mapping[str, TaskOrder], ends: Sequence[int], shares: Mapping[str, float]) -> None:
+        """`orders`: of each part, whose places begin at 0; `ends`: the place behind each part; `shares`: they add to 1."""
+        self.orders, self.shares = dict(orders), shares
+        self.ranges = {name: range(first, end) for name, first, end in zip(orders, [0, *ends], ends, strict=False)}
+        self.drawn = dict.fromkeys(orders, 0)
+        self._step = dict.fromkeys(orders, 0)  # tasks of the step
+
+    def draw(self, count: int, fits: Fits, taken: Collection[int]) -> Drawn:
+        counts = dict.fromkeys(self.orders, 0)
+        for _ in range(count):
+            total = sum(self.drawn.values()) + 1
+            behind = {name: self.shares[name] * total - drawn for name, drawn in self.drawn.items()}
+            name = max(behind, key=lambda part: behind[part])
+            counts[name] += 1
+            self.drawn[name] += 1
+        found: Drawn = []
+        for name, own in counts.items():
+            self._step[name] += own
+            found += self._of_part(name, own, fits, taken) if own else []
+        return found
+
+    def _of_part(self, name: str, count: int, fits: Fits, taken: Collection[int]) -> Drawn:
+        places = self.ranges[name]
+        own = {place - places.start for place in taken if place in places}
+        drawn = self.orders[name].draw(count, lambda place: fits(places.start + place), own)
+        return [(visit, places.start + place) for visit, place in drawn]
+
+    def observe(self, results: Sequence[Solved]) -> None:
+        for name, places in self.ranges.items():
+            own = [replace(seen, place=seen.place - places.start) for seen in results if seen.place in places]
+            self.orders[name].observe(own)
+
+    def measure(self, stats: Stats) -> None:
+        total = sum(self._step.values())
+        for name, order in self.orders.items():
+            stats.add(f"mixture/{name}/share", self._step[name], total)
+            self._step[name] = 0
+            order.measure(stats)
+
+    def state(self) -> dict[str, Any]:
+        orders = {name: order.state() for name, order in self.orders.items()}
+        return {"drawn": dict(self.drawn), "parts": orders}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if state["parts"].keys() != self.orders.keys() or state["drawn"].keys() != self.orders.keys():
+            raise ValueError(f"parts {', '.join(state['parts'])}")
+        for name, order in self.orders.items():
+            order.restore(state["parts"][name])
+            self.drawn[name] = counted(state["drawn"][name])
+
+
+def part_metrics(rollouts: Sequence[Rollout], success: float | None, before: str = "") -> Stats:
+    """Return the metrics of each part of a mixture. `before`: the beginning of their names."""
+    stats = Stats()
+    for rollout in rollouts:
+        part = part_of(rollout.task)
+        stats.add(f"{before}mixture/{part}/length", rollout.n_sampled)
+        stats.add(f"{before}mixture/{part}/invalid", isinstance(rollout.reward, Invalid))
+        if isinstance(rollout.reward, Invalid):
+            continue
+        stats.add(f"{before}mixture/{part}/reward", rollout.reward)
+        if success is not None:
+            stats.add(f"{before}mixture/{part}/accuracy", succeeds(rollout.reward, success))
+    return stats
+
+
+if TYPE_CHECKING:
+    _proof: Callable[..., TaskOrder] = Mixture

@@ -1,0 +1,293 @@
+"""Which task comes next: the orders in which the steps of reinforcement learning visit their tasks.
+
+The collector asks a `TaskOrder` for the tasks of a step, and reports how often they were solved. Both happen where rollouts
+are sampled, one step after the other. So the tasks of a step follow from the results of all steps before it, however many
+steps ahead of the updates it is sampled. All memory of an order is in its state, and random numbers follow from counts.
+
+n    tasks    r_i, w_i    right and wrong rollouts of task i, those of earlier visits decayed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from posttrain.core.batch import Stats
+from posttrain.core.seeds import seed_of
+from posttrain.data.tasks import Integers, draw
+from posttrain.training.sources.length_filter import Placed
+
+Fits = Callable[[int], bool]
+"""Whether the task at a place fits into the model's context."""
+Drawn = list[tuple[int, int]]
+"""(visit, place) of tasks. Equal places have different visits."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Results of the rollouts of a task in a step, invalid ones left out."""
+
+    place: int
+    id: str
+    right: int
+    wrong: int
+
+
+class TaskOrder(Protocol):
+    """The order of the tasks of a run."""
+
+    def draw(self, count: int, fits: Fits, taken: Collection[int]) -> Drawn:
+        """Return the next tasks, `count` of them that fit. `taken`: places that the step, or an open group, has already.
+
+        Raises UserError where nothing fits.
+        """
+        ...
+
+    def observe(self, results: Sequence[Solved]) -> None:
+        """Take note of the results of a step."""
+        ...
+
+    def measure(self, stats: Stats) -> None:
+        """Add the metrics of a step, after its results."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of the state, as JSON data."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state. Raises ValueError, LookupError or TypeError if it is none."""
+        ...
+
+
+def counted(value: Any) -> int:
+    """Return a count that a state holds. Raises ValueError for anything else."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"a count of {value!r}")
+    return value
+
+
+def _amount(value: Any) -> float:
+    found = float(value)
+    if not 0 <= found < float("inf"):
+        raise ValueError(f"an amount of {value!r}")
+    return found
+
+
+@dataclass
+class Uniform:
+    """Each task once per epoch, in an order of its own for each."""
+
+    count: int  # n
+    seed: int
+    cursor: int = field(default=0, init=False)  # tasks passed so far, those that do not fit included
+
+    def draw(self, count: int, fits: Fits, taken: Collection[int] = ()) -> Drawn:
+        drawn, self.cursor = draw(self.count, self.cursor, count, self.seed, fits)
+        return drawn
+
+    def observe(self, results: Sequence[Solved]) -> None:
+        pass
+
+    def measure(self, stats: Stats) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self.cursor}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.cursor = counted(state["cursor"])
+
+
+@dataclass
+class Floor:
+    """Share of the draws that a curriculum does not choose. The share is exact over all draws, and no chance decides it."""
+
+    share: float
+    drawn: int = 0  # tasks so far
+    step: tuple[int, int] = (0, 0)  # of the step: tasks of the floor, all tasks
+
+    def take(self, count: int) -> int:
+        """Return how many of the next `count` tasks are the floor's."""
+        found = int(self.share * (self.drawn + count)) - int(self.share * self.drawn)
+        self.drawn += count
+        self.step = self.step[0] + found, self.step[1] + count
+        return found
+
+    def pass_over(self, count: int) -> None:
+        """Count tasks of a step before there is anything for a floor."""
+        self.step = self.step[0], self.step[1] + count
+
+    def measure(self, stats: Stats) -> None:
+        stats.add("curriculum/share", *self.step)
+        self.step = 0, 0
+
+
+class SolveRate:
+    """Tasks that the policy solves about half of the time come first: they have most of the signal.
+
+    A task has the weight (4 p (1 - p))^s, where p = (r + 1) / (r + w + 2) is the mean of a Beta distribution. p is 1/2 for a
+    task without results, so new tasks come first. Tasks of a step are drawn without replacement in proportion to their
+    weights: task i has the key -log(u_i) / weight_i with a uniform u_i, and the least keys win (Efraimidis and Spirakis
+    2006). At each visit, r <- decay r + (right rollouts of the visit), likewise w. With s = 1 the weight is the learnability
+    of arXiv 2502.12272; decayed Beta estimates of solve rates are those of arXiv 2507.04632. A floor of the draws takes all
+    tasks in turn, so each one comes at least once in n / floor draws.
+    """
+
+    def __init__(self, tasks: Placed, seed: int, floor: float, decay: float, sharpness: float) -> None:
+        self.tasks, self.seed, self.decay, self.sharpness = tasks, seed, decay, sharpness
+        self.floor = Floor(floor)
+        self.in_turn = Uniform(len(tasks), seed)
+        self.visits: dict[int, int] = {}  # place -> visits so far
+        self.results: dict[int, tuple[str, float, float]] = {}  # place -> id, r, w
+        self.rate = np.full(len(tasks), 0.5)  # [n], p
+
+    def draw(self, count: int, fits: Fits, taken: Collection[int]) -> Drawn:
+        turn = self.floor.drawn
+        of_floor = self.floor.take(count)
+        places = [place for _, place in self.in_turn.draw(of_floor, fits)]
+        places += self._preferred(turn, count - of_floor, fits, {*taken, *places})
+        return [_visit(self.visits, place) for place in places]
+
+    def _preferred(self, turn: int, count: int, fits: Fits, taken: Collection[int]) -> list[int]:
+        """Return `count` places by their keys; taken ones come last."""
+        raw = np.random.Philox(key=seed_of(self.seed, "curriculum", turn)).random_raw(len(self.rate))
+        uniform = ((raw >> np.uint64(11)) + 1) * 2.0**-53  # in (0, 1]
+        with np.errstate(divide="ignore", invalid="ignore"):  # a weight may be too small for a number
+            keys = -np.log(uniform) / (4 * self.rate * (1 - self.rate)) ** self.sharpness
+        keys[list(taken)] = np.inf
+        found: list[int] = []
+        for place in np.argsort(keys, kind="stable").tolist() if count else ():
+            if fits(place):
+                found.append(place)
+            if len(found) == count:
+                return found
+        if count and not found:
+            self.in_turn.draw(1, fits)  # raises
+        return [found[number % len(found)] for number in range(count)]
+
+    def observe(self, results: Sequence[Solved]) -> None:
+        for seen in results:
+            _, right, wrong = self.results.get(seen.place, ("", 0.0, 0.0))
+            self._set(seen.place, seen.id, self.decay * right + seen.right, self.decay * wrong + seen.wrong)
+
+    def _set(self, place: int, id: str, right: float, wrong: float) -> None:
+        self.results[place] = id, right, wrong
+        self.rate[place] = (right + 1) / (right + wrong + 2)
+
+    def measure(self, stats: Stats) -> None:
+        self.floor.measure(stats)
+        stats.add("curriculum/seen", len(self.results), len(self.rate))
+        stats.add("curriculum/solve_rate", self.rate[sorted(self.results)].sum(), len(self.results))
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **self.in_turn.state(),
+            "drawn": self.floor.drawn,
+            "visits": list(map(list, self.visits.items())),
+            "results": [[place, *result] for place, result in self.results.items()],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.in_turn.restore(state)
+        self.floor = Floor(self.floor.share, counted(state["drawn"]))
+        self.visits = _visits(state["visits"])
+        self.results, self.rate[:] = {}, 0.5
+        for place, id, right, wrong in state["results"]:
+            if counted(place) < len(self.rate) and self.tasks[place]["id"] == id:  # else the user accepted other tasks
+                self._set(place, id, _amount(right), _amount(wrong))
+
+
+class Stages:
+    """Tasks by stages: one stage after the other, each until its running accuracy reaches a threshold.
+
+    Within a stage, each task comes once per epoch. The accuracy is r / (r + w) over the rollouts of the stage's own tasks,
+    both decayed at each step, and counts once there are `least` of them. A floor of the draws takes tasks of earlier
+    stages, in epochs too. The last stage has no end.
+    """
+
+    def __init__(
+        self, stages: Sequence[Integers], seed: int, floor: float, decay: float, accuracy: float, least: float
+    ) -> None:
+        """`stages`: the places of each stage's tasks. `least`: rollouts that a stage needs before it may end."""
+        self.stages, self.seed, self.decay, self.accuracy, self.least = stages, seed, decay, accuracy, least
+        self.of = {place: number for number, places in enumerate(stages) for place in places.tolist()}
+        self.visits: dict[int, int] = {}
+        self.floor = Floor(floor)
+        self._begin(0)
+
+    def _begin(self, stage: int) -> None:
+        self.stage, self.right, self.wrong = stage, 0.0, 0.0
+        self.floor = Floor(self.floor.share, 0, self.floor.step)
+        self.own, own_seed = self.stages[stage], seed_of(self.seed, "stage", stage)
+        self.own_order = Uniform(len(self.own), own_seed)
+        self.earlier = np.concatenate([np.empty(0, np.int64), *self.stages[:stage]])
+        self.earlier_order = Uniform(len(self.earlier), seed_of(self.seed, "earlier stages", stage))
+
+    @property
+    def _over(self) -> bool:
+        seen = self.right + self.wrong
+        return 0 < self.least <= seen and self.right >= self.accuracy * seen and self.stage + 1 < len(self.stages)
+
+    def draw(self, count: int, fits: Fits, taken: Collection[int]) -> Drawn:
+        if self._over:
+            self._begin(self.stage + 1)
+        if not self.stage:
+            self.floor.pass_over(count)
+        of_floor = self.floor.take(count) if self.stage else 0
+        earlier = self._next(self.earlier_order, self.earlier, of_floor, fits)
+        return [*earlier, *self._next(self.own_order, self.own, count - of_floor, fits)]
+
+    def _next(self, order: Uniform, places: Integers, count: int, fits: Fits) -> Drawn:
+        drawn = order.draw(count, lambda number: fits(int(places[number])))
+        return [_visit(self.visits, int(places[number])) for _, number in drawn]
+
+    def observe(self, results: Sequence[Solved]) -> None:
+        own = [seen for seen in results if self.of[seen.place] == self.stage]
+        self.right = self.decay * self.right + sum(seen.right for seen in own)
+        self.wrong = self.decay * self.wrong + sum(seen.wrong for seen in own)
+
+    def measure(self, stats: Stats) -> None:
+        self.floor.measure(stats)
+        stats.add("curriculum/stage", self.stage + 1)
+        if self.right + self.wrong:
+            stats.add("curriculum/accuracy", self.right / (self.right + self.wrong))
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **self.own_order.state(),
+            "earlier": self.earlier_order.cursor,
+            "drawn": self.floor.drawn,
+            "stage": self.stage,
+            "results": [self.right, self.wrong],
+            "visits": list(map(list, self.visits.items())),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        stage = counted(state["stage"])
+        if stage >= len(self.stages):
+            raise ValueError(f"stage {stage + 1} of {len(self.stages)}")
+        self._begin(stage)
+        self.own_order.restore(state)
+        self.earlier_order.cursor = counted(state["earlier"])
+        self.floor = Floor(self.floor.share, counted(state["drawn"]))
+        self.right, self.wrong = map(_amount, state["results"])
+        self.visits = _visits(state["visits"])
+
+
+def _visit(visits: dict[int, int], place: int) -> tuple[int, int]:
+    """Count a visit to the task at a place; return (visits before, place)."""
+    before = visits.get(place, 0)
+    visits[place] = before + 1
+    return before, place
+
+
+def _visits(rows: Sequence[Sequence[int]]) -> dict[int, int]:
+    return {counted(place): counted(visits) for place, visits in rows}
+
+
+if TYPE_CHECKING:
+    _proof: tuple[Callable[..., TaskOrder], ...] = (Uniform, SolveRate, Stages)

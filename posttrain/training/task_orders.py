@@ -1,0 +1,133 @@
+"""The order of the tasks of a run of `rl`, by its options: see `--curriculum`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.config.mixture_options import weights_of
+from posttrain.config.training import RL
+from posttrain.core.doing import doing
+from posttrain.core.messages import clip
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Task, UserError
+from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
+from posttrain.data.rows import value_in
+from posttrain.data.tasks import Integers, Stream, Tasks
+from posttrain.training.sources.mixture import Mixture
+from posttrain.training.sources.task_order import SolveRate, Stages, TaskOrder, Uniform
+
+MOST_STAGES = 1000
+SHOWN_STAGES = 8  # whose numbers of tasks are shown
+
+
+def task_order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
+    """Return the order in which a run visits its tasks. `success`: the reward of a right reply, if there is one.
+
+    Raises UserError where the tasks do not have what the curriculum needs.
+    """
+    if not isinstance(tasks, MixedTasks):
+        return _order(config, tasks, success)
+    sizes = {name: len(own) for name, own in tasks.parts.items()}
+    orders = {
+        name: _order(replace(config, seed=seed_of(config.seed, "part", name)), own, success)
+        for name, own in zip(sizes, tasks.each(), strict=True)
+    }
+    return Mixture(orders, tasks.ends, weights_of(config, sizes))
+
+
+def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
+    if config.curriculum == "uniform":
+        return Uniform(len(tasks), config.seed)
+    name = f"--curriculum {config.curriculum}"
+    if not (config.env or config.mixture):
+        raise UserError(f"{name} counts right replies, and nothing scores these: give --env, or leave it out")
+    if success is None:
+        raise UserError(f"{name} counts right replies: give the reward of a right one with --success")
+    if isinstance(tasks, Stream):
+        raise UserError(f"{name} needs to know all tasks, and these rows have no end: set their number with --limit")
+    if config.curriculum == "solve-rate":
+        how = config.curriculum_floor, config.curriculum_decay, config.curriculum_sharpness
+        return SolveRate(tasks, config.seed, *how)
+    assert isinstance(tasks, Tasks), "options refuse stages of a mixture"
+    stages = stages_of(tasks, config.curriculum_column)
+    for value, places in stages.items():
+        if len(places) < config.prompts:
+            raise UserError(
+                f"the stage {config.curriculum_column} = {_shown(value)} has {len(places)} tasks, less than a step's "
+                f"--prompts {config.prompts}: give {len(places)} or fewer, or join stages"
+            )
+    least = config.prompts * config.group * (1 - config.curriculum_floor) / 2
+    how = config.curriculum_floor, config.curriculum_decay, config.curriculum_accuracy
+    return Stages(list(stages.values()), config.seed, *how, least)
+
+
+def order_lines(config: RL, order: TaskOrder) -> list[str]:
+    """Describe the order of the tasks, where it is not the usual one."""
+    floor = f"{config.curriculum_floor:.0%} of the prompts"
+    if isinstance(order, Mixture):
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in order.shares.items())
+        return [f"mixture: {shares} of the prompts", *order_lines(config, next(iter(order.orders.values())))]
+    if isinstance(order, SolveRate):
+        return [f"curriculum: tasks that are solved half of the time come first; {floor} are all tasks in turn"]
+    if isinstance(order, Stages):
+        sizes = ", ".join(str(len(places)) for places in order.stages[:SHOWN_STAGES])
+        more = ", ..." if len(order.stages) > SHOWN_STAGES else ""
+        return [
+            f"curriculum: {len(order.stages)} stages by {config.curriculum_column}, of {sizes}{more} tasks, each until an "
+            f"accuracy of {config.curriculum_accuracy:g}; {floor} are tasks of earlier stages"
+        ]
+    return []
+
+
+def stages_of(tasks: Tasks, column: str) -> dict[float | str, Integers]:
+    """Return the values of a column in ascending order, each with the places of its tasks.
+
+    Texts are numbers if all of them are. Raises UserError, in one line that names the row, for a missing value, and for one
+    that cannot be compared with the others.
+    """
+    doing(f"reading the column {column}")
+    values = [_value(tasks, place, task, column) for place, task in enumerate(tasks)]
+    numbers = [_number(value) for value in values]
+    texts = [place for place, number in enumerate(numbers) if number is None]
+    others = [place for place, value in enumerate(values) if not isinstance(value, str)]
+    if texts and others:
+        raise UserError(
+            f"{tasks.where(texts[0])}: {column} is {clip(repr(values[texts[0]]))}, and {values[others[0]]} in "
+            f"{tasks.where(others[0])}: make all of them numbers, or all of them texts"
+        )
+    found: dict[Any, list[int]] = {}
+    for place, value in enumerate(values if texts else numbers):
+        found.setdefault(value, []).append(place)
+    if len(found) > MOST_STAGES:
+        raise UserError(
+            f"the column {column!r} has {len(found):,} different values, and each would be a stage: round them, or name "
+            "another column"
+        )
+    return {value: np.array(found[value]) for value in sorted(found)}
+
+
+def _value(tasks: Tasks, place: int, task: Task, column: str) -> float | str:
+    try:
+        value = value_in(task, column)
+        if not isinstance(value, int | float | str) or value != value or value in ("", float("inf"), -float("inf")):
+            raise UserError(f"{column} is {clip(repr(value))}: a stage is a number or a text")
+    except UserError as error:
+        raise UserError(f"{tasks.where(place)}: {error}") from error
+    return value
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _number(value: float | str) -> float | None:
+    """Return a value as a number; None where it is a text that is none."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -18,7 +18,7 @@ from posttrain.cli.command_table import COMMANDS
 from posttrain.cli.main import _known, app
 from posttrain.config.row_options import Data
 from posttrain.config.verbs import VERBS, load
-from posttrain.core.option_aliases import ELSEWHERE
+from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.envs.play.load_env import BUILTIN
 from posttrain.system.user_code import load_named
 
@@ -43,7 +43,7 @@ JOURNEYS = {
     "verifiers": ("docs/guides/verifiers.md",),
 }
 """Pages whose blocks run one after the other in one folder."""
-RUNS = {"README": 1, "start": 38, "coming-from": 10, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
+RUNS = {"README": 1, "start": 38, "coming-from": 14, "environments": 18, "retrieval": 7, "serving": 5, "verifiers": 16}
 """How many programs and commands that are."""
 SHORT = ("README", "start", "coming-from")
 PAGES = {name: ROOT / name for names in JOURNEYS.values() for name in names}

@@ -25,12 +25,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from posttrain.core.extras import COMPILERS
 from posttrain.core.doing import doing
 
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno", f"-I{HERE}")
 LINK_FLAGS = ("-lm",)
-COMPILERS = ("gcc", "cc", "clang")
 COMPILER_SECONDS = 120.0
 """Seconds of a compilation: one that takes longer hangs."""
 

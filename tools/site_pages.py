@@ -28,7 +28,7 @@ from posttrain.cli.command_table import COMMANDS
 from posttrain.cli.help_pages import HelpEntry, entries_of
 from posttrain.cli.main import app
 from posttrain.config.verbs import VERBS
-from posttrain.core.option_aliases import ELSEWHERE
+from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.envs.play.load_env import BUILTIN
 from posttrain.runs import run_files
 from posttrain.runs.metrics_table import METRICS, QUESTIONS, Metric

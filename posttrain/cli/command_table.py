@@ -47,6 +47,14 @@ HEADINGS = {
 _ALL = (
     Command("demo", "commands:demo", "start", "Watch a model learn: a tiny one, or a real one (--real).", "--real"),
     Command("init", "init_command:init", "start", "Write the files of a first run: rows, reward, recipe.", "first"),
+    Command("doctor", "doctor_command:doctor", "start", "Show what this machine has, and what works here.", ""),
+    Command(
+        "import",
+        "import_command:import_recipe",
+        "start",
+        "Turn a run of TRL, verl or OpenRLHF into a recipe.",
+        "train.sh --out recipe.toml",
+    ),
     *_verbs(),
     Command(
         "algorithms",

@@ -49,6 +49,7 @@ BY_POSITION = {
     "model": "the folder of a checkpoint or of a run",
     "rows": "a file of rows, a folder, or the name of a dataset",
     "run": "the folder of a run, or a file of rollouts",
+    "source": "the file of a command, a script or a configuration of TRL, verl or OpenRLHF",
     "runs": "the folder of a run, or several",
     "sql": "a question in SQL",
 }

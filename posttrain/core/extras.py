@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+COMPILERS = ("gcc", "cc", "clang")
+"""C compilers, in the order in which they are looked for."""
+
 NEEDED = {"view": ("duckdb",), "query": ("duckdb",)}
 """Verb -> libraries that it needs and not every installation has; the extra `view` brings them all."""
 
@@ -34,3 +37,24 @@ def runnable(command: str) -> str:
     """Return a command of ours as a hint names it: with what is to be installed before, where it would not run as it is."""
     _, verb, *_ = command.split()
     return f"{command} (after {install('view')})" if lacking(verb) else command
+
+
+EXTRAS = {
+    "datasets": ("datasets", "rows of the Hugging Face hub"),
+    "transformers": ("transformers", "models that are not native, and their tokenizers"),
+    "view": ("duckdb", "posttrain view and query"),
+    "gguf": ("gguf", "GGUF files"),
+    "qlora": ("bitsandbytes", "NF4 of bitsandbytes"),
+    "faiss": ("faiss", "approximate indices of vectors"),
+    "ray": ("ray", "--launch ray"),
+    "mcp": ("mcp", "tools of MCP servers"),
+    "openenv": ("websockets", "servers of OpenEnv"),
+    "reasoning_gym": ("reasoning_gym", "--env reasoning-gym"),
+    "gymnasium": ("gymnasium", "--env gymnasium"),
+    "textarena": ("textarena", "--env textarena"),
+    "wandb": ("wandb", "--track wandb"),
+    "trackio": ("trackio", "--track trackio"),
+    "mlflow": ("mlflow", "--track mlflow"),
+    "swanlab": ("swanlab", "--track swanlab"),
+}
+"""Extra -> the library whose presence shows it, and its purpose. Those of developers are not among them."""

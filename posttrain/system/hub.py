@@ -27,7 +27,7 @@ def as_far_as_reached(*others: Any) -> Iterator[str]:
 
     address, flagged = constants.ENDPOINT, (constants, *others)
     offline = any(module.HF_HUB_OFFLINE for module in flagged)  # set by the user
-    why = "" if offline or _reached(address) else f"{urlsplit(address).hostname} cannot be reached"
+    why = "" if offline or reached(address) else f"{urlsplit(address).hostname} cannot be reached"
     before = [module.HF_HUB_OFFLINE for module in flagged]
     try:
         for module, was in zip(flagged, before, strict=True):
@@ -39,8 +39,8 @@ def as_far_as_reached(*others: Any) -> Iterator[str]:
 
 
 @cache
-def _reached(address: str) -> bool:
-    """Return whether a connection can be made to an address, or to the proxy before it."""
+def reached(address: str, seconds: float = SECONDS) -> bool:
+    """Return whether a connection can be made to an address, or to the proxy before it, within so many seconds."""
     place = urlsplit(address)
     proxies = {} if urllib.request.proxy_bypass(place.hostname or "") else urllib.request.getproxies()
     proxy = proxies.get(place.scheme) or proxies.get("all")
@@ -51,10 +51,10 @@ def _reached(address: str) -> bool:
     def connect() -> None:
         with suppress(OSError, ValueError):  # unknown name, no answer
             port = place.port or (443 if place.scheme == "https" else 80)
-            socket.create_connection((place.hostname or "", port), SECONDS).close()
+            socket.create_connection((place.hostname or "", port), seconds).close()
             found.set()
 
     trial = threading.Thread(target=connect, daemon=True)  # a lookup of a name has no timeout
     trial.start()
-    trial.join(SECONDS)
+    trial.join(seconds)
     return found.is_set()

@@ -18,7 +18,7 @@ from posttrain.cli.command_table import COMMANDS
 from posttrain.cli.main import _known, app
 from posttrain.config.row_options import Data
 from posttrain.config.verbs import VERBS, load
-from posttrain.core.option_aliases import ELSEWHERE
+from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.envs.play.load_env import BUILTIN
 from posttrain.system.user_code import load_named
 
@@ -49,7 +49,7 @@ JOURNEYS = {
 RUNS = {
     "README": 1,
     "start": 46,
-    "coming-from": 10,
+    "coming-from": 14,
     "environments": 18,
     "retrieval": 7,
     "serving": 6,

@@ -18,7 +18,7 @@ from documents import ROOT
 from posttrain.algorithms.all_algorithms import EVERY
 from posttrain.cli.command_table import COMMANDS
 from posttrain.config.verbs import VERBS
-from posttrain.core.option_aliases import ELSEWHERE
+from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.envs.play.load_env import BUILTIN
 from posttrain.runs.metrics_table import METRICS
 from posttrain.runs.record.schema import ROLLOUTS

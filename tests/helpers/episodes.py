@@ -35,7 +35,7 @@ def played(
     """Rollouts of `count` episodes. `limits`: of `Player`; `how`: of sampling."""
     engine = LocalEngine(tiny(tokenizer, context=context), tokenizer, slots=slots)
     sampling = Sampling(**{"max_tokens": 9, **how})
-    with EnvPool(env, workers) as pool:
+    with EnvPool(env, workers, 200.0) as pool:  # a busy machine decides nothing
         return Player(pool, engine, tokenizer, sampling, context, **limits or {}).play(episodes(count))
 
 

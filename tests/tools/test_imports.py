@@ -39,6 +39,7 @@ HOMES = {
     "bitsandbytes": ("models/native/quantized.py",),
     "huggingface_hub": ("models/", "system/hub.py"),
     "tokenizers": ("models/",),
+    "yaml": ("apps/migration/",),
     "jinja2": ("models/tokenizer/",),
     "PIL": ("core/pictures.py",),
     "safetensors": ("models/",),
@@ -84,12 +85,13 @@ HOMES = {
 """Where each heavy library may be imported."""
 
 LIGHT = ("core/", "system/", "data/", "verify/", "sandbox/", "envs/", "algorithms/", "config/", "runs/", "apps/audit/",
-         "apps/planning/", "services/retrieval/", "services/retriever.py", "engines/serving/requests.py",
+         "apps/migration/", "apps/planning/", "services/retrieval/", "services/retriever.py", "engines/serving/requests.py",
          "engines/serving/request_fields.py", "engines/serving/openai_completions.py", "engines/serving/openai_responses.py",
          "engines/serving/anthropic_messages.py",
          "training/figures.py", "training/sources/diversity.py", "training/sources/packing.py",          
          "cli/main.py", "cli/commands.py", "cli/training_commands.py", "cli/inspect_commands.py", "cli/write_types.py",
-         "cli/command_table.py", "cli/help_pages.py", "cli/init_command.py")  # fmt: skip
+         "cli/command_table.py", "cli/help_pages.py", "cli/init_command.py",
+         "cli/import_command.py", "cli/doctor_command.py")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 
 SEAMS = {"Engine", "Learner", "Model", "Objective", "Service", "Source", "World"}

@@ -26,11 +26,11 @@ from functools import cache
 from pathlib import Path
 
 from posttrain.core.doing import doing
+from posttrain.core.extras import COMPILERS
 
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno", f"-I{HERE}")
 LINK_FLAGS = ("-lm",)
-COMPILERS = ("gcc", "cc", "clang")
 COMPILER_SECONDS = 120.0
 """Seconds of a compilation: one that takes longer hangs."""
 

@@ -1,0 +1,105 @@
+"""A run of another trainer as it is read: the options that are given, and the values that only its script could compute."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+LARGEST = 1 << 18  # bytes of a file that is read: a command has some thousands
+
+_INTEGER = re.compile(r"[+-]?\d{1,18}")
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+
+
+class Unresolved(NamedTuple):
+    """A value that only running the script would give, as it is written there."""
+
+    text: str
+
+
+@dataclass
+class ForeignRun:
+    """The options of a run of another trainer, by their own names, dots included, in the order given.
+
+    devices   processes that share a batch, where the command names them; None: it does not.
+    notes     what a reader of the recipe must know besides.
+    """
+
+    framework: str  # "TRL", "verl" or "OpenRLHF"
+    trainer: str  # as it names it: main_ppo, GRPOTrainer, train_dpo ...
+    options: dict[str, Any] = field(default_factory=dict)
+    devices: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def value_of(text: str) -> Any:
+    """Return the value of a text as Hydra, YAML and argparse read it: a number, a truth value, nothing, a list, or text."""
+    word = text.strip()
+    if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"":
+        return word[1:-1]
+    lowered = word.lower()
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    if word in ("null", "None", "~"):  # "none" is a choice of some options
+        return None
+    if _INTEGER.fullmatch(word):
+        return int(word)
+    if _NUMBER.fullmatch(word):
+        return float(word)
+    if word.startswith("[") and word.endswith("]"):
+        return [value_of(part) for part in _parts(word[1:-1])]
+    if word.startswith("{") and word.endswith("}"):
+        try:
+            read = json.loads(word)
+        except (ValueError, RecursionError):
+            return text
+        return read if isinstance(read, dict) else text
+    if "$" in word or "`" in word:
+        return Unresolved(word)
+    return text
+
+
+def _parts(inside: str) -> list[str]:
+    """Split the inside of a list at its commas, not at those within quotes or brackets."""
+    parts, depth, quote = [""], 0, ""
+    for character in inside:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in ")}]":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append("")
+            continue
+        parts[-1] += character
+    if len(parts) > 10_000 or depth:
+        return [inside]
+    return [part for part in parts if part.strip()]
+
+
+def flat(options: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
+    """Return nested mappings as one mapping of dotted names; what is nested deeper than any option stays as it is."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, dict) and value and depth < 2 and len(found) < 1000:
+            found |= flat(value, f"{prefix}{name}.", depth + 1)
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def shown(value: Any, depth: int = 0) -> str:
+    """Return a value as a comment shows it: short, whatever its size."""
+    if isinstance(value, Unresolved):
+        return value.text[:80]
+    if isinstance(value, (list, tuple, dict)):
+        if depth > 1:
+            return "..."
+        parts = [shown(part, depth + 1) for part in list(value)[:6]]
+        return f"[{', '.join([*parts, *(['...'] if len(value) > 6 else [])])}]"
+    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)[:120]

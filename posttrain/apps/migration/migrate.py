@@ -1,0 +1,34 @@
+"""From the file of a run of another trainer to the text of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from posttrain.apps.migration import openrlhf_recipe, trl_recipe, verl_recipe
+from posttrain.apps.migration.recipe_draft import RecipeDraft
+from posttrain.apps.migration.recognition import read
+
+Rules = Callable[[RecipeDraft, int | None, int | None], None]
+
+_FRAMEWORKS: dict[str, tuple[Rules, Mapping[str, Mapping[str, Any]], Mapping[str, str], str]] = {
+    "TRL": (trl_recipe.trl_recipe, trl_recipe.DEFAULTS, trl_recipe.VERBS_OF, "prefer"),
+    "verl": (verl_recipe.verl_recipe, verl_recipe.DEFAULTS, {"sft": "sft"}, "rl"),
+    "OpenRLHF": (
+        openrlhf_recipe.openrlhf_recipe,
+        openrlhf_recipe.DEFAULTS,
+        {"train_sft": "sft", "train_dpo": "prefer", "train_rm": "reward-model"},
+        "rl",
+    ),
+}
+"""Framework -> its rules, its defaults by trainer, the verbs of its trainers, and the verb of all others."""
+
+
+def recipe_for(source: str, devices: int | None, rows: int | None, trainer: str | None) -> RecipeDraft:
+    """Return the recipe for the run in a file. Raises UserError where it cannot be read, or has no equal here."""
+    run = read(source, trainer)
+    rules, defaults, verbs, other = _FRAMEWORKS[run.framework]
+    draft = RecipeDraft(run, verbs.get(run.trainer, other), defaults[run.trainer])
+    rules(draft, devices, rows)
+    draft.finish()
+    return draft

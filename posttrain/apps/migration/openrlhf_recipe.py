@@ -1,0 +1,373 @@
+"""Recipes from OpenRLHF's command lines: names and defaults of version 0.11, and the names of 0.9, which had no dots.
+
+A step samples rollout.n_samples_per_prompt replies to each of rollout.batch_size prompts; train.batch_size counts replies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from posttrain.apps.migration.foreign_run import shown
+from posttrain.apps.migration.openrlhf_names import FLAT, OF_ONE_MODEL
+from posttrain.apps.migration.recipe_draft import RecipeDraft
+from posttrain.apps.migration.shared_rules import (
+    adapters,
+    clips,
+    devices_of,
+    engine,
+    frequency,
+    split_of,
+    steps_of,
+    tracked_by_wandb,
+    warm_up,
+)
+from posttrain.core.types import UserError
+
+_LEARNS: dict[str, Any] = {
+    "train.batch_size": 128,
+    "train.max_epochs": 1,
+    "train.seed": 42,
+    "max_norm": 1.0,
+    "adam.betas": [0.9, 0.95],
+    "adam.weight_decay": 0.0,
+    "lr_scheduler": "cosine_with_min_lr",
+    "data.prompt_split": "train",
+    "data.dataset_split": "train",
+    "lr_warmup_ratio": 0.03,
+    "min_lr_ratio": 0.1,
+    "ckpt.save_steps": -1,
+    "ckpt.max_num": 3,
+    "eval.steps": -1,
+    "ds.lora.rank": 0,
+    "ds.lora.alpha": 16,
+    "ds.lora.target_modules": "all-linear",
+    "ds.param_dtype": "bf16",
+    "data.apply_chat_template": False,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "train_ppo_ray": {
+        **_LEARNS,
+        "rollout.batch_size": 1024,
+        "rollout.n_samples_per_prompt": 1,
+        "rollout.temperature": 1.0,
+        "train.num_episodes": 1,
+        "data.max_len": 2048,
+        "data.input_key": "input",
+        "actor.adam.lr": 1e-6,
+        "critic.adam.lr": 9e-6,
+        "actor.eps_clip": 0.2,
+        "critic.value_clip": 0.5,
+        "actor.policy_loss_type": "ppo",
+        "algo.advantage.estimator": "gae",
+        "algo.advantage.lambd": 1,
+        "algo.advantage.gamma": 1,
+        "algo.kl.init_coef": 0.01,
+        "algo.kl.estimator": "k1",
+        "algo.kl.horizon": 10000,
+        "algo.dynamic_filtering_range": [0, 1],
+        "algo.advantage.is_correction_threshold": [0.5, 5.0],
+        "algo.advantage.is_correction_type": "tis",
+    },
+    "train_sft": {**_LEARNS, "train.max_epochs": 2, "adam.lr": 5e-6, "data.max_len": 2048, "data.input_key": "input"},
+    "train_dpo": {**_LEARNS, "adam.lr": 1e-5, "data.max_len": 512, "model.beta": 0.1},
+    "train_rm": {**_LEARNS, "adam.lr": 9e-6, "data.max_len": 512, "model.loss_type": "sigmoid"},
+}
+_ESTIMATORS = {
+    "gae": "ppo",
+    "reinforce": "reinforce++",
+    "reinforce_baseline": "reinforce++-baseline",
+    "rloo": "grpo",
+    "group_norm": "grpo",
+    "dr_grpo": "grpo",
+}
+_CORRECTIONS = {"tis": "truncate", "icepop": "icepop", "seq-mask-tis": "sequence"}
+
+
+def openrlhf_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
+    """Write the lines of a run of OpenRLHF."""
+    draft.run.options = _renamed(draft.run.options)
+    devices_of(draft, devices, need=False)
+    ours = "actor." if draft.run.trainer == "train_ppo_ray" else "model."
+    for name in OF_ONE_MODEL:  # those of the model that is trained are read without a prefix
+        for prefix in (ours, "model."):
+            if prefix + name in draft.run.options and not (name == "adam.lr" and prefix == "actor."):
+                draft.run.options[name] = draft.run.options.pop(prefix + name)
+    draft.same("model", "model_name_or_path")
+    samples = draft.number("data.max_samples")
+    if samples is not None:
+        draft.same("limit", "data.max_samples")
+        rows = min(rows, int(samples)) if rows else int(samples) if samples < 1e7 else None
+    draft.same("chat", "data.apply_chat_template")
+    if draft.run.trainer == "train_ppo_ray":
+        _rollouts(draft, rows)
+    else:
+        _given_responses(draft, rows)
+    if not draft.given("data.apply_chat_template"):
+        draft.put("chat", False, f"{draft.origin('data.apply_chat_template')}: plain text")
+    draft.same("betas", "adam.betas")
+    draft.same("weight_decay", "adam.weight_decay")
+    draft.same("max_grad_norm", "max_norm")
+    schedule = draft.read("lr_scheduler")
+    draft.same("schedule", "lr_scheduler")
+    if schedule == "cosine_with_min_lr":
+        draft.note(draft.origin("min_lr_ratio"), "the cosine ends at 0 here, not at a share of the peak")
+    draft.read("min_lr_ratio")
+    draft.same("seed", "train.seed")
+    draft.same("precision", "ds.param_dtype")
+    if draft.read("gradient_checkpointing_enable"):
+        draft.put("recompute", "layers", "gradient_checkpointing: memory only")
+    draft.same("router_balance", "aux_loss_coef")
+    adapters(draft, "ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules", ("ds.load_in_4bit", "load_in_8bit"))
+    draft.same("keep", "ckpt.max_num")
+    draft.same("out", "ckpt.output_dir")
+    if draft.read("logger.wandb.key"):
+        tracked_by_wandb(draft, "logger.wandb.key")
+    draft.same("track_project", "logger.wandb.project")
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    return {FLAT.get(name, name): value for name, value in options.items()}
+
+
+def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
+    """Write the lines of train_ppo_ray."""
+    draft.same("tasks", "data.prompt_dataset")
+    split_of(draft, "data.prompt_split")
+    draft.same("fields.prompt", "data.input_key")
+    draft.same("fields.answer", "data.label_key")
+    _template(draft, draft.read("data.input_key"))
+    draft.same("eval_tasks", "eval.dataset")
+    draft.same("eval_samples", "eval.n_samples_per_prompt")
+    _reward(draft)
+    prompts, updates = _batch(draft)
+    steps = steps_of(draft, draft.number("train.num_episodes"), "train.num_episodes", prompts, rows)
+    warm_up(draft, "lr_warmup_ratio", draft.number("lr_warmup_ratio"), None if steps is None else steps * updates)
+    draft.read("lr_warmup_ratio")
+    frequency(draft, "save_every", "ckpt.save_steps", 1)
+    frequency(draft, "eval_every", "eval.steps", 1)
+    longest, length = draft.number("rollout.max_new_tokens"), draft.number("data.max_len")
+    told = "rollout.max_new_tokens" if longest else "data.max_len"
+    draft.put(
+        "max_tokens",
+        int(longest or length),
+        f"{draft.origin(told)}" + ("" if longest else ", of prompt and reply together"),
+    )
+    draft.same("temperature", "rollout.temperature")
+    if draft.read("rollout.top_p") not in (None, 1, 1.0):
+        draft.note(draft.origin("rollout.top_p"), "training samples from the model's own distribution: left out")
+    draft.same("lr", "actor.adam.lr")
+    _policy(draft, updates)
+    _kl(draft)
+    if draft.read("algo.dynamic_filtering_enable"):
+        draft.put(
+            "dynamic_sampling", 10, "dynamic_filtering: groups without signal are replaced, up to 10 times the prompts"
+        )
+    if draft.read("algo.dynamic_filtering_range") not in ([0, 1], [0.0, 1.0]):
+        draft.note(
+            draft.origin("algo.dynamic_filtering_range"), "here a group is replaced if its rewards are all equal"
+        )
+    if draft.number("vllm.num_engines"):
+        engine(draft, draft.origin("vllm.num_engines"), "vllm.gpu_memory_utilization")
+        if draft.number("vllm.num_engines") >= draft.lines.get("processes", (1, ""))[0]:
+            draft.same("replicas", "vllm.num_engines")
+        if draft.read("algo.advantage.is_correction_enable"):
+            _correction(draft)
+    for name in ("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold"):
+        draft.read(name)
+
+
+def _correction(draft: RecipeDraft) -> None:
+    kind, threshold = (
+        draft.read("algo.advantage.is_correction_type"),
+        draft.read("algo.advantage.is_correction_threshold"),
+    )
+    draft.put(
+        "correction",
+        _CORRECTIONS.get(kind, "truncate"),
+        f"{draft.origin('algo.advantage.is_correction_type')}: nearest kind",
+    )
+    high = threshold[-1] if isinstance(threshold, list) and threshold else threshold
+    if isinstance(high, (int, float)) and high > 1:
+        told = f"{draft.origin('algo.advantage.is_correction_threshold')}: its upper bound; the lower one is 1 / cap"
+        draft.put("correction_cap", float(high), told)
+
+
+def _batch(draft: RecipeDraft) -> tuple[int, int]:
+    """Write the batch; return the prompts of a step and its updates."""
+    prompts, group = draft.count("rollout.batch_size"), draft.count("rollout.n_samples_per_prompt")
+    size, passes = draft.count("train.batch_size"), draft.count("train.max_epochs")
+    minibatches = max(1, math.ceil(prompts * group / size))
+    draft.head.append(
+        f"A step: {prompts} prompts x {group} replies = {prompts * group} rollouts, {minibatches * passes} "
+        f"update{'s'[: minibatches * passes != 1]} of {min(size, prompts * group)} rollouts."
+    )
+    draft.put("prompts", int(prompts), f"{draft.origin('rollout.batch_size')}: same meaning")
+    draft.put("group", int(group), f"{draft.origin('rollout.n_samples_per_prompt')}: same meaning")
+    if minibatches > prompts:
+        draft.note(
+            draft.origin("train.batch_size"),
+            f"{minibatches} updates a pass: an update needs a whole group here, so {prompts}",
+        )
+        minibatches = int(prompts)
+    draft.put(
+        "minibatches", minibatches, f"{draft.origin('train.batch_size')} replies of {prompts * group}: updates a pass"
+    )
+    draft.put("epochs", int(passes), f"{draft.origin('train.max_epochs')}: same meaning")
+    return int(prompts), minibatches * int(passes)
+
+
+def _reward(draft: RecipeDraft) -> None:
+    remote, agent = draft.read("reward.remote_url"), draft.read("train.agent_func_path")
+    if isinstance(model := draft.read("reward.model_name_or_path"), str):
+        draft.put(
+            "reward_model",
+            [part for part in model.split(",") if part],
+            "reward.model_name_or_path: its score is the reward",
+        )
+    if agent:
+        draft.put(
+            "env",
+            "agent.py:play",
+            f"{draft.origin('train.agent_func_path')}: write it as a generator function (guides/environments)",
+        )
+    elif isinstance(remote, str) and remote.endswith(".py"):
+        told = f"{draft.origin('reward.remote_url')}: write reward_func(queries, prompts, labels) as reward(tasks, replies)"
+        draft.put("env", "reward.py:reward", told)
+    elif remote:
+        draft.put(
+            "env", "reward.py:reward", f"{draft.origin('reward.remote_url')}: a function of yours asks the address"
+        )
+    elif not isinstance(model, str):
+        draft.put("env", "reward.py:reward", "no reward is named: name yours")
+    length, factor = draft.number("reward.overlong_buffer_len"), draft.number("reward.overlong_penalty_factor", 1)
+    if length:
+        draft.put("overlong_cache", int(length), f"{draft.origin('reward.overlong_buffer_len')}: same meaning")
+        if factor != 1:
+            draft.note(f"reward.overlong_penalty_factor = {factor:g}", "the penalty grows to 1 here")
+
+
+def _policy(draft: RecipeDraft, updates: int) -> None:
+    """Write advantages, ratio, clip and denominator."""
+    estimator, loss = draft.read("algo.advantage.estimator"), draft.read("actor.policy_loss_type")
+    if estimator not in _ESTIMATORS:
+        raise UserError(
+            f"OpenRLHF's advantage_estimator {shown(estimator)!r:.60} has no equal here; {', '.join(_ESTIMATORS)} have"
+        )
+    draft.put(
+        "algorithm",
+        _ESTIMATORS[estimator],
+        f"{draft.origin('algo.advantage.estimator')}; what differs is in the lines below",
+    )
+    gamma, lam = draft.number("algo.advantage.gamma"), draft.number("algo.advantage.lambd")
+    if _ESTIMATORS[estimator] == "grpo":
+        draft.put("baseline", "others" if estimator == "rloo" else "group", f"{estimator}: the mean that is subtracted")
+        draft.put(
+            "scale",
+            "group" if estimator == "group_norm" else "none",
+            f"{estimator}: the division by the standard deviation",
+        )
+    else:
+        draft.put("gamma", float(gamma), f"{draft.origin('algo.advantage.gamma')}: same meaning")
+    value_clip, learning_rate = draft.number("critic.value_clip"), draft.number("critic.adam.lr")
+    if estimator == "gae":
+        draft.put("gae_lambda", float(lam), f"{draft.origin('algo.advantage.lambd')}: same meaning")
+        draft.put("value_clip", float(value_clip), f"{draft.origin('critic.value_clip')}: same meaning")
+        draft.put("value_coefficient", 1.0, "OpenRLHF's critic learns 1/2 max(...) with coefficient 1")
+        draft.put("critic_lr", float(learning_rate), f"{draft.origin('critic.adam.lr')}: same meaning")
+        draft.same("critic_model", "critic.model_name_or_path")
+        if draft.number("actor.freezing_steps", 0) > 0:
+            draft.same("critic_warmup", "actor.freezing_steps")
+    whole = loss == "gspo"
+    draft.put(
+        "aggregate",
+        "sequence-mean" if whole else "token-mean",
+        "1 / (B n_i)" if whole else "OpenRLHF's mean over tokens, 1 / sum n_j",
+    )
+    if whole:
+        draft.put("ratio", "sequence-mean", f"{draft.origin('actor.policy_loss_type')}: GSPO's ratio")
+    either = draft.number("actor.eps_clip")
+    both = draft.read("actor.eps_clip_low_high")
+    low, high = both if isinstance(both, list) and len(both) == 2 else (either, either)
+    clips(draft, updates, low, high, draft.number("actor.dual_clip"), "eps_clip")
+    if entropy := draft.number("actor.entropy_coef"):
+        draft.put("entropy", float(entropy), f"{draft.origin('actor.entropy_coef')}: same meaning")
+
+
+def _kl(draft: RecipeDraft) -> None:
+    beta, in_loss = draft.number("algo.kl.init_coef"), draft.read("algo.kl.use_loss")
+    estimator, target = draft.read("algo.kl.estimator"), draft.number("algo.kl.target")
+    draft.put("kl", float(beta), f"{draft.origin('algo.kl.init_coef')}: same meaning (0: no reference)")
+    if beta:
+        draft.put(
+            "kl_where",
+            "loss" if in_loss else "reward",
+            "use_kl_loss" if in_loss else "without use_kl_loss: in the reward",
+        )
+        draft.same("kl_estimator", "algo.kl.estimator")
+        draft.put("kl_estimator", estimator, f"{draft.origin('algo.kl.estimator')}: same meaning")
+    horizon = draft.number("algo.kl.horizon")
+    if target is not None and beta:
+        draft.put("kl_control", "adaptive", "kl_target: adaptive")
+        draft.put("kl_target", float(target), f"{draft.origin('algo.kl.target')}: same meaning")
+        draft.put("kl_horizon", float(horizon), f"{draft.origin('algo.kl.horizon')}: same meaning, in rollouts")
+
+
+def _template(draft: RecipeDraft, column: Any) -> None:
+    template = draft.read("data.input_template")
+    if isinstance(template, str) and "{}" in template and not draft.run.options.get("data.apply_chat_template"):
+        text = template.replace("\\n", "\n").replace("{}", "\0").replace("{", "{{").replace("}", "}}")
+        draft.put("prompt_template", text.replace("\0", f"{{{column}}}"), "data.input_template: the column in braces")
+
+
+def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
+    """Write the lines of train_sft, train_dpo and train_rm."""
+    draft.same("tasks", "data.dataset")
+    split_of(draft, "data.dataset_split")
+    if draft.read("eval.dataset"):
+        draft.note("eval.dataset", "held_out keeps a share of tasks for evaluation")
+    size, passes = draft.count("train.batch_size"), draft.count("train.max_epochs")
+    draft.head.append(f"An update: {size} rows.")
+    draft.put("rows", int(size), f"{draft.origin('train.batch_size')}: rows of an update")
+    draft.put("epochs", float(passes), f"{draft.origin('train.max_epochs')}: same meaning")
+    updates = None if rows is None else math.ceil(rows / size) * int(passes)
+    warm_up(draft, "lr_warmup_ratio", draft.number("lr_warmup_ratio"), updates)
+    draft.read("lr_warmup_ratio")
+    draft.same("lr", "adam.lr")
+    draft.put("too_long", "truncate", f"{draft.origin('data.max_len')}: here the model's own context is the limit")
+    draft.read("data.max_len")
+    frequency(draft, "save_every", "ckpt.save_steps", 1)
+    frequency(draft, "eval_every", "eval.steps", 1)
+    if draft.run.trainer == "train_sft":
+        draft.same("fields.prompt", "data.input_key")
+        draft.same("fields.response", "data.output_key")
+        _template(draft, draft.read("data.input_key"))
+        if draft.read("model.pretrain_mode_enable"):
+            draft.put("mask_prompt", False, "pretrain_mode: the loss is on prompts too")
+        return
+    for option, name in (("prompt", "prompt_key"), ("chosen", "chosen_key"), ("rejected", "rejected_key")):
+        draft.same(f"fields.{option}", f"data.{name}")
+        if draft.lines.get(f"fields.{option}", ("",))[0] == option:
+            del draft.lines[f"fields.{option}"]
+    (_dpo if draft.run.trainer == "train_dpo" else _reward_model)(draft)
+
+
+def _dpo(draft: RecipeDraft) -> None:
+    smoothing = draft.number("model.label_smoothing", 0)
+    name = "ipo" if draft.read("model.ipo_enable") else "cdpo" if smoothing else "dpo"
+    draft.put("algorithm", name, "train_dpo" + ("; here the mean over tokens, theirs the sum" if name == "ipo" else ""))
+    draft.put("beta", float(draft.number("model.beta")), f"{draft.origin('model.beta')}: same meaning")
+    if smoothing:
+        draft.put("smoothing", float(smoothing), f"{draft.origin('model.label_smoothing')}: same meaning")
+    if weight := draft.number("model.nll_loss_coef", 0):
+        draft.put("imitation", float(weight), f"{draft.origin('model.nll_loss_coef')}: same meaning")
+
+
+def _reward_model(draft: RecipeDraft) -> None:
+    kind = draft.read("model.loss_type")
+    if kind not in ("sigmoid", "logexp"):
+        raise UserError(f"OpenRLHF's reward loss {shown(kind)!r:.40} has no equal here; sigmoid and logexp have")
+    draft.put("algorithm", "bradley-terry", f"{draft.origin('model.loss_type')}: log(1 + exp(r_rejected - r_chosen))")
+    draft.put(
+        "row_margins", 1.0 if draft.read("model.margin_loss_enable") else 0.0, "margin_loss: margins of the rows count"
+    )

@@ -1,0 +1,260 @@
+"""A recipe in the making: options with a comment each, those of the other trainer without an equal, and the TOML of both."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, shown
+from posttrain.config.verbs import VERBS
+from posttrain.core.coerce import convert
+from posttrain.core.extras import install, installed
+from posttrain.core.foreign_options import ELSEWHERE
+from posttrain.core.messages import clip, inline, safe
+from posttrain.core.option_aliases import answer, direct, entry
+from posttrain.core.types import UserError
+
+LARGEST_NUMBER = 1e15
+NEVER = 1_000_000
+"""A number of steps that no run has: of checkpoints that are never written before the end."""
+
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+ESTIMATORS = {
+    **dict.fromkeys(("kl", "k1"), "k1"),
+    **dict.fromkeys(("mse", "k2", "k1+", "k3+", "kl+", "low_var_kl+"), "k2"),
+    **dict.fromkeys(("low_var_kl", "k3"), "k3"),
+    "full": "exact",
+}
+_PRECISIONS = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+}
+_CHOICES: dict[str, Mapping[Any, Any]] = {
+    "schedule": SCHEDULES,
+    "kl_estimator": ESTIMATORS,
+    "precision": _PRECISIONS,
+    "scale": {True: "group", False: "none"},
+    "too_long": {
+        "error": "refuse",
+        "keep_start": "truncate",
+        "keep_end": "truncate",
+        "left": "truncate",
+        "right": "truncate",
+        "middle": "truncate",
+        True: "truncate",
+        False: "skip",
+    },
+}
+"""Option -> what its values are called in the other trainers, where that differs from here."""
+
+_OF_OTHERS = re.compile(r"(critic|reward|reward_model|eval|.*\.ref|.*\.val_kwargs)\.")
+"""Names of options of models that are not the policy: only an entry of their own takes them over."""
+
+_SECRET = re.compile(r"(wandb\.key|wandb_key|use_wandb|token|secret|password|api_key)$")
+"""Names of options whose values no file may repeat."""
+
+_TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")
+
+
+@dataclass
+class RecipeDraft:
+    """The recipe of a verb for a run of another trainer.
+
+    `defaults` are those of the other trainer. An option that `read` returns counts as treated; `finish` treats the others by
+    the table of option names.
+    """
+
+    run: ForeignRun
+    verb: str
+    defaults: Mapping[str, Any]
+    lines: dict[str, tuple[Any, str]] = field(default_factory=dict)  # option -> its value, comment
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)  # of the algorithm, by place
+    without: dict[str, list[str]] = field(default_factory=dict)  # what to do -> options
+    head: list[str] = field(default_factory=list)
+    treated: set[str] = field(default_factory=set)
+
+    def given(self, name: str) -> bool:
+        return name in self.run.options
+
+    def read(self, name: str, otherwise: Any = None) -> Any:
+        """Return the value of an option there: as given, or its default. A value that is not known is `otherwise`."""
+        self.treated.add(name)
+        value = self.run.options.get(name, self.defaults.get(name, otherwise))
+        if isinstance(value, Unresolved):
+            self.note(name, f"only the script computes its value, {value.text}: set it here")
+            return self.defaults.get(name, otherwise)
+        return value
+
+    def number(self, name: str, otherwise: float | None = None) -> Any:
+        """Return a number; the default for none. Raises UserError where something else is given."""
+        value = self.read(name, otherwise)
+        if value is None:
+            return self.defaults.get(name, otherwise)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER:
+            return value
+        raise UserError(f"{self.run.framework}'s {name} is a number, not {shown(value)!r:.60}")
+
+    def count(self, name: str, otherwise: float | None = None) -> int:
+        """Return a whole number above 0. Raises UserError where something else is given."""
+        value = self.number(name, otherwise)
+        if value is None or value < 1 or value % 1:
+            raise UserError(f"{self.run.framework}'s {name} is a whole number above 0, not {shown(value)}")
+        return int(value)
+
+    def origin(self, name: str) -> str:
+        """Return an option there with its value, as a comment names it."""
+        if self.given(name):
+            return f"{name} = {'***' if _SECRET.search(name) else shown(self.run.options[name])}"
+        return f"{name}, not given: {self.run.framework}'s default"
+
+    def put(self, option: str, value: Any, comment: str) -> None:
+        self.lines[option] = (value, comment)
+
+    def set(self, place: str, value: Any, comment: str) -> None:
+        self.settings[place] = (value, comment)
+
+    def note(self, name: str, text: str) -> None:
+        """Note an option that has no equal here, with what to do."""
+        names = self.without.setdefault(text, [])
+        if name not in names:
+            names.append(name)
+
+    def same(self, option: str, name: str, why: str = "same meaning") -> None:
+        """Take over an option's value: as given, or the default there where ours is another one."""
+        value = self.read(name)
+        if value is None:
+            return
+        try:
+            value = self.fitted(option, value)
+        except UserError as error:
+            self.note(self.origin(name), f"not taken over as {option}: {inline(str(error))}")
+            return
+        if self.given(name):
+            self.put(option, value, f"{self.origin(name)}: {why}")
+        elif value != self.own_default(option):
+            own = self.own_default(option)
+            self.put(option, value, f"{self.origin(name)}" + (f" (here: {shown(own)})" if own is not None else ""))
+
+    def fitted(self, option: str, value: Any) -> Any:
+        """Return the value as an option here takes it. Raises UserError for one that it cannot take."""
+        choices = _CHOICES.get(option, {})
+        if isinstance(value, (str, bool)) and value in choices:
+            value = choices[value]
+        if option in ("save_every", "eval_every") and isinstance(value, (int, float)) and value <= 0:
+            value = NEVER if option == "save_every" else 0
+        if option in ("lora", "lora_alpha") and value == 0:
+            raise UserError("0 means none")
+        if option == "track":
+            value = [t for t in (value if isinstance(value, list) else [value]) if t in _TRACKERS]
+            if lacking := [t for t in value if not installed(t)]:
+                raise UserError(f"it is not installed: {install(lacking[0])}")
+        if option == "top_k" and value == -1:
+            value = 0
+        if option == "lora_targets" and isinstance(value, str):
+            value = value.split(",")
+        if isinstance(value, str) and option in ("model", "tasks", "eval_tasks", "out", "reward_model", "critic_model"):
+            value = str(Path(value).expanduser()) if value.startswith("~") else value
+        if isinstance(value, list) and option in ("tasks", "eval_tasks"):
+            if len(value) > 1:
+                self.note(option, f"one file of rows is read, not {len(value)}: put them into a folder, or one file")
+            value = value[0] if value else ""
+        if isinstance(value, str) and option in ("reward_model", "env_"):
+            value = [value]
+        hint = self._kinds().get(option.partition(".")[0])
+        if hint is None:
+            raise UserError(f"posttrain {self.verb} has no such option")
+        if isinstance(value, int) and not isinstance(value, bool) and hint in (float, float | None):
+            value = float(value)
+        if isinstance(value, float) and value.is_integer() and hint in (int, int | None):
+            value = int(value)
+        return value if "." in option else convert(value, hint, option)
+
+    def _kinds(self) -> dict[str, Any]:
+        kind = VERBS[self.verb].options
+        return {**{name: flag.type for name, flag in kind.flags().items()}, **get_type_hints(kind)}
+
+    def own_default(self, option: str) -> Any:
+        """Return the default here; None for settings of algorithms, which have one each."""
+        own = next((f for f in fields(VERBS[self.verb].options) if f.name == option), None)
+        return own.default if own is not None and own.default is not MISSING else None
+
+    def finish(self) -> None:
+        """Treat the options that no rule has read: take over what the table takes over, and list the others."""
+        for option, place in (("model", "MODEL"), ("tasks", "rows.jsonl")):
+            if option not in self.lines and not any(
+                direct(name) == option for name in self.run.options if name not in self.treated
+            ):
+                self.lines = {option: (place, "not in it: name yours"), **self.lines}
+        for name, value in self.run.options.items():
+            if name in self.treated:
+                continue
+            self.treated.add(name)
+            option = direct(name)
+            if not option and not answer(name) and (own := name.rpartition(".")[2]) in self._kinds():
+                option = own
+            if _OF_OTHERS.match(name) and "." not in entry(name, ELSEWHERE):
+                option = ""
+            if isinstance(value, Unresolved):
+                what = f" (here {option})" if option else ""
+                self.note(name, f"only the script computes its value, {value.text}: set it here{what}")
+            elif (
+                option and option not in self.lines and option.partition(".")[0] in self._kinds() and value is not None
+            ):
+                self.same(option, name)
+            elif value not in (None, False, "") or answer(name):
+                self.note(self.origin(name), answer(name) or "no equal here")
+
+    def toml(self, source: str, file: str) -> str:
+        """Return the text of the recipe, to be stored in `file`."""
+        head = [
+            f"From {source}: {self.run.framework}, {self.run.trainer}. Run it:",
+            f"  posttrain {self.verb} --config {file}",
+        ]
+        out = [_comment(line) for line in [*head, *self.head, *self.run.notes]]
+        out += ["", f"[{self.verb}]"]
+        out += [_line(option, value, comment) for option, (value, comment) in self.lines.items()]
+        if self.settings:
+            out += ["", f"[{self.verb}.settings]"]
+            out += [_line(json.dumps(place), value, comment) for place, (value, comment) in self.settings.items()]
+        if self.without:
+            out += ["", f"# Options of {self.run.framework} that are not in this recipe, and what to do:"]
+            out += [_comment(line, "#   ") for line in map(_grouped, self.without.items())]
+        return "\n".join(out) + "\n"
+
+
+def _grouped(entry: tuple[str, list[str]]) -> str:
+    """Return the options that have the same answer, the first eight by name, and the answer."""
+    text, names = entry
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{'; '.join(names[:8])}{more}: {text}"
+
+
+def _line(option: str, value: Any, comment: str) -> str:
+    return f"{option} = {toml_value(value)}  {_comment(comment)}"
+
+
+def _comment(text: str, before: str = "# ") -> str:
+    shown = safe(" ".join(text.encode("utf-8", "replace").decode().split()))
+    return before + clip(shown, 600)
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(toml_value, value))}]"
+    text = json.dumps(str(value).encode("utf-8", "replace").decode(), ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")

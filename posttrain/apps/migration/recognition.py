@@ -1,0 +1,203 @@
+"""Recognises the run of another trainer in a file: a command, or a script or a configuration of TRL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from posttrain.apps.migration.foreign_run import LARGEST, ForeignRun, Unresolved, flat, value_of
+from posttrain.apps.migration.shell_script import commands
+from posttrain.apps.migration.trl_script import CONFIGS, read_script
+from posttrain.core import user_files
+from posttrain.core.messages import clip, one_line
+from posttrain.core.types import UserError
+
+TRL_TRAINERS = tuple(CONFIGS.values())
+VERL = {"main_ppo": "main_ppo", "main_dapo": "main_ppo", "fsdp_sft_trainer": "sft", "sft_trainer": "sft"}
+OPENRLHF = ("train_ppo_ray", "train_sft", "train_dpo", "train_rm")
+_PROCESSES = {"--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus"}
+_NODES = {"--nnodes", "--num_machines", "--num_nodes"}
+
+
+def read(source: str, trainer: str | None = None) -> ForeignRun:
+    """Return the run that a file describes. `trainer`: that of a configuration of TRL, which does not name it.
+
+    Raises UserError for a file that cannot be read, or that is none of these.
+    """
+    path = Path(source)
+    try:
+        text = user_files.text(path, LARGEST).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{clip(source)} is not text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{clip(source)} cannot be read: {error.strerror or one_line(error)}") from None
+    if path.suffix == ".py":
+        return read_script(text, path.name)
+    if path.suffix in (".yaml", ".yml"):
+        return _of_configuration(_mapping(text, path.name), trainer, path.name)
+    words: list[str] = []
+    for command in commands(text):
+        if (run := _of_command(command, path, trainer)) is not None:
+            return run
+        words += command
+    raise UserError(
+        f"{clip(source)} has no command of TRL (trl grpo), verl (python -m verl.trainer.main_ppo) or OpenRLHF "
+        f"(python -m openrlhf.cli.train_ppo_ray){_found(words)}"
+    )
+
+
+def _found(words: Iterable[str]) -> str:
+    """ "; it has ...", for a module of one of the three that has no equal here."""
+    module = next((word for word in words if re.match(r"(verl|openrlhf|recipe|trl)\.[\w.]+$", word)), "")
+    return f"; {module} has no equal here" if module else ""
+
+
+def _of_command(words: list[str], path: Path, trainer: str | None) -> ForeignRun | None:
+    """Return the run of a command, or None if it is of no trainer that is known here."""
+    for place, word in enumerate(words):
+        module = re.sub(r"\.py$", "", word).replace("/", ".").rpartition(".")
+        after = words[place + 1 :]
+        if module[2] in VERL and (
+            module[0].split(".")[0] in ("verl", "recipe") or "verl" in module[0] or "dapo" in module[0]
+        ):
+            return _of_hydra(VERL[module[2]], after, _launched(words[:place]))
+        if module[2] in OPENRLHF and "openrlhf" in module[0]:
+            return ForeignRun("OpenRLHF", module[2], _of_arguments(after), _launched(words[:place]))
+        if module[2] in TRL_TRAINERS and (
+            ("trl" in module[0].split(".") and "scripts" in module[0]) or words[place - 1] == "trl"
+        ):
+            return _of_trl_command(module[2], after, _launched(words[:place]), path)
+        if Path(word).suffix == ".py" and _is_trl_script(path.parent / word):
+            return _with_script(path.parent / word, after, _launched(words[:place]))
+        if words[place - 1 : place] == ["trl"] and re.fullmatch(r"[a-z][\w-]*", word):
+            raise UserError(
+                f"trl {word} has no equal here; there are {', '.join(f'trl {name}' for name in TRL_TRAINERS)}"
+            )
+    return None
+
+
+def _launched(words: list[str]) -> int | None:
+    """Return the processes that accelerate, torchrun or deepspeed start, if their options name them."""
+    found: dict[str, int] = {}
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        value = value if equals else "".join(words[place + 1 : place + 2])
+        if value.isdecimal() and len(value) < 7:
+            found |= (
+                {"processes": int(value)} if name in _PROCESSES else {"nodes": int(value)} if name in _NODES else {}
+            )
+    if "processes" not in found:
+        return None
+    per_machine = any(Path(word).name == "torchrun" or "torch.distributed" in word for word in words)
+    return found["processes"] * (found.get("nodes", 1) if per_machine else 1)
+
+
+def _of_hydra(trainer: str, words: list[str], devices: int | None) -> ForeignRun:
+    """Return a run of verl: name=value, +name=value, ++name=value; ~name takes one away."""
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.startswith("~"):
+            options.pop(name[1:], None)
+        elif equals and re.fullmatch(r"\+{0,2}[\w@][\w.@/-]*", name):
+            read = value_of(value)
+            options |= flat({name.lstrip("+"): read}) if isinstance(read, dict) else {name.lstrip("+"): read}
+    gpus, nodes = options.get("trainer.n_gpus_per_node"), options.get("trainer.nnodes", 1)
+    if isinstance(gpus, int) and isinstance(nodes, int):
+        devices = gpus * nodes
+    return ForeignRun("verl", trainer, options, devices)
+
+
+def _of_arguments(words: list[str]) -> dict[str, Any]:
+    """Return the options of an argparse command: --name value, --name=value, --name value value, --switch."""
+    options: dict[str, Any] = {}
+    name = ""
+    values: list[Any] = []
+    for word in [*words, "--"]:
+        if word.startswith("--") or (word.startswith("-") and re.match(r"-[a-z]", word)):
+            if name:
+                options[name] = True if not values else values[0] if len(values) == 1 else values
+            name, equals, value = word.lstrip("-").partition("=")
+            name, values = name.replace("-", "_"), [value_of(value)] if equals else []
+        elif name and word not in (")", "&"):
+            values.append(value_of(word))
+    return options
+
+
+def _of_trl_command(trainer: str, words: list[str], devices: int | None, path: Path) -> ForeignRun:
+    """Return a run of `trl TRAINER`: its options, over those of its --config file, if that is there."""
+    options = _of_arguments(words)
+    if isinstance(processes := options.pop("num_processes", None), int):
+        devices = processes
+    file, notes, base = options.pop("config", None), [], {}
+    if isinstance(file, str):
+        place = path.parent / file
+        try:
+            base = _mapping(user_files.text(place, LARGEST), file)
+        except (OSError, UnicodeDecodeError) as error:
+            notes.append(f"its --config {file} is not read ({one_line(error)}): its options are not here")
+    given = {name: value for name, value in options.items() if value is not None}
+    return ForeignRun("TRL", trainer, {**base, **given}, devices, notes)
+
+
+def _is_trl_script(place: Path) -> bool:
+    try:
+        return re.search(r"\b(from|import) trl\b", user_files.text(place, LARGEST)) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _with_script(place: Path, words: list[str], devices: int | None) -> ForeignRun:
+    """Return the run of a script of one's own, with the options of its command over its own."""
+    text = user_files.text(place, LARGEST)
+    try:
+        run = read_script(text, place.name)
+    except UserError:
+        if (config := next((name for name in CONFIGS if re.search(rf"\b{name}\b", text)), None)) is None:
+            raise
+        run = ForeignRun("TRL", CONFIGS[config], {}, None, [f"{place.name} decides too: read it"])
+    run.options |= _of_arguments(words)
+    run.devices = devices
+    return run
+
+
+def _mapping(text: str, name: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{clip(name)} is not valid YAML: {one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{clip(name)} is no configuration of TRL: it has no options (name: value)")
+    plain = (bool, int, float, str, list, dict, type(None))
+    return {str(key): value if isinstance(value, plain) else str(value) for key, value in content.items()}
+
+
+_SIGNS = (
+    ("grpo", {"num_generations", "reward_funcs", "max_completion_length", "num_iterations"}),
+    ("kto", {"desirable_weight", "undesirable_weight"}),
+    ("reward", {"center_rewards_coefficient"}),
+    ("sft", {"packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "eos_token"}),
+    ("dpo", {"beta", "precompute_ref_log_probs", "f_divergence_type", "rpo_alpha", "truncation_mode"}),
+)
+"""Options that only one trainer of TRL has."""
+
+
+def _of_configuration(options: dict[str, Any], trainer: str | None, name: str) -> ForeignRun:
+    """Return a run of a YAML file. Raises UserError if nothing in it shows of which trainer."""
+    if trainer is not None and trainer not in TRL_TRAINERS:
+        raise UserError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, not {trainer!r:.40}")
+    found = trainer or next((kind for kind, signs in _SIGNS if signs & options.keys()), None)
+    found = found or next((kind for kind in TRL_TRAINERS if kind in re.split(r"\W|_", name.lower())), None)
+    if found is None:
+        raise UserError(
+            f"{name} does not show which trainer of TRL it is for: give --trainer sft, dpo, grpo, reward or kto"
+        )
+    notes = [] if trainer else [f"read as a configuration of trl {found}: --trainer names another"]
+    options = {key: value for key, value in options.items() if not isinstance(value, Unresolved)}
+    return ForeignRun("TRL", found, flat({k: v for k, v in options.items() if k != "env"}), None, notes)

@@ -1,0 +1,138 @@
+"""Conversions that the recipes of all three trainers share: steps from passes, warm-up, LoRA, clips."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from posttrain.apps.migration.recipe_draft import NEVER, RecipeDraft
+from posttrain.core.types import UserError
+
+
+def steps_of(
+    draft: RecipeDraft, passes: float, name: str, prompts: int, rows: int | None, whole: bool = False
+) -> int | None:
+    """Write the steps of a number of passes over the rows, and return them; None where the number of rows is not known.
+
+    `whole`: the last step of a pass is left out where it is not full.
+    """
+    told = draft.origin(name)
+    if rows is None:
+        formula = f"{passes:g} x ROWS / {prompts} prompts"
+        own = draft.own_default("steps")
+        draft.put(
+            "steps",
+            own,
+            f"{told}: here steps, not passes: set {formula} (or import with --rows ROWS); {own} is the default",
+        )
+        return None
+    per_pass = rows // prompts if whole else math.ceil(rows / prompts)
+    steps = max(1, int(per_pass * passes) if whole else math.ceil(rows * passes / prompts))
+    draft.put("steps", steps, f"{told}: {passes:g} passes over {rows} rows, {prompts} prompts a step")
+    return steps
+
+
+def warm_up(draft: RecipeDraft, name: str, share: float, updates: int | None) -> None:
+    """Write a warm-up that is a share of all updates."""
+    if not share:
+        return
+    if updates is None:
+        draft.note(draft.origin(name), f"warmup is a number of updates here: {share:g} x all updates")
+        return
+    draft.put("warmup", math.ceil(share * updates), f"{draft.origin(name)}: {share:g} of {updates} updates")
+
+
+def clips(draft: RecipeDraft, updates: int, low: Any, high: Any, dual: Any, names: str) -> None:
+    """Write the clip range, where more than one update a step can leave it."""
+    told = f"{names} ({low:g} below, {high:g} above)"
+    if updates == 1:
+        draft.note(told, "no effect: with one update a step every ratio is 1, and nothing is clipped")
+        return
+    draft.put("clip_low", low, f"{names}: same meaning")
+    draft.put("clip_high", high, f"{names}: same meaning")
+    if dual is not None:
+        draft.put("clip_dual", dual, f"{names}: bound where the advantage is below 0")
+
+
+def frequency(draft: RecipeDraft, option: str, name: str, updates: int) -> None:
+    """Write how often to save or to evaluate: there in updates, here in steps."""
+    value = draft.read(name)
+    never = NEVER if option == "save_every" else 0
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        if value is not None:
+            draft.put(option, never, f"{draft.origin(name)}: only at the end")
+    elif value < 1:
+        draft.note(draft.origin(name), f"a share of the run: set {option} to a number of steps")
+    else:
+        steps = max(1, round(value / updates))
+        why = "same meaning" if updates == 1 else f"{updates} updates there are a step here"
+        draft.put(option, steps, f"{draft.origin(name)}: {why}")
+
+
+def adapters(draft: RecipeDraft, rank: str, alpha: str, targets: str, quantized: tuple[str, str] | None = None) -> None:
+    """Write the options of LoRA, and of a quantized base."""
+    if not draft.read(rank):
+        for name in (alpha, targets):
+            draft.read(name)
+        return
+    draft.same("lora", rank)
+    draft.same("lora_alpha", alpha)
+    value = draft.read(targets)
+    known = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all-linear"}
+    chosen = [value] if isinstance(value, str) else value
+    if isinstance(chosen, list) and set(map(str, chosen)) <= known:
+        draft.put("lora_targets", chosen, f"{draft.origin(targets)}: same meaning")
+    elif chosen is not None:
+        draft.note(draft.origin(targets), f"here any of {', '.join(sorted(known))}; all-linear is the default")
+    elif draft.run.framework == "TRL":
+        draft.put("lora_targets", ["q_proj", "v_proj"], f"{targets}, not given: PEFT's default for most models")
+    for name, kind in zip(quantized or (), ("nf4", "int8"), strict=False):
+        if draft.read(name):
+            draft.put("quantize", kind, f"{name}: same meaning")
+
+
+def engine(draft: RecipeDraft, name: str, share: str, replicas: str | None = None) -> None:
+    """Write that vLLM samples; its memory is a share there and the size of the cache here."""
+    draft.put(
+        "engine", "vllm", f"{name}: same meaning; without a GPU of its own, leave it out: the local engine samples"
+    )
+    if draft.given(share):
+        draft.note(draft.origin(share), "--engine-cache is the size of the KV cache in GiB, not a share of the GPU")
+    draft.read(share)
+
+
+def split_of(draft: RecipeDraft, name: str) -> None:
+    """Write the split of a dataset of the hub; a file has none."""
+    tasks = draft.lines.get("tasks", ("", ""))[0]
+    if draft.given(name):
+        draft.same("split", name)
+    elif (
+        isinstance(value := draft.read(name), str)
+        and re.fullmatch(r"[\w.-]+/[\w.-]+(:.+)?", tasks)
+        and not Path(tasks).suffix
+    ):
+        draft.put("split", value, f"{draft.origin(name)}")
+
+
+def tracked_by_wandb(draft: RecipeDraft, name: str) -> None:
+    """Write that wandb follows the run, where it is installed here."""
+    try:
+        draft.put("track", draft.fitted("track", "wandb"), f"{draft.origin(name)}: the secret is in WANDB_API_KEY")
+    except UserError as error:
+        draft.note(draft.origin(name), f"not taken over as track: {error}")
+
+
+def devices_of(draft: RecipeDraft, devices: int | None, need: bool) -> int:
+    """Return the processes of the run: as given, as the command names them, or one. They share its batch."""
+    found = devices or draft.run.devices or 1
+    if devices is None and draft.run.devices is None and need:
+        draft.head.append(
+            "The devices of the run are not in it: 1 is assumed. Their number is a factor of its batch: --devices N."
+        )
+    if found > 1:
+        draft.put(
+            "processes", found, "processes that share a batch; results do not depend on them here: set what you have"
+        )
+    return found

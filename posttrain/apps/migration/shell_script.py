@@ -1,0 +1,268 @@
+"""Reads the commands of a shell script without running it: words, quotes, continuations, and the variables that it sets.
+
+Not a shell: branches are read one after the other, and what another program would print stays as it is written.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import re
+from collections.abc import Iterator
+
+from posttrain.core.types import UserError
+
+LONGEST = 200_000  # characters of a variable: one that doubles itself would fill the memory
+MOST_WORDS = 20_000
+MOST_DOCUMENTS = 100
+LONGEST_REFERENCE = 4000  # characters of ${...} or $((...))
+
+_NAME = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
+_HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2[^\n]*\n(.*?)\n[ \t]*\3[ \t]*(?:\n|$)", re.DOTALL)
+_READ = re.compile(r"\bread\s+(?:-\w+\s+(?:''\s+|\"\"\s+)?)*([A-Za-z_]\w*)\s*$")
+_BRACED = re.compile(r"([A-Za-z_]\w*)(?:\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
+_KEYWORDS = {"if", "then", "else", "elif", "fi", "do", "done", "{", "}", "nohup", "exec", "time", "sudo", "env", "!"}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a script, variables in place.
+
+    Raises UserError for a script that grows beyond any command.
+    """
+    variables = {name: os.environ[name] for name in ("HOME",) if name in os.environ}
+    arrays: dict[str, list[str]] = {}
+    text = re.sub(r"\\\n", " ", text)
+    text, documents = _without_documents(text)
+    for statement in _statements(text):
+        if found := re.search(r"\x00(\d+)", statement):
+            head = statement[: found.start()]
+            if reads := _READ.search(head):
+                variables[reads[1]] = _expanded(documents[int(found[1])], variables)
+            continue
+        while assignment := _NAME.match(statement):
+            name, adds = assignment[1], bool(assignment[2])
+            rest = statement[assignment.end() :]
+            if rest.startswith("("):
+                inside, rest = _bracketed(rest)
+                new = _words(inside, variables, arrays)
+                arrays[name] = [*arrays.get(name, []), *new] if adds else new
+            else:
+                value, rest = _first_word(rest)
+                text_of = "".join(_unquoted(value, variables, arrays)[:1])
+                variables[name] = _bounded(variables.get(name, "") + text_of if adds else text_of)
+            statement = rest.lstrip()
+        words = _words(statement, variables, arrays)
+        while words and words[0] in _KEYWORDS:
+            words = words[1:]
+        if words:
+            yield words
+
+
+def _bounded(text: str) -> str:
+    if len(text) > LONGEST:
+        raise UserError(f"a variable of the script has more than {LONGEST:,} characters: give the command itself")
+    return text
+
+
+def _without_documents(text: str) -> tuple[str, list[str]]:
+    """Return the text with each here-document replaced by a mark, and their contents."""
+    documents: list[str] = []
+
+    def taken(found: re.Match[str]) -> str:
+        documents.append(found[4])
+        return f"\x00{len(documents) - 1}\n"
+
+    few = text.count("<<") <= MOST_DOCUMENTS  # each one without an end is searched for to the end of the text
+    return _HEREDOC.sub(taken, text) if few else text, documents
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Yield the statements: ends of lines, ;, && and | end one, outside quotes and brackets. Comments are left out."""
+    start, place, depth, before = 0, 0, 0, ""
+    while place < len(text):
+        character = text[place]
+        if character == "\\":
+            place += 2
+            continue
+        if character in "'\"`":
+            place = _end_of_quote(text, place)
+        elif character == "(" or (character == "{" and text[place - 1 : place] == "$"):
+            depth += 1
+        elif character in ")}" and depth:
+            depth -= 1
+        elif character == "#" and (place == 0 or text[place - 1] in " \t\n;("):
+            end = text.find("\n", place)
+            before, start = before + text[start:place], len(text) if end < 0 else end
+            place = start
+            continue
+        elif depth == 0 and character in "\n;&|":
+            if statement := (before + text[start:place]).strip():
+                yield statement
+            before, start = "", place + 1
+        place += 1
+    if statement := (before + text[start:]).strip():
+        yield statement
+
+
+def _end_of_quote(text: str, place: int) -> int:
+    """Return the place of the quote that ends the one here; of the text's last character if none does."""
+    quote = text[place]
+    place += 1
+    while place < len(text) and text[place] != quote:
+        place += 2 if text[place] == "\\" and quote != "'" else 1
+    return min(place, len(text) - 1)
+
+
+def _bracketed(text: str, opening: str = "(", closing: str = ")") -> tuple[str, str]:
+    """Split "( ... ) rest" into its inside and the rest."""
+    place, depth = 0, 0
+    while place < len(text):
+        character = text[place]
+        if character in "'\"":
+            place = _end_of_quote(text, place)
+        elif character == opening:
+            depth += 1
+        elif character == closing:
+            depth -= 1
+            if depth == 0:
+                return text[1:place], text[place + 1 :]
+        place += 1
+    return text[1:], ""
+
+
+def _first_word(text: str) -> tuple[str, str]:
+    """Split a text at the first space outside quotes and brackets."""
+    place = 0
+    while place < len(text) and not text[place].isspace():
+        if text[place] == "\\":
+            place += 1
+        elif text[place] in "'\"`":
+            place = _end_of_quote(text, place)
+        elif text[place : place + 2] in ("$(", "${"):
+            closing = ")" if text[place + 1] == "(" else "}"
+            _, rest = _bracketed(text[place + 1 :], text[place + 1], closing)
+            place = len(text) - len(rest) - 1
+        place += 1
+    return text[:place], text[place:]
+
+
+def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
+    words: list[str] = []
+    while text := text.lstrip():
+        word, text = _first_word(text)
+        words += _unquoted(word, variables, arrays)
+        if len(words) > MOST_WORDS:
+            raise UserError(f"the script has more than {MOST_WORDS:,} words: give the command itself")
+    return words
+
+
+def _unquoted(word: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
+    """Return the words that one word becomes: quotes removed, variables in place, split where none quotes them."""
+    if found := re.fullmatch(r"\"?\$\{(\w+)\[[@*]\]\}\"?", word):
+        return arrays.get(found[1], [word])
+    bare = re.fullmatch(r"\$\{?(\w+)\}?", word)
+    if bare and bare[1] in variables:
+        value = variables[bare[1]]
+        return [value] if "$(" in value or "`" in value else value.split() or [""]
+    text, place = "", 0
+    while place < len(word):
+        character = word[place]
+        if character == "'":
+            end = _end_of_quote(word, place)
+            text += word[place + 1 : end]
+            place = end
+        elif character == '"':
+            end = _end_of_quote(word, place)
+            inside = re.sub(r"\\([\"\\$`])", lambda found: found[1], _expanded(word[place + 1 : end], variables))
+            text += inside
+            place = end
+        elif character == "\\":
+            text += word[place + 1 : place + 2]
+            place += 1
+        elif character == "$":
+            taken, length = _variable(word[place : place + LONGEST_REFERENCE], variables)
+            text += taken
+            place += length - 1
+        else:
+            text += character
+        place += 1
+    return [] if word in ("$@", "$*", '"$@"') else [_bounded(text)]
+
+
+def _expanded(text: str, variables: dict[str, str]) -> str:
+    out, place = [], 0
+    while place < len(text):
+        if text[place] == "\\":
+            out.append(text[place : place + 2])
+            place += 2
+        elif text[place] == "$":
+            taken, length = _variable(text[place : place + LONGEST_REFERENCE], variables)
+            out.append(taken)
+            place += length
+        else:
+            out.append(text[place])
+            place += 1
+    return _bounded("".join(out))
+
+
+def _variable(text: str, variables: dict[str, str], depth: int = 0) -> tuple[str, int]:
+    """Return the value of the variable at the beginning, and its length in the text.
+
+    A variable that the script does not set, and a command's output, stay as written.
+    """
+    if depth > 20:
+        return text, len(text)
+    if text.startswith("$(("):
+        inside, rest = _bracketed(text[1:])
+        number = _arithmetic(inside[1:-1], variables)
+        return (text[: len(text) - len(rest)] if number is None else str(number)), len(text) - len(rest)
+    if text.startswith("$("):
+        _, rest = _bracketed(text[1:])
+        return text[: len(text) - len(rest)], len(text) - len(rest)
+    if text.startswith("${"):
+        inside, rest = _bracketed(text[1:], "{", "}")
+        length = len(text) - len(rest)
+        found = _BRACED.fullmatch(inside)
+        if found is None:
+            return text[:length], length
+        if found[1] in variables and (variables[found[1]] or not found[2]):
+            return variables[found[1]], length
+        if found[2]:
+            other = found[3].strip("\"'")
+            return (_variable(other, variables, depth + 1)[0] if other.startswith("$") and re.fullmatch(
+                r"\$\{?\w+\}?", other) else _expanded(other, variables)), length  # fmt: skip
+        return text[:length], length
+    if found := re.match(r"\$([A-Za-z_]\w*)", text):
+        return variables.get(found[1], found[0]), found.end()
+    return ("", 2) if text[1:2] in "@*0123456789" and len(text) > 1 else ("$", 1)
+
+
+def _arithmetic(text: str, variables: dict[str, str]) -> int | None:
+    """Return the value of whole numbers with + - * / % and brackets; None for anything else."""
+    expression = re.sub(r"\$\{?(\w+)\}?", r"\1", text)
+    if len(expression) > 1000:
+        return None
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.Name):
+            return int(variables[node.id])
+        if isinstance(node, ast.BinOp):
+            return int(_OPERATORS[type(node.op)](value(node.left), value(node.right)))
+        raise ValueError("no arithmetic")
+
+    try:
+        found = value(ast.parse(expression.strip(), mode="eval").body)
+    except (ValueError, KeyError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+    return found if abs(found) < 10**15 else None

@@ -1,0 +1,133 @@
+"""Recipes from TRL's trainers on given responses: SFT, DPO and its family, KTO, reward models."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from posttrain.apps.migration.foreign_run import shown
+from posttrain.apps.migration.recipe_draft import RecipeDraft
+from posttrain.apps.migration.shared_rules import frequency, warm_up
+from posttrain.core.types import UserError
+
+_LINKS = {
+    "sigmoid": "dpo",
+    "hinge": "hinge",
+    "ipo": "ipo",
+    "exo_pair": "exo",
+    "nca_pair": "nca",
+    "robust": "robust",
+    "bco_pair": "bco",
+    "sppo_hard": "sppo",
+    "apo_zero": "apo-zero",
+    "apo_down": "apo-down",
+    "sigmoid_norm": "dpo-norm",
+}
+
+
+def warm_up_of(draft: RecipeDraft, updates: int, steps: int | None) -> None:
+    """Write a warm-up of so many updates, or of a share of them."""
+    first, share = draft.number("warmup_steps"), draft.number("warmup_ratio")
+    if 0 < first < 1:
+        warm_up(draft, "warmup_steps", first, None if steps is None else steps * updates)
+    elif first:
+        draft.put("warmup", int(first), f"{draft.origin('warmup_steps')}: same meaning (updates)")
+    elif share:
+        warm_up(draft, "warmup_ratio", share, None if steps is None else steps * updates)
+
+
+def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> None:
+    """Write the batch and the loss of training on given responses."""
+    batch, accumulated = draft.count("per_device_train_batch_size"), draft.count("gradient_accumulation_steps")
+    size = int(batch * processes * accumulated)
+    draft.head.append(f"An update: {batch} rows x {processes} processes x {accumulated} = {size} rows.")
+    draft.put("rows", size, f"per_device_train_batch_size {batch} x {processes} processes x {accumulated} accumulated")
+    most, passes = draft.number("max_steps"), draft.number("num_train_epochs")
+    updates = None if rows is None else math.ceil(rows / size) * passes
+    if most > 0:
+        draft.put("steps", int(most), f"{draft.origin('max_steps')}: same meaning (updates)")
+        updates = most
+    else:
+        draft.put("epochs", float(passes), f"{draft.origin('num_train_epochs')}: same meaning")
+    warm_up_of(draft, 1, None if updates is None else int(updates))
+    frequency(draft, "save_every", "save_steps", 1)
+    if draft.given("eval_steps"):
+        frequency(draft, "eval_every", "eval_steps", 1)
+    if draft.read("max_length") is not None:
+        draft.put("too_long", "truncate", f"{draft.origin('max_length')}: here the model's own context is the limit")
+    trainer = draft.run.trainer
+    {"sft": _sft, "reward": _reward_model}.get(trainer, _preferences)(draft)
+
+
+def _sft(draft: RecipeDraft) -> None:
+    if (kind := draft.read("loss_type")) == "dft":
+        draft.put("token_weight", "probability", f"{draft.origin('loss_type')}: dynamic fine-tuning")
+    elif kind != "nll":
+        raise UserError(f"SFT's loss_type {shown(kind)!r:.40} has no equal here; nll and dft have")
+    only, assistant = draft.read("completion_only_loss"), draft.read("assistant_only_loss")
+    masked = only is not False or bool(assistant)
+    told = "completion_only_loss, assistant_only_loss: the loss is on responses"
+    if only is None and not assistant:
+        told = "not given: TRL learns completions alone, but all of messages and texts: for these set false"
+    draft.put("mask_prompt", masked, told)
+    if draft.read("packing"):
+        draft.note("packing", "a packed row of TRL holds several of yours: rows counts yours, so raise it by as much")
+        draft.treated.add("packing_strategy")
+
+
+def _reward_model(draft: RecipeDraft) -> None:
+    draft.put("algorithm", "bradley-terry", "RewardTrainer: -log sigmoid(r_chosen - r_rejected)")
+
+
+def _preferences(draft: RecipeDraft) -> None:
+    """Write the loss of DPO and its family."""
+    trainer, beta = draft.run.trainer, float(draft.number("beta"))
+    kinds = draft.read("loss_type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    weights = draft.read("loss_weights") or [1.0] * len(kinds)
+    if trainer == "orpo":
+        draft.put("algorithm", "orpo", "ORPOTrainer")
+        draft.put("preference", beta, f"{draft.origin('beta')} is the weight of the odds ratio (lambda of the paper)")
+        return
+    if trainer == "kto":
+        if kinds != ["kto"]:
+            raise UserError(f"KTO's loss_type {shown(kinds[0])!r:.40} has no equal here; kto has")
+        draft.put("algorithm", "kto", "KTOTrainer")
+    elif trainer == "cpo":
+        simpo = kinds == ["simpo"]
+        draft.put("algorithm", "simpo" if simpo else "cpo", f"CPOTrainer, loss_type {shown(kinds[0])}")
+        draft.put("imitation", float(draft.number("cpo_alpha")), f"{draft.origin('cpo_alpha')}: same meaning")
+        if simpo:
+            draft.put("margin", float(draft.number("simpo_gamma")), f"{draft.origin('simpo_gamma')}: same meaning")
+        draft.read("simpo_gamma")
+    else:
+        _direct_preferences(draft, kinds, weights)
+    draft.put("beta", beta, f"{draft.origin('beta')}: same meaning")
+
+
+def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]) -> None:
+    smoothing = draft.number("label_smoothing")
+    links = [kind for kind in kinds if kind != "sft"]
+    if len(links) != 1 or links[0] not in _LINKS or len(weights) != len(kinds):
+        raise UserError(
+            f"DPO's loss_type {shown(kinds)!r:.60} has no equal here; one of {', '.join(_LINKS)} has, alone or with sft"
+        )
+    name = _LINKS[links[0]]
+    name = "cdpo" if name == "dpo" and smoothing else name
+    draft.put("algorithm", name, f"{draft.origin('loss_type')}: same loss")
+    if smoothing:
+        option = "noise" if name == "robust" else "smoothing"
+        draft.put(option, smoothing, f"{draft.origin('label_smoothing')}: same meaning")
+    weight = dict(zip(kinds, weights, strict=True))
+    if "sft" in weight or weight[links[0]] != 1:
+        draft.put("preference", float(weight[links[0]]), "loss_weights: of the comparisons")
+    if "sft" in weight:
+        draft.put("imitation", float(weight["sft"]), "loss_weights: of the likelihood of chosen responses")
+    divergence = draft.read("f_divergence_type")
+    if divergence not in (None, "reverse_kl"):
+        known = {"forward_kl": "forward-kl", "js_divergence": "jensen-shannon", "alpha_divergence": "alpha"}
+        if divergence not in known:
+            raise UserError(
+                f"DPO's f_divergence_type {shown(divergence)!r:.40} has no equal here; {', '.join(known)} have"
+            )
+        draft.put("divergence", known[divergence], f"{draft.origin('f_divergence_type')}: same meaning")

@@ -1,0 +1,352 @@
+"""Recipes from TRL's configurations. Defaults are those of TRL 1.16 and of transformers 5.17's TrainingArguments.
+
+    W    processes    b    per_device_train_batch_size    a    gradient_accumulation_steps    s    steps_per_generation
+
+An update learns from b W a rows, which of GRPO are replies; s / a updates share what one generation of b W s replies gives.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from posttrain.apps.migration.foreign_run import shown
+from posttrain.apps.migration.recipe_draft import NEVER, RecipeDraft
+from posttrain.apps.migration.shared_rules import (
+    adapters,
+    clips,
+    devices_of,
+    engine,
+    frequency,
+    split_of,
+    steps_of,
+)
+from posttrain.apps.migration.trl_given_responses import given_responses, warm_up_of
+from posttrain.core.types import UserError
+
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0,
+    "max_steps": -1,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "warmup_ratio": 0.0,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "seed": 42,
+    "save_steps": 500,
+    "save_total_limit": NEVER,  # all of them
+    "dataset_train_split": "train",
+    "gradient_checkpointing": True,
+    "lora_r": 0,
+    "lora_alpha": 32,
+}
+_ROLLOUTS = {
+    "learning_rate": 1e-6,
+    "num_generations": 8,
+    "max_completion_length": 512,
+    "temperature": 1.0,
+    "num_iterations": 1,
+    "epsilon": 0.2,
+    "beta": 0.0,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        **COMMON,
+        **_ROLLOUTS,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "importance_sampling_level": "token",
+        "use_bias_correction_kl": True,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 3.0,
+        "ref_model_sync_steps": 512,
+        "top_entropy_quantile": 1.0,
+    },
+    "rloo": {**COMMON, **_ROLLOUTS, "num_generations": 2, "beta": 0.05, "ref_model_sync_steps": 512},
+    "dpo": {
+        **COMMON,
+        "learning_rate": 1e-6,
+        "beta": 0.1,
+        "loss_type": ["sigmoid"],
+        "label_smoothing": 0.0,
+        "max_length": 1024,
+    },
+    "kto": {**COMMON, "learning_rate": 1e-6, "beta": 0.1, "loss_type": "kto", "max_length": 1024},
+    "orpo": {**COMMON, "learning_rate": 1e-6, "beta": 0.1, "max_length": 1024},
+    "cpo": {**COMMON, "learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid", "cpo_alpha": 1.0, "simpo_gamma": 0.5},
+    "sft": {**COMMON, "learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
+    "reward": {**COMMON, "learning_rate": 1e-4, "max_length": 1024},
+}
+VERBS_OF = {"grpo": "rl", "rloo": "rl", "sft": "sft", "reward": "reward-model"}  # the others: prefer
+_AGGREGATES = {
+    "grpo": ("sequence-mean", "mean of each reply's mean, 1 / (B n_i)"),
+    "bnpo": ("token-mean", "mean over tokens; theirs is taken in each micro-batch, so it depends on its size"),
+    "dapo": ("token-mean", "mean over all tokens, 1 / sum n_j"),
+    "dr_grpo": ("constant", "1 / (B max_completion_length)"),
+}
+_OWN_ALGORITHMS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo", "luspo": "luspo"}
+
+
+def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
+    """Write the lines of a run of TRL."""
+    trainer = draft.run.trainer
+    _data(draft)
+    draft.same("model", "model_name_or_path")
+    processes = devices_of(draft, devices, need=True)
+    (_rollouts if trainer in ("grpo", "rloo") else given_responses)(draft, processes, rows)
+    draft.same("lr", "learning_rate")
+    draft.same("schedule", "lr_scheduler_type")
+    for name in ("weight_decay", "max_grad_norm", "seed"):
+        draft.same(name, name)
+    first, second = draft.number("adam_beta1"), draft.number("adam_beta2")
+    if (first, second) != (0.9, 0.999):
+        draft.put("betas", [first, second], "adam_beta1, adam_beta2: same meaning")
+    if draft.read("gradient_checkpointing"):
+        draft.put("recompute", "layers", f"{draft.origin('gradient_checkpointing')}: same meaning; memory only")
+    if draft.read("bf16") or draft.read("fp16"):
+        draft.put("precision", "bfloat16", "bf16 or fp16: arithmetic; weights that learn stay in float32")
+    if draft.read("use_peft") and not draft.given("lora_r"):
+        draft.run.options["lora_r"] = 16
+    adapters(draft, "lora_r", "lora_alpha", "lora_target_modules", ("load_in_4bit", "load_in_8bit"))
+    draft.same("keep", "save_total_limit", "same meaning")
+    draft.same("out", "output_dir")
+
+
+def _data(draft: RecipeDraft) -> None:
+    name, configuration = draft.read("dataset_name"), draft.read("dataset_config")
+    if isinstance(configuration, str) and isinstance(name, str):
+        draft.put("tasks", f"{name}:{configuration}", "dataset_name and dataset_config")
+    else:
+        draft.same("tasks", "dataset_name")
+    split_of(draft, "dataset_train_split")
+    draft.read("dataset_test_split")
+    if VERBS_OF.get(draft.run.trainer) == "rl":
+        draft.same("eval_tasks", "eval_dataset_name")
+    elif draft.read("eval_dataset_name"):
+        draft.note("eval_dataset", "held_out keeps a share of tasks for evaluation")
+    draft.read("eval_dataset_config")
+
+
+def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
+    """Write the batch, the algorithm and the sampling of GRPO or RLOO."""
+    prompts, passes, minibatches = _generations(draft, processes)
+    updates = passes * minibatches
+    steps = _steps(draft, prompts, updates, rows)
+    warm_up_of(draft, updates, steps)
+    frequency(draft, "save_every", "save_steps", updates)
+    if draft.given("eval_steps"):
+        frequency(draft, "eval_every", "eval_steps", updates)
+    draft.same("max_tokens", "max_completion_length")
+    draft.same("temperature", "temperature")
+    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
+        if draft.read(name) not in (None, neutral):
+            draft.note(draft.origin(name), "training samples from the model's own distribution: left out")
+    _rewards(draft)
+    (_grpo if draft.run.trainer == "grpo" else _rloo)(draft, updates)
+    if draft.read("use_vllm"):
+        engine(draft, "use_vllm", "vllm_gpu_memory_utilization")
+        _correction(draft)
+    for name in (
+        "vllm_importance_sampling_correction",
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max",
+    ):
+        draft.read(name)
+    if draft.read("mask_truncated_completions"):
+        draft.put("overlong_filter", True, "mask_truncated_completions: same meaning")
+
+
+def _generations(draft: RecipeDraft, processes: int) -> tuple[int, int, int]:
+    """Write and return the prompts of a step, its passes and its updates a pass."""
+    batch, accumulated = draft.count("per_device_train_batch_size"), draft.count("gradient_accumulation_steps")
+    group, passes = draft.count("num_generations"), draft.count("num_iterations")
+    together = batch * processes
+    given = draft.given("generation_batch_size") and draft.read("generation_batch_size") is not None
+    size = draft.count("generation_batch_size") if given else 0
+    per_generation = size / together if size else draft.count("steps_per_generation", accumulated)
+    replies = together * max(per_generation, accumulated)
+    prompts, minibatches = replies / group, max(1.0, per_generation / accumulated)
+    factors = f"{batch} x {processes} processes x {max(per_generation, accumulated):g} steps"
+    if prompts % 1 or minibatches % 1:
+        raise UserError(
+            f"their batch of {replies:g} replies ({factors}) is no whole number of groups of num_generations {group}, or of "
+            "updates: give the number of their processes with --devices"
+        )
+    prompts, minibatches = int(prompts), int(minibatches)
+    draft.head.append(
+        f"A step: {prompts} prompts x {group} replies = {replies:g} rollouts, {passes * minibatches} "
+        f"update{'s'[: passes * minibatches != 1]} of {replies / minibatches:g} rollouts."
+    )
+    draft.put("prompts", prompts, f"replies of a generation ({factors} = {replies:g}) / num_generations {group}")
+    draft.put("group", int(group), f"{draft.origin('num_generations')}: same meaning")
+    if minibatches > prompts:
+        draft.note(
+            "steps_per_generation", f"{minibatches} updates a pass: an update needs a whole group here, so {prompts}"
+        )
+        minibatches = prompts
+    draft.put("minibatches", minibatches, "steps_per_generation / gradient_accumulation_steps: updates a pass")
+    draft.put("epochs", int(passes), f"{draft.origin('num_iterations')}: same meaning")
+    return prompts, int(passes), minibatches
+
+
+def _steps(draft: RecipeDraft, prompts: int, updates: int, rows: int | None) -> int | None:
+    most, passes = draft.number("max_steps"), draft.number("num_train_epochs")
+    if most > 0:
+        steps = math.ceil(most / updates)
+        draft.put("steps", steps, f"{draft.origin('max_steps')} counts updates, of which a step has {updates}")
+        return steps
+    return steps_of(draft, passes, "num_train_epochs", prompts, rows)
+
+
+def _rewards(draft: RecipeDraft) -> None:
+    """Write the reward functions as a sum with their weights."""
+    functions, weights = draft.read("reward_funcs"), draft.read("reward_weights")
+    model = draft.read("reward_model_name_or_path")
+    terms = [f if isinstance(f, tuple) else _named(str(f)) for f in _listed(functions)]
+    terms += [("model", model)] if isinstance(model, str) else []
+    numbers = weights if isinstance(weights, list) and len(weights) == len(terms) else [1] * len(terms)
+    sum_of = [
+        text if w == 1 else f"{text}*{w:g}"
+        for (kind, text), w in zip(terms, numbers, strict=True)
+        if kind == "function"
+    ]
+    models = [text for kind, text in terms if kind == "model"]
+    for _, text in (term for term in terms if term[0] == "unknown"):
+        draft.note("reward_funcs", f"{text}: write it as a function in rewards.py and name it in env")
+    if models:
+        draft.put("reward_model", models, "reward model of reward_funcs; without env its score is the reward")
+        if sum_of:
+            draft.note(
+                "reward_funcs",
+                f"env and reward model are not added by themselves: ask {models[0]} in a function of your own",
+            )
+    if sum_of or not models:
+        draft.put(
+            "env",
+            " + ".join(sum_of) or "trl:rewards.py:reward",
+            "reward_funcs" if sum_of else "reward_funcs: name yours",
+        )
+    if weights and not sum_of:
+        draft.note(draft.origin("reward_weights"), "weights follow the terms of env: trl:rewards.py:f*0.5")
+
+
+def _listed(functions: Any) -> list[Any]:
+    return functions if isinstance(functions, list) else [] if functions is None else [functions]
+
+
+def _named(name: str) -> tuple[str, str]:
+    """Return a reward function of TRL's command line: one of its own, or a dotted path; a model has a slash."""
+    if "/" in name:
+        return "model", name
+    module, _, function = name.rpartition(".")
+    return "function", f"trl:{module}:{function}" if module else f"trl:{function}"
+
+
+def _grpo(draft: RecipeDraft, updates: int) -> None:
+    """Write the loss of GRPO in its variants."""
+    kind, level = draft.read("loss_type"), draft.read("importance_sampling_level")
+    low = draft.number("epsilon")
+    high, dual = draft.number("epsilon_high", low) or low, draft.number("delta")
+    if kind in _AGGREGATES:
+        draft.put("algorithm", "grpo", f"GRPOTrainer; {draft.origin('loss_type')}: the lines below")
+        aggregate, formula = _AGGREGATES[kind]
+        draft.put("aggregate", aggregate, f"{draft.origin('loss_type')}: {formula}")
+        clips(draft, updates, low, high, dual, "epsilon, epsilon_high, delta")
+    elif kind in _OWN_ALGORITHMS:
+        draft.put("algorithm", _OWN_ALGORITHMS[kind], f"{draft.origin('loss_type')}: same loss")
+        _own_settings(draft, kind, updates, low, high)
+    else:
+        raise UserError(
+            f"GRPO's loss_type {shown(kind)!r:.40} has no equal here: posttrain algorithms lists what there is"
+        )
+    if updates > 1 and kind in ("dapo", "cispo", "vespo"):
+        draft.note(
+            "loss_type", "theirs divides by the tokens of a whole generation over its updates; here by the update's own"
+        )
+    if level == "sequence" and kind in _AGGREGATES:
+        if updates == 1:
+            draft.note(draft.origin("importance_sampling_level"), "no effect: with one update a step every ratio is 1")
+        draft.put("ratio", "sequence-mean", f"{draft.origin('importance_sampling_level')}: GSPO's ratio")
+    elif kind in _AGGREGATES:
+        draft.put("ratio", "token", f"{draft.origin('importance_sampling_level')}: same meaning")
+    scale = draft.read("scale_rewards")
+    draft.put(
+        "scale", {True: "group", False: "none"}.get(scale, scale), f"{draft.origin('scale_rewards')}: same meaning"
+    )
+    draft.set("advantage.eps", 1e-4, "TRL divides by (std + 1e-4)")
+    _penalties(draft, updates)
+
+
+def _own_settings(draft: RecipeDraft, kind: str, updates: int, low: float, high: float) -> None:
+    if kind == "cispo" and updates > 1:
+        draft.put(
+            "clip_high", max(0.0, high - 1), f"epsilon_high = {high:g} bounds the ratio itself; here 1 + clip_high does"
+        )
+    if kind == "luspo":
+        clips(draft, updates, low, high, None, "epsilon, epsilon_high")
+    places = {
+        "sapo_temperature_pos": "positive", "sapo_temperature_neg": "negative", "vespo_k_pos": "power",
+        "vespo_lambda_pos": "decay", "vespo_k_neg": "negative_power", "vespo_lambda_neg": "negative_decay",
+    }  # fmt: skip
+    for name, place in places.items():
+        if draft.given(name) and name.startswith(kind):
+            draft.set(f"surrogate.{place}", float(draft.number(name)), f"{name}: same meaning")
+
+
+def _penalties(draft: RecipeDraft, updates: int) -> None:
+    """Write KL, entropy and the tokens that are learned from."""
+    beta = draft.number("beta")
+    draft.put("kl", float(beta), f"{draft.origin('beta')}: same meaning (0: no reference)")
+    corrected = draft.read("use_bias_correction_kl")
+    if beta:
+        draft.put("kl_where", "loss", "TRL adds the KL to the loss of each token")
+        draft.put("kl_estimator", "k3", "TRL's estimator")
+        draft.put(
+            "kl_weighed", bool(corrected), f"{draft.origin('use_bias_correction_kl')}: the estimate times the ratio"
+        )
+        if draft.read("sync_ref_model"):
+            every = max(1, round(draft.number("ref_model_sync_steps") / updates))
+            draft.put(
+                "reference_every",
+                every,
+                f"{draft.origin('ref_model_sync_steps')} updates; the policy replaces it (alpha 1)",
+            )
+    draft.read("ref_model_sync_steps")
+    if (share := draft.number("top_entropy_quantile")) != 1:
+        draft.put("top_entropy", share, "top_entropy_quantile: same meaning")
+    if entropy := draft.number("entropy_coef"):
+        draft.put("entropy", entropy, "entropy_coef: same meaning")
+    if (threshold := draft.number("off_policy_mask_threshold")) is not None and updates > 1:
+        draft.put("off_policy_mask", threshold, "off_policy_mask_threshold: same meaning")
+
+
+def _correction(draft: RecipeDraft) -> None:
+    kinds = {"sequence_mask": "sequence", "token_truncate": "truncate", "token_mask": "icepop",
+             "sequence_truncate": "sequence-truncate"}  # fmt: skip
+    mode, cap = draft.read("vllm_importance_sampling_mode"), draft.number("vllm_importance_sampling_clip_max")
+    if not draft.read("vllm_importance_sampling_correction"):
+        return
+    draft.put(
+        "correction", kinds.get(mode, "truncate"), f"{draft.origin('vllm_importance_sampling_mode')}: nearest kind"
+    )
+    if cap and cap > 1:
+        draft.put("correction_cap", cap, f"{draft.origin('vllm_importance_sampling_clip_max')}: same meaning")
+
+
+def _rloo(draft: RecipeDraft, updates: int) -> None:
+    draft.put("algorithm", "rloo", "RLOOTrainer: mean of the others as baseline, KL in the reward")
+    draft.put("kl", float(draft.number("beta")), f"{draft.origin('beta')}: same meaning")
+    draft.put("kl_where", "reward", "RLOO subtracts the KL from the reward")
+    if updates > 1:
+        draft.note(
+            "epsilon", "theirs clips the ratio of the whole reply; rloo here does not clip: --surrogate clip does"
+        )
+    for name in ("epsilon", "epsilon_high", "ref_model_sync_steps"):
+        draft.read(name)
+    if draft.read("normalize_advantages"):
+        draft.put("scale", "batch", "normalize_advantages: by the standard deviation of the batch")

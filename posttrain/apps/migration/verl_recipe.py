@@ -1,0 +1,395 @@
+"""Recipes from verl's Hydra overrides. Defaults are those of its ppo_trainer.yaml and sft_trainer.yaml of January 2026.
+
+A step samples rollout.n replies to each of data.train_batch_size prompts; ppo_mini_batch_size counts prompts too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.apps.migration.foreign_run import shown
+from posttrain.apps.migration.recipe_draft import ESTIMATORS, NEVER, RecipeDraft
+from posttrain.apps.migration.shared_rules import adapters, clips, devices_of, engine, frequency, steps_of
+from posttrain.apps.migration.verl_sft_recipe import verl_sft
+from posttrain.core.types import UserError
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+OPTIMIZER = f"{ACTOR}.optim"
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "main_ppo": {
+        "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
+        "data.train_batch_size": 1024,
+        "data.max_response_length": 512,
+        "data.truncation": "error",
+        "data.filter_overlong_prompts": False,
+        f"{MODEL}.enable_gradient_checkpointing": True,
+        f"{MODEL}.lora_rank": 0,
+        f"{MODEL}.lora_alpha": 16,
+        f"{MODEL}.target_modules": "all-linear",
+        f"{ROLLOUT}.n": 1,
+        f"{ROLLOUT}.temperature": 1.0,
+        f"{ROLLOUT}.name": "vllm",
+        f"{ACTOR}.ppo_mini_batch_size": 256,
+        f"{ACTOR}.ppo_epochs": 1,
+        f"{ACTOR}.clip_ratio": 0.2,
+        f"{ACTOR}.clip_ratio_low": 0.2,
+        f"{ACTOR}.clip_ratio_high": 0.2,
+        f"{ACTOR}.clip_ratio_c": 3.0,
+        f"{ACTOR}.loss_agg_mode": "token-mean",
+        f"{ACTOR}.entropy_coeff": 0,
+        f"{ACTOR}.use_kl_loss": False,
+        f"{ACTOR}.kl_loss_coef": 0.001,
+        f"{ACTOR}.kl_loss_type": "low_var_kl",
+        f"{ACTOR}.policy_loss.loss_mode": "vanilla",
+        f"{ACTOR}.grad_clip": 1.0,
+        f"{ACTOR}.dtype": "bfloat16",
+        f"{OPTIMIZER}.lr": 1e-6,
+        f"{OPTIMIZER}.weight_decay": 0.01,
+        f"{OPTIMIZER}.lr_warmup_steps": -1,
+        f"{OPTIMIZER}.lr_warmup_steps_ratio": 0.0,
+        "algorithm.adv_estimator": "gae",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0,
+        "algorithm.norm_adv_by_std_in_grpo": True,
+        "algorithm.use_kl_in_reward": False,
+        "algorithm.kl_penalty": "kl",
+        "algorithm.kl_ctrl.type": "fixed",
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+        "algorithm.kl_ctrl.horizon": 10000,
+        "algorithm.kl_ctrl.target_kl": 0.1,
+        "critic.optim.lr": 1e-5,
+        "critic.cliprange_value": 0.5,
+        "critic.model.path": "~/models/deepseek-llm-7b-chat",
+        "trainer.total_epochs": 30,
+        "trainer.save_freq": -1,
+        "trainer.test_freq": -1,
+        "trainer.max_actor_ckpt_to_keep": NEVER,  # all of them
+        "trainer.n_gpus_per_node": 8,
+        "trainer.nnodes": 1,
+        "trainer.critic_warmup": 0,
+    },
+    "sft": {
+        "data.train_files": "~/data/gsm8k/train.parquet",
+        "data.train_batch_size": 256,
+        "data.prompt_key": "question",
+        "data.response_key": "answer",
+        "data.truncation": "error",
+        "optim.lr": 1e-5,
+        "optim.betas": [0.9, 0.95],
+        "optim.weight_decay": 0.01,
+        "optim.lr_warmup_steps_ratio": 0.1,
+        "optim.clip_grad": 1.0,
+        "optim.lr_scheduler": "cosine",
+        "model.enable_gradient_checkpointing": True,
+        "model.lora_rank": 0,
+        "model.lora_alpha": 16,
+        "model.target_modules": "all-linear",
+        "trainer.total_epochs": 4,
+        "trainer.seed": 1,
+        "trainer.save_freq": -1,
+        "trainer.test_freq": -1,
+    },
+}
+AGGREGATES = {
+    "token-mean": ("token-mean", "1 / sum n_j; theirs is taken in each micro-batch"),
+    "seq-mean-token-sum": ("sequence-sum", "1 / B"),
+    "seq-mean-token-mean": ("sequence-mean", "1 / (B n_i)"),
+    "seq-mean-token-sum-norm": (
+        "constant",
+        "1 / (B length); theirs sums over a micro-batch, so that its gradient is larger by its replies",
+    ),
+}
+ALGORITHMS = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "grpo",
+    "rloo_vectorized": "grpo",
+    "opo": "grpo",
+    "gae": "ppo",
+    "gpg": "gpg",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++-baseline",
+}
+"""Advantage estimator -> the algorithm whose advantages are the same, or become so by the lines below it."""
+
+LOSSES = {
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "geo_mean": "gmpo",
+    "clip_cov": "clip-cov",
+    "kl_cov": "kl-cov",
+    "cispo": "cispo",
+    "gpg": "gpg",
+}
+"""policy_loss.loss_mode -> the algorithm with that loss on advantages within a group."""
+
+
+def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
+    """Write the lines of a run of verl."""
+    devices_of(draft, devices, need=False)
+    for name in ("trainer.n_gpus_per_node", "trainer.nnodes"):
+        draft.read(name)
+    draft.same("tasks", "data.train_files")
+    if draft.run.trainer == "sft":
+        return verl_sft(draft, rows)
+    draft.same("eval_tasks", "data.val_files")
+    draft.same("fields.prompt", "data.prompt_key")
+    if draft.lines.get("fields.prompt", ("",))[0] == "prompt":
+        del draft.lines["fields.prompt"]
+    draft.same("model", f"{MODEL}.path")
+    _reward(draft)
+    prompts, minibatches = _batch(draft)
+    updates = minibatches * draft.count(f"{ACTOR}.ppo_epochs")
+    _policy(draft, updates)
+    _kl(draft)
+    _optimizer(draft, prompts, updates, rows)
+    draft.same("max_tokens", "data.max_response_length")
+    draft.same("temperature", f"{ROLLOUT}.temperature")
+    for name, neutral in (("top_p", (1, 1.0)), ("top_k", (-1, 0))):
+        if (value := draft.read(f"{ROLLOUT}.{name}")) is not None and value not in neutral:
+            draft.note(
+                draft.origin(f"{ROLLOUT}.{name}"), "training samples from the model's own distribution: left out"
+            )
+    _long_rows(draft)
+    if draft.read(f"{ROLLOUT}.name") in ("vllm", "sglang", "trtllm"):
+        engine(draft, draft.origin(f"{ROLLOUT}.name"), f"{ROLLOUT}.gpu_memory_utilization")
+    adapters(draft, f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules")
+    frequency(draft, "save_every", "trainer.save_freq", 1)
+    frequency(draft, "eval_every", "trainer.test_freq", 1)
+    draft.same("keep", "trainer.max_actor_ckpt_to_keep")
+    if draft.given("trainer.default_local_dir"):
+        draft.same("out", "trainer.default_local_dir")
+    elif isinstance(experiment := draft.read("trainer.experiment_name"), str):
+        draft.put("out", f"runs/{experiment}", f"{draft.origin('trainer.experiment_name')}: a folder here")
+
+
+def _batch(draft: RecipeDraft) -> tuple[int, int]:
+    """Write and return the prompts of a step and its updates a pass."""
+    prompts, mini = draft.count("data.train_batch_size"), draft.count(f"{ACTOR}.ppo_mini_batch_size")
+    group, passes = draft.count(f"{ROLLOUT}.n"), draft.count(f"{ACTOR}.ppo_epochs")
+    minibatches = math.ceil(prompts / mini)
+    draft.head.append(
+        f"A step: {prompts} prompts x {group} replies = {prompts * group} rollouts, {minibatches * passes} "
+        f"update{'s'[: minibatches * passes != 1]} of {min(mini, prompts) * group} rollouts."
+    )
+    draft.put("prompts", int(prompts), f"{draft.origin('data.train_batch_size')}: prompts of a step")
+    draft.put("group", int(group), f"{draft.origin(f'{ROLLOUT}.n')}: same meaning")
+    mini_told = draft.origin(f"{ACTOR}.ppo_mini_batch_size")
+    draft.put("minibatches", minibatches, f"{mini_told} prompts of {prompts}: updates a pass")
+    draft.put("epochs", int(passes), f"{draft.origin(f'{ACTOR}.ppo_epochs')}: same meaning")
+    return int(prompts), minibatches
+
+
+def _policy(draft: RecipeDraft, updates: int) -> None:
+    """Write advantages, ratio, clip and denominator."""
+    estimator, mode = draft.read("algorithm.adv_estimator"), draft.read(f"{ACTOR}.policy_loss.loss_mode")
+    if estimator not in ALGORITHMS:
+        raise UserError(
+            f"verl's adv_estimator {shown(estimator)!r:.60} has no equal here; {', '.join(ALGORITHMS)} have"
+        )
+    if mode not in ("vanilla", *LOSSES):
+        raise UserError(f"verl's loss_mode {shown(mode)!r:.60} has no equal here; vanilla, {', '.join(LOSSES)} have")
+    grouped = ALGORITHMS[estimator] == "grpo"
+    if mode != "vanilla" and not grouped and mode != "gpg":
+        raise UserError(
+            f"verl's loss_mode {mode} with adv_estimator {estimator} has no equal here: grpo and rloo go with it"
+        )
+    name = LOSSES.get(mode, ALGORITHMS[estimator])
+    told = (
+        draft.origin(f"{ACTOR}.policy_loss.loss_mode") if mode != "vanilla" else draft.origin("algorithm.adv_estimator")
+    )
+    draft.put("algorithm", name, f"{told}; what differs is in the lines below")
+    _advantage(draft, estimator)
+    aggregate, formula = AGGREGATES.get(draft.read(f"{ACTOR}.loss_agg_mode"), ("", ""))
+    if not aggregate:
+        raise UserError(
+            f"verl's {draft.origin(f'{ACTOR}.loss_agg_mode')} has no equal here; {', '.join(AGGREGATES)} have"
+        )
+    if mode not in ("gspo", "geo_mean"):  # theirs are means over replies whatever is given
+        draft.put("aggregate", aggregate, f"{draft.origin(f'{ACTOR}.loss_agg_mode')}: {formula}")
+    _clip(draft, mode, updates)
+    if entropy := draft.number(f"{ACTOR}.entropy_coeff"):
+        draft.put("entropy", float(entropy), f"{draft.origin(f'{ACTOR}.entropy_coeff')}: same meaning")
+
+
+def _clip(draft: RecipeDraft, mode: str, updates: int) -> None:
+    either = draft.number(f"{ACTOR}.clip_ratio")
+    low, high = (
+        draft.number(name) if draft.read(name) is not None else either  # null there: clip_ratio is for both
+        for name in (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high")
+    )
+    dual, names = draft.number(f"{ACTOR}.clip_ratio_c"), "clip_ratio_low, clip_ratio_high, clip_ratio_c"
+    if draft.given(f"{ACTOR}.clip_ratio") and not draft.given(f"{ACTOR}.clip_ratio_low"):
+        draft.note(
+            draft.origin(f"{ACTOR}.clip_ratio"), "verl reads clip_ratio_low and clip_ratio_high, whose defaults are 0.2"
+        )
+    if mode == "vanilla":
+        if draft.lines["algorithm"][0] != "gpg":
+            clips(draft, updates, low, high, dual, names)
+    elif mode == "gspo":
+        clips(draft, updates, low, high, None, names)
+    elif mode == "cispo" and updates > 1:
+        draft.put("clip_high", high, f"{names}: the weight is at most 1 + clip_high")
+    elif mode in ("clip_cov", "kl_cov"):
+        draft.same(mode, f"{ACTOR}.policy_loss.{mode}_ratio")
+    elif mode == "geo_mean":
+        draft.note(
+            f"{names} ({low:g}, {high:g})",
+            "gmpo clips the log ratio of each token by 0.4: see posttrain algorithms gmpo",
+        )
+    for place, name in (("positive", "tau_pos"), ("negative", "tau_neg")):
+        if mode == "sapo" and draft.given(f"{ACTOR}.{name}"):
+            draft.set(f"surrogate.{place}", float(draft.number(f"{ACTOR}.{name}")), f"{name}: same meaning")
+
+
+def _advantage(draft: RecipeDraft, estimator: str) -> None:
+    by_std = draft.read("algorithm.norm_adv_by_std_in_grpo")
+    if estimator in ("grpo", "grpo_vectorized"):
+        told = draft.origin("algorithm.norm_adv_by_std_in_grpo")
+        draft.put("scale", "group" if by_std else "none", f"{told}: divide by the group's standard deviation")
+    elif estimator.startswith("rloo"):
+        draft.put("baseline", "others", "adv_estimator rloo: the mean of the group's others")
+        draft.put("scale", "none", "adv_estimator rloo: no standard deviation")
+    elif estimator == "opo":
+        draft.put("baseline_weight", "length", "adv_estimator opo: the mean weighs replies by their length")
+        draft.put("scale", "none", "adv_estimator opo: no standard deviation")
+    elif estimator != "gpg":
+        draft.put("gamma", float(draft.number("algorithm.gamma")), f"{draft.origin('algorithm.gamma')}: same meaning")
+    for name in (
+        "algorithm.gamma",
+        "algorithm.lam",
+        "critic.cliprange_value",
+        "critic.optim.lr",
+        "trainer.critic_warmup",
+    ):
+        draft.treated.add(name)
+    if estimator == "gae":
+        draft.put("gae_lambda", float(draft.number("algorithm.lam")), f"{draft.origin('algorithm.lam')}: same meaning")
+        draft.same("critic_lr", "critic.optim.lr")
+        draft.same("critic_model", "critic.model.path")
+        clip = draft.number("critic.cliprange_value")
+        draft.put("value_clip", float(clip), f"{draft.origin('critic.cliprange_value')}: same meaning")
+        draft.put("value_coefficient", 1.0, "verl's critic learns 1/2 max(...) with coefficient 1")
+        if warmup := draft.number("trainer.critic_warmup"):
+            draft.put("critic_warmup", int(warmup), f"{draft.origin('trainer.critic_warmup')}: same meaning")
+        return
+    skipped = [name for name in draft.run.options if name.startswith("critic.")]
+    draft.treated |= set(skipped)
+    if skipped:
+        draft.note("critic.*", f"adv_estimator {estimator} has no critic: nothing to set")
+
+
+def _kl(draft: RecipeDraft) -> None:
+    """Write the KL penalty: in the loss, in the reward, or none."""
+    in_loss, in_reward = draft.read(f"{ACTOR}.use_kl_loss"), draft.read("algorithm.use_kl_in_reward")
+    loss, reward = draft.number(f"{ACTOR}.kl_loss_coef"), draft.number("algorithm.kl_ctrl.kl_coef")
+    kinds = draft.read(f"{ACTOR}.kl_loss_type"), draft.read("algorithm.kl_penalty")
+    control = draft.read("algorithm.kl_ctrl.type")
+    target, horizon = draft.number("algorithm.kl_ctrl.target_kl"), draft.number("algorithm.kl_ctrl.horizon")
+    if in_loss and in_reward and loss and reward:
+        draft.note(
+            "use_kl_in_reward", "here a run has one KL penalty: that in the loss is taken, the one in the reward is not"
+        )
+    if in_loss and loss:
+        draft.put("kl", float(loss), f"{draft.origin(f'{ACTOR}.kl_loss_coef')}: same meaning")
+        draft.put("kl_where", "loss", "use_kl_loss")
+        draft.put(
+            "kl_estimator",
+            _estimator(kinds[0], "kl_loss_type"),
+            f"{draft.origin(f'{ACTOR}.kl_loss_type')}: same meaning",
+        )
+    elif in_reward and reward:
+        draft.put("kl", float(reward), f"{draft.origin('algorithm.kl_ctrl.kl_coef')}: same meaning")
+        draft.put("kl_where", "reward", "use_kl_in_reward")
+        draft.put(
+            "kl_estimator", _estimator(kinds[1], "kl_penalty"), f"{draft.origin('algorithm.kl_penalty')}: same meaning"
+        )
+        if control == "adaptive":
+            draft.put("kl_control", "adaptive", "kl_ctrl.type: same meaning")
+            draft.put("kl_target", float(target), "kl_ctrl.target_kl: same meaning")
+            draft.put("kl_horizon", float(horizon), "kl_ctrl.horizon: same meaning, in rollouts")
+    else:
+        draft.put("kl", 0.0, "neither use_kl_loss nor use_kl_in_reward (or a coefficient of 0): no reference")
+
+
+def _estimator(name: Any, option: str) -> str:
+    if not isinstance(name, str) or name not in ESTIMATORS:
+        raise UserError(f"verl's {option} {shown(name)!r:.40} has no equal here; {', '.join(ESTIMATORS)} have")
+    return ESTIMATORS[name]
+
+
+def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None) -> None:
+    draft.same("lr", f"{OPTIMIZER}.lr")
+    draft.same("weight_decay", f"{OPTIMIZER}.weight_decay")
+    draft.same("max_grad_norm", f"{ACTOR}.grad_clip")
+    schedule = "lr_scheduler_type" if draft.given(f"{OPTIMIZER}.lr_scheduler_type") else "warmup_style"
+    draft.same("schedule", f"{OPTIMIZER}.{schedule}")
+    most = draft.number("trainer.total_training_steps")
+    passes = draft.number("trainer.total_epochs")
+    if most:
+        draft.put("steps", int(most), f"{draft.origin('trainer.total_training_steps')}: same meaning")
+        steps: int | None = int(most)
+    else:
+        steps = steps_of(draft, passes, "trainer.total_epochs", prompts, rows, whole=True)
+    warm, share = draft.number(f"{OPTIMIZER}.lr_warmup_steps"), draft.number(f"{OPTIMIZER}.lr_warmup_steps_ratio")
+    told = f"verl counts steps, of which each has {updates} update{'s'[: updates != 1]}"
+    if warm is not None and warm > 0:
+        draft.put("warmup", int(warm) * updates, f"{draft.origin(f'{OPTIMIZER}.lr_warmup_steps')}: {told}")
+    elif share and steps is None:
+        draft.note(
+            draft.origin(f"{OPTIMIZER}.lr_warmup_steps_ratio"), f"warmup = {share:g} x steps x {updates} updates"
+        )
+    elif share and steps is not None:
+        draft.put(
+            "warmup", int(share * steps) * updates, f"{draft.origin(f'{OPTIMIZER}.lr_warmup_steps_ratio')}: {told}"
+        )
+    if draft.read(f"{MODEL}.enable_gradient_checkpointing"):
+        draft.put("recompute", "layers", f"{draft.origin(f'{MODEL}.enable_gradient_checkpointing')}: memory only")
+    draft.same("precision", f"{ACTOR}.dtype")
+
+
+def _reward(draft: RecipeDraft) -> None:
+    """Write the reward: a model, a function with its settings, or a hint where verl chooses one by itself."""
+    path, name = draft.read("custom_reward_function.path"), draft.read("custom_reward_function.name", "compute_score")
+    before = "custom_reward_function.reward_kwargs."
+    settings = {key.removeprefix(before): draft.read(key) for key in list(draft.run.options) if key.startswith(before)}
+    model = draft.read("reward_model.model.path") if draft.read("reward_model.enable") else None
+    if isinstance(model, str):
+        draft.put("reward_model", [draft.fitted("model", model)], "reward_model.model.path: its score is the reward")
+    if isinstance(path, str):
+        told = "".join(f",{key}={shown(value)}" for key, value in settings.items())
+        draft.put("env", f"verl:{path}:{name}{told}", "custom_reward_function: same function")
+    elif not isinstance(model, str):
+        told = "verl chooses a function by data_source: copy it to score.py (or verify:math, verify:numeric)"
+        draft.put("env", "verl:score.py:compute_score", told)
+    _overlong(draft)
+    if draft.read("algorithm.filter_groups.enable"):
+        rounds = draft.number("algorithm.filter_groups.max_num_gen_batches", 0) or 10
+        draft.put(
+            "dynamic_sampling", int(rounds), "filter_groups: at most so many times the prompts (0 there: no limit)"
+        )
+    draft.read("algorithm.filter_groups.max_num_gen_batches")
+
+
+def _overlong(draft: RecipeDraft) -> None:
+    for before in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
+        enabled, length = draft.read(f"{before}.enable"), draft.number(f"{before}.len")
+        factor = draft.number(f"{before}.penalty_factor", 1)
+        draft.read(f"{before}.log")
+        if enabled and length:
+            draft.put("overlong_cache", int(length), f"{before}.len: same meaning")
+            if factor != 1:
+                draft.note(f"{before}.penalty_factor = {factor:g}", "the penalty grows to 1 here")
+
+
+def _long_rows(draft: RecipeDraft) -> None:
+    """Write how prompts are treated that are longer than data.max_prompt_length: here, than the context."""
+    skips, how = draft.read("data.filter_overlong_prompts"), draft.read("data.truncation")
+    draft.read("data.filter_overlong_prompts_workers")
+    if not skips:
+        draft.put(
+            "too_long", draft.fitted("too_long", how), f"{draft.origin('data.truncation')}: here at the model's context"
+        )

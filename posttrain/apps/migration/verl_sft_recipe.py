@@ -1,0 +1,58 @@
+"""Recipes from verl's supervised fine-tuning."""
+
+from __future__ import annotations
+
+from posttrain.apps.migration.recipe_draft import RecipeDraft
+from posttrain.apps.migration.shared_rules import adapters, frequency
+
+
+def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
+    """Write the lines of supervised fine-tuning."""
+    draft.same("fields.prompt", "data.prompt_key")
+    draft.same("fields.response", "data.response_key")
+    for option, name in (("prompt", "prompt_dict_keys"), ("response", "response_dict_keys")):
+        keys = draft.read(f"data.{name}")
+        if isinstance(keys, list) and len(keys) == 1 and f"fields.{option}" in draft.lines:
+            column = draft.lines[f"fields.{option}"][0]
+            draft.put(
+                f"fields.{option}",
+                f"{column}.{keys[0]}",
+                f"{draft.origin(f'data.{name}')}: a dot reaches into a column",
+            )
+    if draft.read("data.multiturn.enable"):
+        draft.lines.pop("fields.prompt", None)
+        draft.lines.pop("fields.response", None)
+    if draft.read("data.val_files"):
+        draft.note("data.val_files", "held_out keeps a share of tasks for evaluation")
+    draft.same("model", "model.partial_pretrain")
+    size = draft.count("data.train_batch_size")
+    draft.head.append(f"An update: {size} rows.")
+    draft.put("rows", size, f"{draft.origin('data.train_batch_size')}: rows of an update")
+    most, passes = draft.number("trainer.total_training_steps"), draft.number("trainer.total_epochs")
+    updates = None if rows is None else int(rows // size * passes)
+    if most:
+        updates = int(most)
+        draft.put("steps", updates, f"{draft.origin('trainer.total_training_steps')}: same meaning")
+    else:
+        draft.put("epochs", float(passes), f"{draft.origin('trainer.total_epochs')}: same meaning")
+    draft.same("lr", "optim.lr")
+    draft.same("betas", "optim.betas")
+    draft.same("weight_decay", "optim.weight_decay")
+    draft.same("max_grad_norm", "optim.clip_grad")
+    draft.same("schedule", "optim.lr_scheduler")
+    share = draft.number("optim.lr_warmup_steps_ratio")
+    if updates is None:
+        draft.note(draft.origin("optim.lr_warmup_steps_ratio"), f"warmup = {share:g} x all updates")
+    else:
+        draft.put("warmup", int(share * updates), f"{draft.origin('optim.lr_warmup_steps_ratio')} of {updates} updates")
+    if draft.read("model.enable_gradient_checkpointing"):
+        draft.put("recompute", "layers", f"{draft.origin('model.enable_gradient_checkpointing')}: memory only")
+    draft.put("precision", "bfloat16", "verl computes in bfloat16")
+    draft.put(
+        "too_long", draft.fitted("too_long", draft.read("data.truncation")), "data.truncation, at the model's context"
+    )
+    adapters(draft, "model.lora_rank", "model.lora_alpha", "model.target_modules")
+    draft.same("seed", "trainer.seed")
+    frequency(draft, "save_every", "trainer.save_freq", 1)
+    frequency(draft, "eval_every", "trainer.test_freq", 1)
+    draft.same("out", "trainer.default_local_dir")

@@ -1,0 +1,58 @@
+"""`posttrain import`: a recipe from a command, a configuration or a script of TRL, verl or OpenRLHF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+
+from posttrain.core.messages import clip, one_line
+from posttrain.core.types import UserError
+
+
+def import_recipe(
+    source: str,
+    *,
+    out: str | None = None,
+    devices: int | None = None,
+    rows: int | None = None,
+    trainer: str | None = None,
+) -> int:
+    """Write a recipe for a run of TRL, verl or OpenRLHF: quantities converted, each line with its reason.
+
+    Parameters
+    ----------
+    source
+        File of the run: a shell script or text with a command of TRL, verl or OpenRLHF; a Python script of TRL; or a YAML
+        configuration of TRL. Nothing in it is run.
+    out
+        Recipe to write, not there yet. Default: print it.
+    devices
+        Processes of that run, which multiply TRL's batch. Default: those that the command names.
+    rows
+        Number of rows of its data, from which the steps of its passes follow. Default: not known.
+    trainer
+        Trainer of TRL that a YAML configuration is for: grpo, rloo, dpo, kto, orpo, cpo, sft or reward. Default: by its
+        options.
+    """
+    from posttrain.apps.migration.migrate import recipe_for
+
+    for name, number in (("--devices", devices), ("--rows", rows)):
+        if number is not None and not 1 <= number <= 10**12:
+            raise UserError(f"{name} must be at least 1, not {number}")
+    draft = recipe_for(source, devices, rows, trainer)
+    text = draft.toml(Path(source).name, out or "recipe.toml")
+    if out is None:
+        print(text, end="")
+        return 0
+    try:
+        with open(out, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{clip(out)} is there already: choose another name for --out, or delete it") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"--out {clip(out)} cannot be written: {one_line(error)}") from error
+    changed = f", and {sum(map(len, draft.without.values()))} of theirs that are not" if draft.without else ""
+    print(f"wrote       {out}: {len(draft.lines)} options{changed}")
+    print("\n".join(f"check       {note}" for note in draft.run.notes))
+    print(f"run it      posttrain {draft.verb} --config {quote(str(Path(out)))}")
+    return 0

@@ -1,0 +1,249 @@
+"""Recipes from runs of other trainers: quantities by hand, every recipe accepted here, nothing of theirs run."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+
+from posttrain.algorithms.all_algorithms import EVERY
+from posttrain.apps.migration.foreign_run import Unresolved, value_of
+from posttrain.apps.migration.migrate import recipe_for
+from posttrain.apps.migration.shell_script import commands
+from posttrain.cli.main import main
+from posttrain.config.resolve import filled, validate
+from posttrain.config.verbs import VERBS
+from posttrain.core.option_aliases import suggestion
+from posttrain.core.types import UserError
+from posttrain.training.adjust import adjust
+
+RUNS = json.loads((ROOT / "tests" / "vectors" / "foreign_runs.json").read_text(encoding="utf-8"))
+"""Options of published commands, configurations and scripts, shortened, and what must follow from them, found by hand."""
+
+SCRIPT = """
+from datasets import load_dataset
+from trl import {config}, {trainer}
+from trl.rewards import accuracy_reward
+EPOCHS = 2 + 1
+rows = load_dataset("d/maths", "main", split="train")
+def short(completions, **kwargs):
+    return [1.0 for _ in completions]
+raise_if_run = open("RAN", "w") if __name__ == "__main__" else exec("open('RAN', 'w')")
+arguments = {config}({options})
+trainer = {trainer}(model="m", args=arguments, train_dataset=rows{more})
+trainer.train()
+"""
+MORE = ", reward_funcs=[accuracy_reward, short], peft_config=LoraConfig(r=8, target_modules=['q_proj', 'v_proj'])"
+
+
+def written(run: dict[str, Any], folder: Path) -> Path:
+    """Return the file of a run: a shell script with variables and continuations, a YAML file or a Python script."""
+    path = folder / run["file"]
+    if path.suffix == ".sh":
+        text = "#!/bin/bash\nset -x\n# a comment\n" + " \\\n    ".join([run["command"], *run["options"]]) + " $@\n"
+    elif path.suffix == ".yaml":
+        text = "\n".join(run["options"]) + "\n"
+    else:
+        grpo = run["config"] == "GRPOConfig"
+        text = SCRIPT.format(config=run["config"], trainer=run["config"].replace("Config", "Trainer"),
+                             options=", ".join(run["options"]), more=MORE if grpo else "")  # fmt: skip
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def imported(path: Path, **given: Any) -> tuple[str, str, dict[str, Any]]:
+    """Return the verb, the recipe and its table."""
+    draft = recipe_for(str(path), given.get("devices"), given.get("rows"), given.get("trainer"))
+    text = draft.toml(path.name, "recipe.toml")
+    return draft.verb, text, tomllib.loads(text)[draft.verb]
+
+
+def command(folder: Path, text: str) -> Path:
+    path = folder / "run.sh"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[run["name"] for run in RUNS])
+def test_quantities_follow_by_hand_and_the_recipe_is_accepted(run: dict[str, Any], tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    verb, text, table = imported(written(run, tmp_path), devices=run.get("devices"), rows=run["rows"])
+    expected = dict(run["expect"])
+    assert verb == expected.pop("verb")
+    assert {name: table.get(name) for name in expected} == expected
+    assert table.get("settings", {}) == run["settings"]
+    assert all("  # " in line for line in text.splitlines() if line and line[0] not in "#["), (
+        "a line without its reason"
+    )
+    config = filled(VERBS[verb].options, table)
+    validate(config)
+    if verb == "rl":
+        adjust(EVERY[config.algorithm], config)
+    assert not (tmp_path / "RAN").exists() and "secret" not in text
+
+
+def test_the_command_writes_the_recipe_and_parses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "score.py").write_text(
+        "def judge(data_source, solution_str, ground_truth, close=0.0): return 1.0"
+    )
+    source = written(next(run for run in RUNS if run["name"] == "verl custom reward"), tmp_path)
+    assert main(["import", str(source), "--out", "recipe.toml", "--rows", "64"]) == 0
+    assert "posttrain rl --config recipe.toml" in capsys.readouterr().out
+    assert main(["import", str(source), "--out", "recipe.toml"]) == 2, "nothing is overwritten"
+    capsys.readouterr()
+    assert main(["rl", "--config", "recipe.toml"]) == 2
+    assert "d.parquet" in capsys.readouterr().err, "all options are accepted: the rows are what is missing"
+
+
+def test_a_batch_of_trl_counts_replies_of_all_processes(tmp_path: Path) -> None:
+    path = command(
+        tmp_path, "trl grpo --num_generations 8 --per_device_train_batch_size 2 --reward_funcs accuracy_reward"
+    )
+    with pytest.raises(UserError, match="batch of 2 replies .* --devices"):
+        imported(path)
+    for devices in (4, 8, 16):
+        assert imported(path, devices=devices)[2]["prompts"] == 2 * devices // 8
+    path = command(tmp_path, "trl grpo --generation_batch_size 64 --per_device_train_batch_size 2")
+    table = imported(path, devices=4)[
+        2
+    ]  # 64 replies of 8 per prompt, 8 in an update: but an update needs a whole group
+    assert (table["prompts"], table["minibatches"]) == (8, 8)
+
+
+def test_passes_become_steps_only_where_the_rows_are_known(tmp_path: Path) -> None:
+    path = command(tmp_path, "trl grpo --num_generations 4 --per_device_train_batch_size 8 --warmup_ratio 0.1")
+    _, text, table = imported(path)
+    assert table["steps"] == 200 and "3 x ROWS / 2 prompts" in text and "warmup" not in table
+    table = imported(path, rows=101)[2]
+    assert table["steps"] == 152 and table["warmup"] == 16  # ceil(101 x 3 / 2); a tenth of 152 updates
+
+
+SHELL = """
+N=4; M=$((N * 2 + 1))
+export DATA="${BASE:-/data}/x y"
+ARGS=(
+   --one ${N}   # a comment with 'quotes
+   # --two
+   --three "a b"
+)
+ARGS+=(--four)
+if [ -z "$1" ]; then echo hi; fi
+read -r -d '' more <<EOF
+tool.py \\
+  --five 5
+EOF
+run --m $M --data "$DATA" "${ARGS[@]}" --raw '$N' --unset $UNSET --out $(date +%F)/x && deepspeed $more
+"""
+
+
+def test_shell_words_are_those_of_a_shell() -> None:
+    found = list(commands(SHELL))
+    assert found[-2] == ["run", "--m", "9", "--data", "/data/x y", "--one", "4", "--three", "a b", "--four", "--raw", "$N",
+                         "--unset", "$UNSET", "--out", "$(date +%F)/x"]  # fmt: skip
+    assert found[-1] == ["deepspeed", "tool.py", "--five", "5"]
+
+
+def test_values_are_read_as_hydra_and_argparse_read_them() -> None:
+    read = {
+        "1e-6": 1e-6,
+        "True": True,
+        "null": None,
+        "[1,'a, b',[2]]": [1, "a, b", [2]],
+        "'7'": "7",
+        "-1": -1,
+        "a/b": "a/b",
+    }
+    assert {text: value_of(text) for text in read} == read
+    assert value_of("$X/y") == Unresolved("$X/y")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.sh", b"echo hello\n", "has no command of TRL"),
+        ("run.sh", b"python -m verl.trainer.main_eval a=1", "verl.trainer.main_eval has no equal here"),
+        ("run.sh", b"trl gold --x 1", "trl gold has no equal here"),
+        ("run.sh", b"\xff\xfe\x00", "is not text in UTF-8"),
+        ("run.sh", b"python -m verl.trainer.main_ppo algorithm.adv_estimator=remax", "'remax' has no equal here"),
+        ("run.sh", b"python -m verl.trainer.main_ppo data.train_batch_size=many", "is a number"),
+        ("run.sh", b"trl grpo --loss_type new --num_generations 8", "'new' has no equal here"),
+        ("a.py", b"def broken(:", "cannot be read|can be read: SyntaxError"),
+        ("a.py", b"import os\n", "is no script of TRL"),
+        ("a.py", b"from trl import PPOTrainer\nPPOTrainer(1)", "PPOTrainer, which has no equal here"),
+        ("a.py", b"p = TrlParser((A, GRPOConfig))", "takes its options from its command line"),
+        ("a.py", b"x = " + b"(" * 5000, "SyntaxError|RecursionError|MemoryError"),
+        ("a.yaml", b"a: [1", "not valid YAML"),
+        ("a.yaml", b"- 1", "has no options"),
+        ("a.yaml", b"learning_rate: 1", "give --trainer"),
+        ("run.sh", b"trl grpo --num_generations 0", "num_generations is a whole number above 0"),
+        ("run.sh", b"trl sft --per_device_train_batch_size 1e999", "is a number, not"),
+        ("missing.sh", None, "cannot be read"),
+        ("big.sh", b"a" * (1 << 19), "more than"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_none_is_refused_in_one_line(name: str, content: bytes | None, message: str, tmp_path: Path,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        recipe_for(str(tmp_path / name), None, None, None)
+    assert main(["import", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err.startswith("posttrain: ")
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", f"num_generations: 8\n{BOMB}"),
+        ("a.sh", "a=xx\n" + "a=$a$a\n" * 60 + "trl grpo --x $a"),
+        ("a.sh", "$" * 200_000), ("a.sh", "$(" * 100_000), ("a.sh", "<<A\n" * 60_000), ("a.sh", "'" + "\"'" * 100_000),
+        ("a.sh", "#\n" * 100_000), ("a.sh", "x " * 100_000), ("a.sh", "a=$((9**9**9))\ntrl grpo --num_generations $a"),
+        ("a.py", "x = 'a' * 10**9\nGRPOConfig(output_dir=x + x)\n" + "y = 1\n" * 30_000),
+        ("a.py", "a = b\nb = a\nGRPOConfig(beta=a)"),
+        ("a.sh", "python -m verl.trainer.main_ppo data.train_files='\x1b]0;x\x07\u202e' data.prompt_key='a\"b\\\x7f'"),
+    ],
+)  # fmt: skip
+def test_hostile_files_end_at_once_in_a_recipe_or_a_line(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    try:
+        draft = recipe_for(str(tmp_path / name), None, None, None)
+    except UserError as error:
+        assert len(str(error)) < 1000
+        return
+    recipe = draft.toml(name, "recipe.toml")
+    assert len(recipe) < 100_000 and "\x1b" not in recipe and tomllib.loads(recipe)
+
+
+@pytest.mark.parametrize(
+    ("word", "option"),
+    [
+        ("--critic.model.path", "critic_model"),
+        ("--actor_rollout_ref.model.path", "model"),
+        ("--critic.adam.lr", "critic_lr"),
+        ("--actor.adam.lr", "lr"),
+        ("--reward.model_name_or_path", "reward_model"),
+        ("--rollout.batch_size", "prompts"),
+        ("--actor_rollout_ref.rollout.n", "group"),
+        ("--algorithm.kl_ctrl.target_kl", "kl_target"),
+        ("--actor_rollout_ref.rollout.temperature", "temperature"),
+        ("--actor_rollout_ref.rollout.val_kwargs.n", "eval_samples"),
+    ],
+)  # fmt: skip
+def test_dotted_names_of_the_command_line_are_answered_by_the_same_table(word: str, option: str) -> None:
+    kind = VERBS["rl"].options
+    known = [*kind.__dataclass_fields__, *kind.flags()]
+    assert suggestion(word, known) == f"; here it is --{option.replace('_', '-')}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from shlex import quote
 
+from posttrain.core import user_files
 from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
 
@@ -45,8 +46,8 @@ def import_recipe(
         print(text, end="")
         return 0
     try:
-        with open(out, "x", encoding="utf-8") as file:
-            file.write(text)
+        with user_files.opened(out, "xb") as file:
+            file.write(text.encode("utf-8"))
     except FileExistsError:
         raise UserError(f"{clip(out)} is there already: choose another name for --out, or delete it") from None
     except (OSError, ValueError) as error:

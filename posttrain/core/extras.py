@@ -42,7 +42,7 @@ def runnable(command: str) -> str:
 EXTRAS = {
     "datasets": ("datasets", "rows of the Hugging Face hub"),
     "transformers": ("transformers", "models that are not native, and their tokenizers"),
-    "view": ("duckdb", "posttrain view and query"),
+    "view": ("duckdb", "pages and SQL queries of runs"),
     "gguf": ("gguf", "GGUF files"),
     "qlora": ("bitsandbytes", "NF4 of bitsandbytes"),
     "faiss": ("faiss", "approximate indices of vectors"),

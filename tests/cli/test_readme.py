@@ -74,6 +74,7 @@ WORDS = {
     "--help",
     "--json",
     "--kind",
+    "--page",
     "--browser",
     "--count",
     "--num-generations",

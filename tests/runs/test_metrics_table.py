@@ -68,7 +68,7 @@ def test_every_metric_of_the_table_is_logged() -> None:
         return not word or word in words or word.startswith("{")
 
     assert not [metric.name for metric in METRICS if not logged(metric.name)]
-    assert not logged("groups/lost") and not logged("routing/lost")
+    assert not logged("groups/vanished") and not logged("routing/vanished")
 
 
 def test_every_metric_that_training_logs_stands_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,11 +120,19 @@ def transcripts(
     return Transcripts(to_tasks(given, need=NEED), tokenizer, (1,), tokenizer.vocab_size, too_long)
 
 
-def test_row_with_nothing_to_learn_is_refused_with_its_place(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_row_that_cannot_be_learned_is_refused_with_its_place(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"response": "2"}, {"response": "3"}])
     tasks = to_tasks(load_rows(path), need=("response",))
-    made = Transcripts(tasks, tokenizer, (1,), 64, TooLong("skip", 64, print))
-    refused(lambda: made[1], "a.jsonl:2: nothing to learn")
+    made = Transcripts(tasks, tokenizer, (1,), 64, TooLong("skip", 64, print), min_reward=0.5)
+    refused(lambda: made[1], "a.jsonl:2: --min-reward is of rollouts")
+
+
+def test_of_a_text_without_a_prompt_all_is_learned_but_its_first_token(tokenizer: Tokenizer) -> None:
+    tasks = to_tasks([{"response": "2 3"}], need=("response",))
+    made = Transcripts(tasks, tokenizer, (1,), 64, TooLong("skip", 64, print))[0]
+    assert made is not None
+    [transcript] = made
+    assert transcript.n_scored == len(transcript.tokens) - 1 == len(tokenizer.encode("2 3"))
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(tokenizer: Tokenizer) -> None:

@@ -319,7 +319,7 @@ def test_command_line_names_parts_as_a_recipe_does_and_mistakes_are_one_line(
     assert told["inputs"].keys() >= {"mixture a tasks", "mixture a env", "mixture b tasks"}
     assert (overlap("cli", "sums.jsonl", 0.2, 0) or "").startswith("cli was trained on all of sums.jsonl")
     assert overlap("cli", "recipe.toml", 0.2, 0) is None
-    mixture = {
+    mixture: dict[str, Any] = {
         "a": {
             "tasks": "sums.jsonl",
             "env": "envs.py:digits",

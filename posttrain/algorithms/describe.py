@@ -69,7 +69,10 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
         if algorithm.kl.control is not None:
             found.append(("control of beta", algorithm.kl.control.formula, algorithm.kl.control.source))
     named = (
-        ("entropy bonus coefficient", algorithm.entropy),
+        (
+            "entropy bonus" if algorithm.entropy is None else f"entropy bonus in the {algorithm.entropy.where}",
+            algorithm.entropy,
+        ),
         ("off-policy mask", algorithm.off_policy_mask),
         *(("selected tokens", chosen) for chosen in algorithm.select),
         ("covariance penalty", algorithm.covariance),
@@ -175,13 +178,19 @@ def _(algorithm: Algorithm) -> str:
     return f"maximise  sum_i sum_t w_i [ {inside} ]" + "".join(f" - {part}" for part in outside)
 
 
+def _reward(algorithm: Algorithm) -> str:
+    """Return the reward of a rollout with KL and entropy bonus, where these are in it; "" where none is."""
+    kl, entropy = algorithm.kl, algorithm.entropy
+    inside = f" - {kl.beta:g} sum_t k" if kl is not None and kl.where == "reward" else ""
+    inside += f" - {entropy.coefficient:g} sum_t lp" if entropy is not None and entropy.where == "reward" else ""
+    return f"R_i = reward_i{inside}" if inside else ""
+
+
 def describe(algorithm: AlgorithmBase) -> list[str]:
     """Return the description in plain mathematics, one line per component."""
     lines = [f"{algorithm.name}: {algorithm.paper}", f"  {objective(algorithm)}"]
-    if isinstance(algorithm, Algorithm) and algorithm.kl is not None and algorithm.kl.where == "reward":
-        lines.append(
-            f"  R_i = reward_i - {algorithm.kl.beta:g} sum_t k, each token's share subtracted from its own reward"
-        )
+    if isinstance(algorithm, Algorithm) and (reward := _reward(algorithm)):
+        lines.append(f"  {reward}, each token's share within its own reward")
     for what, formula, source in components(algorithm):
         lines.append(f"  {what}: {formula}" + (f"   [{source}]" if source else ""))
     return lines
@@ -358,8 +367,8 @@ def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: bool) -> str
         *(f"| {what} | `{formula}` | {source} |" for what, formula, source in components(algorithm)),
         "",
     ]
-    if isinstance(algorithm, Algorithm) and algorithm.kl is not None and algorithm.kl.where == "reward":
-        lines += [f"The KL is in the reward: R_i = reward_i - {algorithm.kl.beta:g} sum_t k, token by token.", ""]
+    if isinstance(algorithm, Algorithm) and (reward := _reward(algorithm)):
+        lines += [f"In the reward, token by token: {reward}.", ""]
     if algorithm.name != beside.name:
         others = differences(algorithm, beside)
         lines += [f"Differences from `{beside.name}`:", "", *(f"- {line}" for line in others), ""]

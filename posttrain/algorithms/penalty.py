@@ -263,8 +263,6 @@ class Entropy(Component):
 
     @property
     def formula(self) -> str:
-        if self.where == "reward":
-            return f"R_i = reward_i + {self.coefficient:g} sum_t -lp_t, each token's share added to its own reward"
         tuned = "" if self.target is None else f", +{self.rate:g} ({self.target:g} - H) each step, at least 0"
         return f"{self.coefficient:g}{tuned}"
 

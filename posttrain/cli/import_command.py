@@ -26,11 +26,11 @@ def import_recipe(
         File of the run: a shell script or text with a command of TRL, verl or OpenRLHF; a Python script of TRL; or a YAML
         configuration of TRL. Nothing in it is run.
     out
-        Recipe to write, not there yet. Default: print it.
+        File for the recipe; it must not exist yet. Default: print the recipe.
     devices
-        Processes of that run, which multiply TRL's batch. Default: those that the command names.
+        Number of processes (GPUs) of that run: TRL's batch size is per process. Default: as in the command.
     rows
-        Number of rows of its data, from which the steps of its passes follow. Default: not known.
+        Number of rows of its dataset: turns epochs into steps. Default: not known.
     trainer
         Trainer of TRL that a YAML configuration is for: grpo, rloo, dpo, kto, orpo, cpo, sft or reward. Default: by its
         options.
@@ -52,8 +52,13 @@ def import_recipe(
         raise UserError(f"{clip(out)} is there already: choose another name for --out, or delete it") from None
     except (OSError, ValueError) as error:
         raise UserError(f"--out {clip(out)} cannot be written: {one_line(error)}") from error
-    changed = f", and {sum(map(len, draft.without.values()))} of theirs that are not" if draft.without else ""
-    print(f"wrote       {out}: {len(draft.lines)} options{changed}")
-    print("\n".join(f"check       {note}" for note in draft.run.notes))
+    missing = sum(map(len, draft.without.values()))
+    print(f"wrote       {out}: {len(draft.lines)} options")
+    if missing:
+        print(
+            f"left out    {missing} option{'s'[: missing - 1]} of {draft.run.framework}: listed at the end of the recipe"
+        )
+    for note in draft.run.notes:
+        print(f"check       {note}")
     print(f"run it      posttrain {draft.verb} --config {quote(str(Path(out)))}")
     return 0

@@ -1,4 +1,4 @@
-"""Options of which task comes next."""
+"""Options of the curriculum: the order of the tasks."""
 
 from dataclasses import dataclass, fields
 from typing import Literal

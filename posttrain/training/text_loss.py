@@ -1,4 +1,4 @@
-"""Loss of given texts within training: held-out responses of `sft`, and texts that show what a model forgets."""
+"""Loss of given texts within training: held-out responses of `sft`, and loss of the texts of `--forget`."""
 
 from __future__ import annotations
 

@@ -10,20 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from conftest import CHATML, tiny
 from served import TOOLS, Scripted, Served, served
-from wire import changed, streamed
+from wire import CONTEXT, changed, streamed, tool_words, wire_server
 
 from posttrain.core.types import UserError
-from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.serving.anthropic_messages import read_count, read_messages
 from posttrain.engines.serving.policy_server import ServerLimits
 from posttrain.engines.serving.requests import RequestRefused, read_body
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-CONTEXT = 256
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 MARK = {"cache_control": {"type": "ephemeral"}}
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}}
 TOOL = {"name": "look_up", "description": "Looks a word up.", "input_schema": SCHEMA, **MARK}
@@ -32,14 +28,12 @@ CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox"}}\n</tool_c
 
 @pytest.fixture(scope="module")
 def words() -> Tokenizer:
-    tokenizer = Tokenizer.train(["the quick brown fox 0123456789+-*/=.<>{}\n"], 300, "bpe", SPECIAL)
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return tool_words()
 
 
 @pytest.fixture(scope="module")
 def server(words: Tokenizer) -> Iterator[Served]:
-    with served(LocalEngine(tiny(words, context=CONTEXT), words, slots=8), words, CONTEXT) as found:
+    with wire_server(words) as found:
         yield found
 
 

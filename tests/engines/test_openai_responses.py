@@ -9,21 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import CHATML, tiny
 from openai import BadRequestError, OpenAI
 from served import TOOLS, Scripted, Served, served
-from wire import changed, streamed
+from wire import changed, streamed, tool_words, wire_server
 
 from posttrain.core.types import UserError
-from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.serving.openai_responses import read_response
 from posttrain.engines.serving.requests import RequestRefused, read_body
 from posttrain.engines.serving.stored_conversations import StoredConversations
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-CONTEXT = 256
 PATH = "/v1/responses"
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}}
 TOOL = {"type": "function", "name": "look_up", "description": "Looks a word up.", "parameters": SCHEMA, "strict": False}
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox"}}\n</tool_call>'
@@ -32,14 +28,12 @@ REPLY = f"<think>\nI look.\n</think>\n\nWait.\n{CALL}\n{CALL}"
 
 @pytest.fixture(scope="module")
 def words() -> Tokenizer:
-    tokenizer = Tokenizer.train(["the quick brown fox 0123456789+-*/=.<>{}\n"], 300, "bpe", SPECIAL)
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return tool_words()
 
 
 @pytest.fixture(scope="module")
 def server(words: Tokenizer) -> Iterator[Served]:
-    with served(LocalEngine(tiny(words, context=CONTEXT), words, slots=8), words, CONTEXT) as found:
+    with wire_server(words) as found:
         yield found
 
 

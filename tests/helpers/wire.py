@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from served import Served
+from conftest import CHATML, tiny
+from served import Served, served
 
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+CONTEXT = 256
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 WRONG: tuple[Any, ...] = (
     None,
     True,
@@ -27,6 +34,20 @@ WRONG: tuple[Any, ...] = (
     [{"type": "x"}],
 )
 """Values that few fields accept."""
+
+
+def tool_words() -> Tokenizer:
+    """Return a tokenizer with the markup of chat and tool calls."""
+    tokenizer = Tokenizer.train(["the quick brown fox 0123456789+-*/=.<>{}\n"], 300, "bpe", SPECIAL)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@contextmanager
+def wire_server(words: Tokenizer) -> Iterator[Served]:
+    """A server of a tiny policy that is sampled."""
+    with served(LocalEngine(tiny(words, context=CONTEXT), words, slots=8), words, CONTEXT) as found:
+        yield found
 
 
 def streamed(server: Served, path: str, body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

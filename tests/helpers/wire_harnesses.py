@@ -19,7 +19,7 @@ FUNCTION = {"type": "function", **LOOK_UP}
 
 @harness
 async def messages(task: Task, endpoint: PolicyEndpoint) -> float:
-    """What `harnesses.by_hand` does, over Messages."""
+    """Do the same as `harnesses.by_hand`, over Messages."""
     said, total = [user(task["prompt"])], 0
     for more in (*MORE, ""):
         status, answer = await ask(endpoint, {"model": "m", "messages": said, "max_tokens": 7}, "/v1/messages")

@@ -1,4 +1,4 @@
-"""Which task comes next: orders follow from counts and results alone, and a resumed run goes on with the same tasks."""
+"""Task orders depend on counts and results alone, and a resumed run continues with the same tasks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def through_json(of: TaskOrder, into: TaskOrder) -> TaskOrder:
 
 
 def seen_by(found: TaskOrder, steps: int = 12, count: int = 5, first: int = 0) -> list[Drawn]:
-    """What an order draws in steps whose results follow from their numbers."""
+    """Draw from an order in steps whose results follow from their numbers."""
     drawn = []
     for number in range(first, first + steps):
         drawn.append(found.draw(count, everything, ()))

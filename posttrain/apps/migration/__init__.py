@@ -1,1 +1,1 @@
-"""Recipes from the commands, configurations and scripts of TRL, verl and OpenRLHF. Nothing of theirs is run."""
+"""Recipes from the commands, configurations and scripts of TRL, verl and OpenRLHF. None of them is run."""

@@ -25,7 +25,7 @@ _FRAMEWORKS: dict[str, tuple[Rules, Mapping[str, Mapping[str, Any]], Mapping[str
 
 
 def recipe_for(source: str, devices: int | None, rows: int | None, trainer: str | None) -> RecipeDraft:
-    """Return the recipe for the run in a file. Raises UserError where it cannot be read, or has no equal here."""
+    """Return the recipe for the run in a file. Raises UserError where it cannot be read or has no counterpart."""
     run = read(source, trainer)
     rules, defaults, verbs, other = _FRAMEWORKS[run.framework]
     draft = RecipeDraft(run, verbs.get(run.trainer, other), defaults[run.trainer])

@@ -252,7 +252,7 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
     estimator, loss = draft.read("algo.advantage.estimator"), draft.read("actor.policy_loss_type")
     if estimator not in _ESTIMATORS:
         raise UserError(
-            f"OpenRLHF's advantage_estimator {shown(estimator)!r:.60} has no equal here; {', '.join(_ESTIMATORS)} have"
+            f"advantage_estimator {shown(estimator)!r:.60} has no counterpart; supported: {', '.join(_ESTIMATORS)}"
         )
     draft.put(
         "algorithm",
@@ -355,7 +355,11 @@ def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
 def _dpo(draft: RecipeDraft) -> None:
     smoothing = draft.number("model.label_smoothing", 0)
     name = "ipo" if draft.read("model.ipo_enable") else "cdpo" if smoothing else "dpo"
-    draft.put("algorithm", name, "train_dpo" + ("; here the mean over tokens, theirs the sum" if name == "ipo" else ""))
+    draft.put(
+        "algorithm",
+        name,
+        "train_dpo" + ("; posttrain takes the mean over tokens, OpenRLHF the sum" if name == "ipo" else ""),
+    )
     draft.put("beta", float(draft.number("model.beta")), f"{draft.origin('model.beta')}: same meaning")
     if smoothing:
         draft.put("smoothing", float(smoothing), f"{draft.origin('model.label_smoothing')}: same meaning")
@@ -366,7 +370,7 @@ def _dpo(draft: RecipeDraft) -> None:
 def _reward_model(draft: RecipeDraft) -> None:
     kind = draft.read("model.loss_type")
     if kind not in ("sigmoid", "logexp"):
-        raise UserError(f"OpenRLHF's reward loss {shown(kind)!r:.40} has no equal here; sigmoid and logexp have")
+        raise UserError(f"OpenRLHF's reward loss {shown(kind)!r:.40} has no counterpart; supported: sigmoid and logexp")
     draft.put("algorithm", "bradley-terry", f"{draft.origin('model.loss_type')}: log(1 + exp(r_rejected - r_chosen))")
     draft.put(
         "row_margins", 1.0 if draft.read("model.margin_loss_enable") else 0.0, "margin_loss: margins of the rows count"

@@ -124,7 +124,7 @@ class RecipeDraft:
         self.settings[place] = (value, comment)
 
     def note(self, name: str, text: str) -> None:
-        """Note an option that has no equal here, with what to do."""
+        """Note an option that has no counterpart in posttrain, with what to do."""
         names = self.without.setdefault(text, [])
         if name not in names:
             names.append(name)
@@ -212,7 +212,7 @@ class RecipeDraft:
             ):
                 self.same(option, name)
             elif value not in (None, False, "") or answer(name):
-                self.note(self.origin(name), answer(name) or "no equal here")
+                self.note(self.origin(name), answer(name) or "no counterpart in posttrain")
 
     def toml(self, source: str, file: str) -> str:
         """Return the text of the recipe, to be stored in `file`."""

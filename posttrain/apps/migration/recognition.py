@@ -51,9 +51,9 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
 
 
 def _found(words: Iterable[str]) -> str:
-    """ "; it has ...", for a module of one of the three that has no equal here."""
+    """ "; it has ...", for a module of one of the three that has no counterpart in posttrain."""
     module = next((word for word in words if re.match(r"(verl|openrlhf|recipe|trl)\.[\w.]+$", word)), "")
-    return f"; {module} has no equal here" if module else ""
+    return f"; {module} has no counterpart in posttrain" if module else ""
 
 
 def _of_command(words: list[str], path: Path, trainer: str | None) -> ForeignRun | None:
@@ -75,7 +75,7 @@ def _of_command(words: list[str], path: Path, trainer: str | None) -> ForeignRun
             return _with_script(path.parent / word, after, _launched(words[:place]))
         if words[place - 1 : place] == ["trl"] and re.fullmatch(r"[a-z][\w-]*", word):
             raise UserError(
-                f"trl {word} has no equal here; there are {', '.join(f'trl {name}' for name in TRL_TRAINERS)}"
+                f"trl {word} has no counterpart in posttrain; there are {', '.join(f'trl {name}' for name in TRL_TRAINERS)}"
             )
     return None
 
@@ -173,7 +173,7 @@ def _mapping(text: str, name: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{clip(name)} is not valid YAML: {one_line(error)}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{clip(name)} is no configuration of TRL: it has no options (name: value)")
+        raise UserError(f"{clip(name)} is not a configuration of TRL: it has no options (name: value)")
     plain = (bool, int, float, str, list, dict, type(None))
     return {str(key): value if isinstance(value, plain) else str(value) for key, value in content.items()}
 

@@ -63,7 +63,7 @@ def _sft(draft: RecipeDraft) -> None:
     if (kind := draft.read("loss_type")) == "dft":
         draft.put("token_weight", "probability", f"{draft.origin('loss_type')}: dynamic fine-tuning")
     elif kind != "nll":
-        raise UserError(f"SFT's loss_type {shown(kind)!r:.40} has no equal here; nll and dft have")
+        raise UserError(f"SFT's loss_type {shown(kind)!r:.40} has no counterpart; supported: nll and dft")
     only, assistant = draft.read("completion_only_loss"), draft.read("assistant_only_loss")
     masked = only is not False or bool(assistant)
     told = "completion_only_loss, assistant_only_loss: the loss is on responses"
@@ -91,7 +91,7 @@ def _preferences(draft: RecipeDraft) -> None:
         return
     if trainer == "kto":
         if kinds != ["kto"]:
-            raise UserError(f"KTO's loss_type {shown(kinds[0])!r:.40} has no equal here; kto has")
+            raise UserError(f"KTO's loss_type {shown(kinds[0])!r:.40} has no counterpart; supported: kto")
         draft.put("algorithm", "kto", "KTOTrainer")
     elif trainer == "cpo":
         simpo = kinds == ["simpo"]
@@ -110,7 +110,7 @@ def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]
     links = [kind for kind in kinds if kind != "sft"]
     if len(links) != 1 or links[0] not in _LINKS or len(weights) != len(kinds):
         raise UserError(
-            f"DPO's loss_type {shown(kinds)!r:.60} has no equal here; one of {', '.join(_LINKS)} has, alone or with sft"
+            f"DPO's loss_type {shown(kinds)!r:.60} has no counterpart; supported: {', '.join(_LINKS)}, alone or with sft"
         )
     name = _LINKS[links[0]]
     name = "cdpo" if name == "dpo" and smoothing else name
@@ -128,6 +128,6 @@ def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]
         known = {"forward_kl": "forward-kl", "js_divergence": "jensen-shannon", "alpha_divergence": "alpha"}
         if divergence not in known:
             raise UserError(
-                f"DPO's f_divergence_type {shown(divergence)!r:.40} has no equal here; {', '.join(known)} have"
+                f"DPO's f_divergence_type {shown(divergence)!r:.40} has no counterpart; supported: {', '.join(known)}"
             )
         draft.put("divergence", known[divergence], f"{draft.origin('f_divergence_type')}: same meaning")

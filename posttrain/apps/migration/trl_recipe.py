@@ -85,7 +85,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 VERBS_OF = {"grpo": "rl", "rloo": "rl", "sft": "sft", "reward": "reward-model"}  # the others: prefer
 _AGGREGATES = {
     "grpo": ("sequence-mean", "mean of each reply's mean, 1 / (B n_i)"),
-    "bnpo": ("token-mean", "mean over tokens; theirs is taken in each micro-batch, so it depends on its size"),
+    "bnpo": (
+        "token-mean",
+        "mean over the tokens of the update; TRL averages within each micro-batch, so its size matters",
+    ),
     "dapo": ("token-mean", "mean over all tokens, 1 / sum n_j"),
     "dr_grpo": ("constant", "1 / (B max_completion_length)"),
 }
@@ -262,11 +265,12 @@ def _grpo(draft: RecipeDraft, updates: int) -> None:
         _own_settings(draft, kind, updates, low, high)
     else:
         raise UserError(
-            f"GRPO's loss_type {shown(kind)!r:.40} has no equal here: posttrain algorithms lists what there is"
+            f"GRPO's loss_type {shown(kind)!r:.40} has no counterpart in posttrain: posttrain algorithms lists what there is"
         )
     if updates > 1 and kind in ("dapo", "cispo", "vespo"):
         draft.note(
-            "loss_type", "theirs divides by the tokens of a whole generation over its updates; here by the update's own"
+            "loss_type",
+            "TRL divides by the tokens of a whole generation over its updates; posttrain by those of the update",
         )
     if level == "sequence" and kind in _AGGREGATES:
         if updates == 1:
@@ -344,7 +348,7 @@ def _rloo(draft: RecipeDraft, updates: int) -> None:
     draft.put("kl_where", "reward", "RLOO subtracts the KL from the reward")
     if updates > 1:
         draft.note(
-            "epsilon", "theirs clips the ratio of the whole reply; rloo here does not clip: --surrogate clip does"
+            "epsilon", "TRL clips the ratio of the whole reply; posttrain's rloo does not clip: --surrogate clip does"
         )
     for name in ("epsilon", "epsilon_high", "ref_model_sync_steps"):
         draft.read(name)

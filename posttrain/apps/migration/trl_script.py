@@ -165,8 +165,8 @@ def _refuse(script: ScriptValues, trainers: list[str], name: str) -> None:
     if any(name_of(call).endswith(("TrlParser", "HfArgumentParser")) for call in script.calls):
         raise UserError(f"{name} takes its options from its command line: import the command, in a file of its own")
     if trainers:
-        raise UserError(f"{name} uses {trainers[-1]}, which has no equal here; there are {known}")
-    raise UserError(f"{name} is no script of TRL: it calls none of {known}")
+        raise UserError(f"{name} uses {trainers[-1]}, which has no counterpart in posttrain; there are {known}")
+    raise UserError(f"{name} is not a script of TRL: it calls none of {known}")
 
 
 def _keywords(script: ScriptValues, call: ast.Call) -> dict[str, Any]:

@@ -94,12 +94,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 AGGREGATES = {
-    "token-mean": ("token-mean", "1 / sum n_j; theirs is taken in each micro-batch"),
+    "token-mean": ("token-mean", "1 / sum n_j over the update; verl averages within each micro-batch"),
     "seq-mean-token-sum": ("sequence-sum", "1 / B"),
     "seq-mean-token-mean": ("sequence-mean", "1 / (B n_i)"),
     "seq-mean-token-sum-norm": (
         "constant",
-        "1 / (B length); theirs sums over a micro-batch, so that its gradient is larger by its replies",
+        "1 / (B length); verl sums over a micro-batch, so its gradient is larger by the number of replies there",
     ),
 }
 ALGORITHMS = {
@@ -188,14 +188,16 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
     estimator, mode = draft.read("algorithm.adv_estimator"), draft.read(f"{ACTOR}.policy_loss.loss_mode")
     if estimator not in ALGORITHMS:
         raise UserError(
-            f"verl's adv_estimator {shown(estimator)!r:.60} has no equal here; {', '.join(ALGORITHMS)} have"
+            f"verl's adv_estimator {shown(estimator)!r:.60} has no counterpart; supported: {', '.join(ALGORITHMS)}"
         )
     if mode not in ("vanilla", *LOSSES):
-        raise UserError(f"verl's loss_mode {shown(mode)!r:.60} has no equal here; vanilla, {', '.join(LOSSES)} have")
+        raise UserError(
+            f"verl's loss_mode {shown(mode)!r:.60} has no counterpart; supported: vanilla, {', '.join(LOSSES)}"
+        )
     grouped = ALGORITHMS[estimator] == "grpo"
     if mode != "vanilla" and not grouped and mode != "gpg":
         raise UserError(
-            f"verl's loss_mode {mode} with adv_estimator {estimator} has no equal here: grpo and rloo go with it"
+            f"verl's loss_mode {mode} with adv_estimator {estimator} has no counterpart: use grpo or rloo with it"
         )
     name = LOSSES.get(mode, ALGORITHMS[estimator])
     told = (
@@ -206,7 +208,7 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
     aggregate, formula = AGGREGATES.get(draft.read(f"{ACTOR}.loss_agg_mode"), ("", ""))
     if not aggregate:
         raise UserError(
-            f"verl's {draft.origin(f'{ACTOR}.loss_agg_mode')} has no equal here; {', '.join(AGGREGATES)} have"
+            f"verl's {draft.origin(f'{ACTOR}.loss_agg_mode')} has no counterpart; supported: {', '.join(AGGREGATES)}"
         )
     if mode not in ("gspo", "geo_mean"):  # theirs are means over replies whatever is given
         draft.put("aggregate", aggregate, f"{draft.origin(f'{ACTOR}.loss_agg_mode')}: {formula}")
@@ -317,7 +319,7 @@ def _kl(draft: RecipeDraft) -> None:
 
 def _estimator(name: Any, option: str) -> str:
     if not isinstance(name, str) or name not in ESTIMATORS:
-        raise UserError(f"verl's {option} {shown(name)!r:.40} has no equal here; {', '.join(ESTIMATORS)} have")
+        raise UserError(f"verl's {option} {shown(name)!r:.40} has no counterpart; supported: {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name]
 
 

@@ -1,4 +1,4 @@
-"""Which task comes next: the orders in which the steps of reinforcement learning visit their tasks.
+"""Task orders: uniform, by solve rate, by stages, and mixtures.
 
 The collector asks a `TaskOrder` for the tasks of a step, and reports how often they were solved. Both happen where rollouts
 are sampled, one step after the other. So the tasks of a step follow from the results of all steps before it, however many

@@ -109,7 +109,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         others = played(config.against, 1) if config.against is not None else []
         said.extend(service_counts(ground.services))
     ks, left_out = _of_samples(config)
-    rewards, other_rewards = _rewards(rollouts), _rewards(others)
+    rewards, other_rewards = rewards_by_task(rollouts), rewards_by_task(others)
     ks, too_few = _of_valid(ks, [rewards, other_rewards] if others else [rewards])
     own = summary(list(rewards.values()), ks, success)
     invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)
@@ -228,7 +228,7 @@ def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
     ]
 
 
-def _rewards(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+def rewards_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     """Return task id -> valid rewards of its samples; where the policy plays several sides, "ID as SIDE"."""
     rewards: dict[str, list[float]] = {}
     for r in rollouts:

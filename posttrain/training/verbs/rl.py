@@ -6,7 +6,7 @@ thin layers over it. `sft`, `prefer` and `reward_model` have modules of their ow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from posttrain.core.batch import Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Engine, Model, World
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Outcome, Rollout, UserError
+from posttrain.core.types import Outcome, Rollout, Task, UserError
 from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.engines.open_engine import open_engine
@@ -134,19 +134,6 @@ def rl(context: RunContext[RL]) -> RunParts:
             run.world.fail(error)
         source.queue.close()
 
-    def evaluated(player: Player) -> list[Rollout]:
-        engine.load(learner.weights(), learner.version)
-        return player.play(repeated(played, config.eval_samples, config.seed))
-
-    def measure(stats: Stats) -> list[Outcome]:
-        rollouts = source.queue.run_between_steps(evaluated)
-        measured(rollouts, success, stats, rewarded)
-        if isinstance(train_tasks, MixedTasks):
-            stats.merge(part_metrics(rollouts, success, "eval/"))
-        if opened_teachers is not None:
-            opened_teachers.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
-        return [Outcome(rollout) for rollout in rollouts]
-
     sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
     if algorithm.trust_region is None:  # else the KL decides how far a step goes
         adapted = model.decoder is not None and model.decoder.lora is not None
@@ -162,12 +149,34 @@ def rl(context: RunContext[RL]) -> RunParts:
         config.steps,
         sizes,
         describe(algorithm),
-        measure if played else None,
+        _measure(config, source, engine, played, opened_teachers) if played else None,
         notifiers=(too_long, *([engine] if isinstance(engine, EnginePool) else [])),
     )
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    config: RL, source: RLSource, engine: Engine, tasks: Sequence[Task], opened_teachers: OpenTeachers | None
+) -> Callable[[Stats], list[Outcome]]:
+    """Return the evaluation on these held-out tasks."""
+    learner, collector = source.learner, source.queue.collector
+
+    def evaluated(player: Player) -> list[Rollout]:
+        engine.load(learner.weights(), learner.version)
+        return player.play(repeated(tasks, config.eval_samples, config.seed))
+
+    def measure(stats: Stats) -> list[Outcome]:
+        rollouts = source.queue.run_between_steps(evaluated)
+        measured(rollouts, collector.success, stats, collector.rewarded)
+        if config.mixture:
+            stats.merge(part_metrics(rollouts, collector.success, "eval/"))
+        if opened_teachers is not None:
+            opened_teachers.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
+        return [Outcome(rollout) for rollout in rollouts]
+
+    return measure
 
 
 def _algorithm(config: RL, env: Callable[..., Any] | None) -> Algorithm:

@@ -167,21 +167,13 @@ def _told(part: Part, found: Evaluated) -> dict[str, Any]:
     told = {"in_distribution": not part.out_of_distribution, "figures": found.figures, "rates": rates(found.rollouts)}
     if found.against is None:
         return told
-    own, other = _mean_rewards(found.rollouts), _mean_rewards(found.against_rollouts)
-    gaps = [own[task] - other[task] for task in own.keys() & other.keys()]
+    other = evaluate.rewards_by_task(found.against_rollouts)
+    both = [(rewards, other[task]) for task, rewards in found.rewards.items() if rewards and other.get(task)]
+    gaps = [float(np.mean(own) - np.mean(theirs)) for own, theirs in both]
     won, lost = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
     wins = {"won": won, "lost": lost, "tied": len(gaps) - won - lost, "p": sign_test([1.0] * won + [-1.0] * lost)}
     others = {"figures": found.against, "rates": rates(found.against_rollouts)}
     return told | {"against": others, "differences": found.differences, "wins": wins}
-
-
-def _mean_rewards(rollouts: Sequence[Rollout]) -> dict[tuple[Any, str], float]:
-    """Return (task id, side) -> mean of the valid rewards."""
-    found: dict[tuple[Any, str], list[float]] = {}
-    for r in rollouts:
-        if not isinstance(r.reward, Invalid):
-            found.setdefault((r.task["id"], r.side), []).append(r.reward)
-    return {task: float(np.mean(rewards)) for task, rewards in found.items()}
 
 
 def _averages(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

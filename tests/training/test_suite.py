@@ -113,6 +113,15 @@ def test_options_of_the_command_line_override_those_of_the_file() -> None:
     assert [part["figures"]["samples"] for part in parts.values()] == [8, 7]
 
 
+def test_columns_may_be_named_for_all_parts_and_for_one() -> None:
+    Path("renamed.jsonl").write_text("".join(json.dumps({"q": f"{n} one", "other": "two"}) + "\n" for n in range(6)))
+    part = 'tasks = "renamed.jsonl"\nenv = "rewards.py:even"\nmax_tokens = 3\nenv_workers = 0\nsamples = 1\n'
+    Path("fields.toml").write_text(f'fields.prompt = "q"\n[all]\n{part}[own]\n{part}fields.prompt = "other"\n')
+    assert main(["eval", "--suite", "fields.toml", "--model", "model", "--out", "fields.json"]) == 0
+    prompts = [set(pq.read_table(f"fields.{part}.rollouts.parquet")["prompt"].to_pylist()) for part in ("all", "own")]
+    assert prompts == [{f"{n} one" for n in range(6)}, {"two"}]
+
+
 def test_limits_of_an_average_add_up_in_squares_and_need_every_part() -> None:
     figures = [{"mean": 0.5, "low": 0.4, "high": 0.7}, {"mean": 0.1, "low": 0.0, "high": 0.3}]
     found = macro_average(figures)

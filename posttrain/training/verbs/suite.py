@@ -10,10 +10,10 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
@@ -66,7 +66,8 @@ def read_suite(file: str, given: Mapping[str, Any]) -> list[Part]:
         raise UserError(f"--suite {file:.100} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"--suite {file:.100} is not valid TOML: {error}") from None
-    tables = {name: own for name, own in content.items() if isinstance(own, dict) and name != "settings"}
+    options = {f.name for f in fields(Evaluation) if get_origin(get_type_hints(Evaluation)[f.name]) is dict}
+    tables = {name: own for name, own in content.items() if isinstance(own, dict) and name not in options}
     common = {name: own for name, own in content.items() if name not in tables}
     if not tables:
         raise UserError(

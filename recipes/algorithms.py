@@ -1,14 +1,10 @@
-"""One task that every algorithm must learn, several seeds each: a table, and a curve per algorithm.
+"""Two tasks that every algorithm must learn, several seeds each: a table, and a curve per algorithm.
 
-    python recipes/algorithms.py [--rows grpo rloo] [--seeds 0 1 2] [--processes 2] [--out runs/algorithms]
+    python recipes/algorithms.py [--task worked-sums] [--rows grpo rloo] [--seeds 0 1 2] [--processes 2]
 
-The task: sums of four digits, such as 3+5+2+7=17. A decoder of 0.1 M parameters first imitates a demonstrator that forgets
-the last number every third time (3+5+2+7=10), and so is right in six cases of ten. Then each algorithm trains with only an
-exact check of the answer as its reward, and is measured at temperature 1 on sums that neither stage has seen.
-
-Algorithms share all settings but those in OWN, where each exception has its reason. The start is trained once per seed.
-Each (algorithm, seed) is a process of its own. A finished one with the same settings is not repeated (delete its folder to
-repeat it). `report` alone only writes the pages again, between their marks.
+`common_tasks` describes the tasks, and holds the settings. The start of a seed is trained once, and each (algorithm, seed)
+is a process of its own. A finished one with the same settings is not repeated (delete its folder to repeat it). `report`
+alone only writes the page again, between its marks.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -27,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from common_tasks import SUMS, TASKS, CommonTask
 from pages import write_page
 
 import posttrain
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.core.intervals import student_interval
-from posttrain.core.types import Task, UserError
-from posttrain.envs.builtin import arithmetic
+from posttrain.core.types import UserError
 from posttrain.runs.curves import COLOURS
 from posttrain.runs.run_reading import read_metrics, read_run
 
@@ -43,118 +38,48 @@ if TYPE_CHECKING:
 PRACTISED = [name for name, row in TABLE.items() if row.teacher is None and row.branching is None]
 HERE = Path(__file__).resolve()
 DOCS = HERE.parents[1] / "docs"
-TARGET = 0.9  # held-out accuracy that counts as learned
 
-FORGETS = 1 / 3  # how often a demonstrator leaves out the last number
-DEMONSTRATORS = 3  # of each sum: the model shall learn how often they forget, not on which sums
-IMITATION: dict[str, Any] = {
-    **{"hidden": 64, "layers": 2, "heads": 4, "context": 16, "tokenizer": "characters"},
-    **{"epochs": 10, "rows": 64, "lr": 4e-3, "warmup": 50, "threads": 1, "quiet": True, "save_every": 10**6},
-}
-COMMON: dict[str, Any] = {
-    **{"steps": 120, "prompts": 64, "group": 8, "max_tokens": 4, "minibatches": 2},
-    **{"lr": 1e-3, "betas": (0.9, 0.95), "warmup": 10, "schedule": "linear"},
-    **{"eval_every": 10, "eval_limit": 500, "slots": 512, "env_workers": 0, "threads": 1, "quiet": True},
-    "save_every": 10**6,
-}
-ON_POLICY = {"minibatches": 1}  # lp A has no ratio: a second update would follow rollouts of a policy that is gone
-CRITIC = {"critic_lr": 2e-3}  # begins knowing nothing, and has to keep pace with a policy that learns in 20 steps
-OWN: dict[str, dict[str, Any]] = {
-    "reinforce": ON_POLICY,
-    "reinforce-baseline": ON_POLICY,
-    "gpg": ON_POLICY,
-    "dapo": {"steps": 60},  # it plays up to four times as many prompts for a step full of groups that tell something
-    # No schedule shortens a step that is as long as the region allows, nor its noise: a small region, more rollouts.
-    "trpo": {"minibatches": 1, "prompts": 128, "trust_region": 5e-4, "steps": 60},
-    "a2c": {**CRITIC, **ON_POLICY},
-    "ppo": CRITIC,
-    "ppo-kl": CRITIC,
-    # The text is what the start imitated, and pulls back to it: at 1 nothing would be unlearned.
-    "ppo-ptx": {**CRITIC, "ptx": "{start}/demonstrations.jsonl", "ptx_coefficient": 0.05},
-    "chord": {"ptx": "{start}/demonstrations.jsonl"},
-    "open-reasoner-zero": CRITIC,
-    # lambda = 1 - 1 / (0.05 n) is made for thousands of tokens; for the two or three of a sum it is 0.
-    "vapo": {**CRITIC, "critic_warmup": 10, "gae_lambda": 0.95},
-    # Q only guesses for tokens that nobody has sampled yet: it learns first and faster, and a KL keeps the policy to
-    # tokens that the start would say.
-    "sac": {
-        **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "minibatches": 4, "steps": 220},
-        **{"kl": 0.03, "kl_estimator": "exact", "entropy_target": 0.05},
-    },
-}
-"""Row -> the settings in which it differs from COMMON."""
+# -- the start ---------------------------------------------------------------------------------------------------------
 
 
-# -- the task and the start --------------------------------------------------------------------------------------------
-
-
-def practice(seed: int) -> list[Task]:
-    """The training sums, nearly all outside the held-out tenth."""
-    return arithmetic.tasks(8800, seed, digits=1, operands=4)
-
-
-def unseen(seed: int) -> list[Task]:
-    return arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
-
-
-def demonstrations(tasks: Sequence[Task], seed: int) -> list[Task]:
-    """Every sum as several demonstrators answer it; each may forget the last number."""
-    rng = random.Random(seed)
-    rows = []
-    for task in tasks:
-        numbers = [int(n) for n in task["prompt"].rstrip("=").split("+")]
-        for _ in range(DEMONSTRATORS):
-            heard = numbers[:-1] if rng.random() < FORGETS else numbers
-            rows.append({"prompt": task["prompt"], "response": str(sum(heard))})
-    return rows
-
-
-def start(out: Path, seed: int) -> None:
+def start(out: Path, common: CommonTask, seed: int) -> None:
     """Write the tasks of a seed and the common start of all algorithms."""
     folder = _start(out, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    tasks = practice(seed)
-    shown = demonstrations(tasks, seed)
-    for name, rows in (("practice", tasks), ("unseen", unseen(seed)), ("demonstrations", shown)):
+    tasks = common.practice(seed)
+    shown = common.demonstrations(tasks, seed)
+    for name, rows in (("practice", tasks), ("unseen", common.unseen(seed)), ("demonstrations", shown)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    begun = posttrain.sft(shown, out=str(folder / "sft"), overwrite=True, seed=seed, **IMITATION)
+    begun = posttrain.sft(shown, out=str(folder / "sft"), overwrite=True, seed=seed, **common.imitation)
     assert not begun.interrupted, "half a start is none"
-    (folder / "settings.json").write_text(json.dumps(_start_settings()))  # last: it says that the rest is whole
-
-
-def _start_settings() -> dict[str, Any]:
-    return {**IMITATION, "forgets": FORGETS, "demonstrators": DEMONSTRATORS}
+    (folder / "settings.json").write_text(json.dumps(dict(common.imitation)))  # last: the rest is whole
 
 
 # -- one row, one seed -------------------------------------------------------------------------------------------------
 
 
-def settings(row: str) -> dict[str, Any]:
-    """All options of `posttrain.rl` for the algorithm; {start} is the folder of the seed's start."""
-    return {**COMMON, **OWN.get(row, {})}
-
-
-def learn(out: Path, row: str, seed: int) -> None:
+def learn(out: Path, common: CommonTask, row: str, seed: int) -> None:
     """Train one algorithm with one seed, measure it against its start, and write result.json."""
     folder, begun = out / row / f"seed-{seed}", _start(out, seed)
-    options = {k: v.format(start=begun) if isinstance(v, str) else v for k, v in settings(row).items()}
+    options = {k: v.format(start=begun) if isinstance(v, str) else v for k, v in common.settings(row).items()}
+    env = options.pop("env")
     held_out = str(begun / "unseen.jsonl")
     begin = time.process_time()
     run = posttrain.rl(
-        str(begun / "practice.jsonl"), "arithmetic", str(begun / "sft"), algorithm=row,
+        str(begun / "practice.jsonl"), env, str(begun / "sft"), algorithm=row,
         out=str(folder / "rl"), overwrite=True, seed=seed, eval_tasks=held_out, **options,
     )  # fmt: skip
     assert not run.interrupted, "an interrupted run is no result"
     seconds = time.process_time() - begin  # with one thread that is what it takes on an idle machine
     found = posttrain.evaluate(
-        held_out, "arithmetic", str(run.path), against=str(begun / "sft"),
+        held_out, env, str(run.path), against=str(begun / "sft"),
         samples=4, k=(1,), max_tokens=options["max_tokens"], env_workers=0, threads=1,
     )  # fmt: skip
     assert found.against is not None
     record = read_run(run.path)
     shutil.rmtree(run.path / "rollouts")  # of all rows and seeds together they are gigabytes
     result = {
-        **{"row": row, "seed": seed, "settings": settings(row), "steps": options["steps"]},
+        **{"row": row, "seed": seed, "settings": common.settings(row), "steps": options["steps"]},
         **{"before": found.against["accuracy"]["mean"], "after": found.figures["accuracy"]["mean"]},
         "interval": [found.figures["accuracy"]["low"], found.figures["accuracy"]["high"]],
         "seconds": round(seconds, 1),
@@ -167,19 +92,19 @@ def learn(out: Path, row: str, seed: int) -> None:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def run_all(out: Path, rows: Sequence[str], seeds: Sequence[int], processes: int) -> list[str]:
+def run_all(out: Path, common: CommonTask, rows: Sequence[str], seeds: Sequence[int], processes: int) -> list[str]:
     """Make the starts, then every algorithm with every seed, some processes at a time. Returns the failures."""
-    made = {"settings.json": _start_settings()}
-    todo = [seed for seed in seeds if _read(_start(out, seed) / "settings.json") != _plain(made["settings.json"])]
+    todo = [seed for seed in seeds if _read(_start(out, seed) / "settings.json") != _plain(common.imitation)]
     print(f"{len(todo)} starts to make")
-    failed = _parallel([(_start(out, seed), ["start", "--seeds", str(seed)]) for seed in todo], out, processes)
+    words = ["--task", common.name, "--seeds"]
+    failed = _parallel([(_start(out, seed), ["start", *words, str(seed)]) for seed in todo], out, processes)
     if failed:
         return failed
     pairs = [
-        (out / row / f"seed-{seed}", ["learn", "--rows", row, "--seeds", str(seed)])
-        for row in rows
+        (out / row / f"seed-{seed}", ["learn", "--rows", row, *words, str(seed)])
         for seed in seeds
-        if _read(out / row / f"seed-{seed}" / "result.json").get("settings") != _plain(settings(row))
+        for row in rows
+        if _read(out / row / f"seed-{seed}" / "result.json").get("settings") != _plain(common.settings(row))
     ]
     print(f"{len(pairs)} runs to do, {len(rows) * len(seeds) - len(pairs)} are there")
     return _parallel(pairs, out, processes)
@@ -195,7 +120,7 @@ def _parallel(jobs: Sequence[tuple[Path, list[str]]], out: Path, processes: int)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         begin = time.perf_counter()
         with (folder / "log.txt").open("w") as log:
-            command = [sys.executable, str(HERE), *words, "--out", str(out)]
+            command = [sys.executable, str(HERE), *words, "--out", str(out.parent)]
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
         accuracy = _read(folder / "result.json").get("after", "") if not code else f"FAILED, see {folder}/log.txt"
         print(f"{folder.relative_to(out)}  {time.perf_counter() - begin:.0f} s  {accuracy}", flush=True)
@@ -238,63 +163,60 @@ def collect(out: Path) -> Results:
         if seeds:
             found[row] = dict(sorted(seeds.items()))
     flat = [result for seeds in found.values() for result in seeds.values()]
+    out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(json.dumps(flat, indent=1) + "\n")
     return found
 
 
-def report(results: Results, docs: Path) -> Path:
-    """Write docs/results/algorithms.md with its pictures. Raises UserError without results."""
-    if not results:
+def report(results: Mapping[str, Results], docs: Path) -> Path:
+    """Write docs/results/algorithms.md with its pictures: a section for each task. Raises UserError without results."""
+    if not any(results.values()):
         raise UserError("no run is finished yet: run recipes/algorithms.py without `report` first")
+    text = ["# Every algorithm on two tasks"]
+    for name, found in results.items():
+        if found:
+            text += ["", *section(TASKS[name], found, docs)]
+    return write_page(docs / "results" / "algorithms.md", text)
+
+
+def section(common: CommonTask, results: Results, docs: Path) -> list[str]:
+    """Draw the curves of a task, and return its part of the page."""
     flat = [result for seeds in results.values() for result in seeds.values()]
     first, revisions = flat[0], sorted({_revision(result) for result in flat})
-    for folder in ("results", "algorithms/curves"):
+    pictures = "curves" if common is SUMS else f"curves-{common.name}"
+    for folder in ("results", f"algorithms/{pictures}"):
         (docs / folder).mkdir(parents=True, exist_ok=True)
     for row, seeds in results.items():
-        draw({row: seeds}, docs / "algorithms" / "curves" / f"{row}.png", columns=1, size=(6.4, 3.6))
-    draw(results, docs / "results" / "algorithms.png", columns=5, size=(2.6, 1.9))
+        path = docs / "algorithms" / pictures / f"{row}.png"
+        draw({row: seeds}, path, columns=1, size=(6.4, 3.6), target=common.target)
+    whole = "algorithms.png" if common is SUMS else f"algorithms-{common.name}.png"
+    draw(results, docs / "results" / whole, columns=5, size=(2.6, 1.9), target=common.target)
     seconds = sum(result["seconds"] for result in flat)
-    learned = [row for row, seeds in results.items() if min(r["after"] for r in seeds.values()) > TARGET]
-    common = ", ".join(f"{name} {_word(value)}" for name, value in COMMON.items())
-    text = [
-        "# Every algorithm on one task",
+    learned = [row for row, seeds in results.items() if min(r["after"] for r in seeds.values()) > common.target]
+    told = ", ".join(f"{name} {_word(value)}" for name, value in common.common.items())
+    seeds_told = " ".join(map(str, sorted({r["seed"] for r in flat})))
+    return [
+        f"## {common.name}",
         "",
-        f"    python recipes/algorithms.py --seeds {' '.join(map(str, sorted({r['seed'] for r in flat})))}",
+        f"    python recipes/algorithms.py --task {common.name} --seeds {seeds_told}",
         "",
         f"{max(r['end'] for r in flat)[:10]}, revision {', '.join(revisions)}, {first['machine']['platform']}, "
         f"{first['machine']['cores']} cores, one thread a run, Python {first['versions']['python']}, "
         f"torch {first['versions']['torch']}, float32. {len(flat)} runs, {seconds / 60:.0f} minutes of one core.",
         "",
-        *_TASK,
+        *common.text,
         "",
-        f"{len(learned)} of {len(results)} rows are above {TARGET} with every seed.",
+        f"{len(learned)} of {len(results)} rows are above {common.target} with every seed.",
         "",
-        *table(results),
+        *table(common, results),
         "",
-        f"Common settings: {common}.",
+        f"Common settings: {told}.",
         "",
-        "![Held-out accuracy over steps](algorithms.png)",
+        f"![Held-out accuracy over steps]({whole})",
     ]
-    return write_page(docs / "results" / "algorithms.md", text)
 
 
-_TASK = (
-    "Sums of four digits (`3+5+2+7=17`), a decoder of 0.1 M parameters. The start imitates demonstrators who forget",
-    "the last number every third time; then each row practises on 8,800 sums with an exact check of the answer as its",
-    "only reward. Accuracy is measured at temperature 1 on 500 sums that neither stage has seen, 4 replies each. Seeds",
-    "change the sums, the start and all sampling. The interval is Student's 95% over seeds. Seconds are processor",
-    "seconds of training on one thread, evaluations on the way included.",
-    "",
-    "How the settings came about: the common ones were chosen for grpo on seed 0 and kept. The critic's learning rate,",
-    "ppo-ptx's coefficient and vapo's lambda were chosen on seed 0 too; trpo's region on seeds 0 and 2; sac's settings were",
-    "tried five times, three of them with all three seeds (the last but one: 0.899, 0.905, 0.937), so its figures are",
-    "those of the trial that went best; seeds 3, 4 and 5, never seen before, then gave 0.926, 0.960 and 0.968.",
-    "With a reward for the answer alone grpo-process is grpo, to the last digit. So is arpo,",
-    "where there are no tools; it is not among the rows.",
-)
-
-
-def table(results: Results) -> list[str]:
+def table(common: CommonTask, results: Results) -> list[str]:
     """A Markdown table, one line per algorithm."""
     lines = [
         "| row | before | after, each seed | after, mean and 95% interval | steps | seconds | settings of its own |",
@@ -303,7 +225,7 @@ def table(results: Results) -> list[str]:
     for row, seeds in results.items():
         found = list(seeds.values())
         before, after = ([r[name] for r in found] for name in ("before", "after"))
-        own = ", ".join(f"{name} {_word(value)}" for name, value in OWN.get(row, {}).items())
+        own = ", ".join(f"{name} {_word(value)}" for name, value in common.own.get(row, {}).items())
         lines.append(
             f"| [{row}](../algorithms/{row}.md) | {_figures(before)} | {_figures(after)} | {_mean(after)} "
             f"| {found[0]['steps']} | {np.mean([r['seconds'] for r in found]):.0f} | {own} |"
@@ -332,7 +254,7 @@ def _mean(values: Sequence[float]) -> str:
     return f"{mean:.3f} {student_interval(values).text()}"
 
 
-def draw(results: Results, path: Path, columns: int, size: tuple[float, float]) -> None:
+def draw(results: Results, path: Path, columns: int, size: tuple[float, float], target: float) -> None:
     """One panel per algorithm: held-out accuracy over steps, seeds thin, their mean thick, lowest to highest shaded."""
     from matplotlib.figure import Figure
 
@@ -340,7 +262,7 @@ def draw(results: Results, path: Path, columns: int, size: tuple[float, float]) 
     figure = Figure((size[0] * columns, size[1] * lines), 100, layout="constrained")
     for place, (row, seeds) in enumerate(results.items(), 1):
         axes = figure.add_subplot(lines, columns, place)
-        _panel(axes, row, [result["curve"] for result in seeds.values()])
+        _panel(axes, row, [result["curve"] for result in seeds.values()], target)
         if place + columns > len(results):
             axes.set_xlabel("step", fontsize=9, color="#555555")
         if columns == 1:
@@ -348,10 +270,10 @@ def draw(results: Results, path: Path, columns: int, size: tuple[float, float]) 
     figure.savefig(path)
 
 
-def _panel(axes: Axes, title: str, curves: Sequence[Sequence[tuple[int, float]]]) -> None:
+def _panel(axes: Axes, title: str, curves: Sequence[Sequence[tuple[int, float]]], target: float) -> None:
     steps = sorted(set.intersection(*({step for step, _ in curve} for curve in curves)))
     values = np.array([[dict(curve)[step] for step in steps] for curve in curves])  # [seeds, points]
-    axes.axhline(TARGET, color="#888888", linewidth=0.9, linestyle="--")
+    axes.axhline(target, color="#888888", linewidth=0.9, linestyle="--")
     axes.fill_between(steps, values.min(0), values.max(0), color=COLOURS[0], alpha=0.18, linewidth=0)
     for curve in values:
         axes.plot(steps, curve, color=COLOURS[0], linewidth=0.6, alpha=0.5)
@@ -370,14 +292,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("stage", nargs="?", default="all", choices=("all", "start", "learn", "report"))
     parser.add_argument("--rows", nargs="+", default=PRACTISED, choices=list(TABLE), metavar="ROW")
+    parser.add_argument("--task", default="sums", choices=tuple(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--docs", type=Path, default=DOCS, help="where the report goes")
     options = parser.parse_args()
+    common, out = TASKS[options.task], options.out / options.task
     here: dict[str, Callable[[str, int], None]] = {
-        "start": lambda _row, seed: start(options.out, seed),
-        "learn": lambda row, seed: learn(options.out, row, seed),
+        "start": lambda _row, seed: start(out, common, seed),
+        "learn": lambda row, seed: learn(out, common, row, seed),
     }
     if options.stage in here:
         for row in options.rows if options.stage == "learn" else [""]:
@@ -386,8 +310,8 @@ def main() -> int:
         return 0
     failed = []
     if options.stage == "all":
-        failed = run_all(options.out, options.rows, options.seeds, options.processes)
-    print(report(collect(options.out), options.docs))
+        failed = run_all(out, common, options.rows, options.seeds, options.processes)
+    print(report({name: collect(options.out / name) for name in TASKS}, options.docs))
     return 1 if failed else 0
 
 

@@ -214,7 +214,11 @@ class Sides:
 
 
 Verdict = float | dict[str, float] | Graded | Sides | Invalid
-"""The score of a reply. A dict names the parts of the reward: their sum is the reward, unless it has the key "reward"."""
+"""The score of a reply. A dict names the parts of the reward: their sum is the reward, unless it has the key "reward". A
+part "outcome" is what `SUCCESS` is compared with, so that other parts change no accuracy."""
+
+OUTCOME = "outcome"
+"""The part of a reward that decides whether a reply is right."""
 
 Env = Callable[[Task], Generator["Turn | str | Ask", Any, Verdict]]
 """A generator function: yields the model's input, receives the model's reply, returns the reward.
@@ -599,6 +603,12 @@ class Rollout:
         for transcript in self.transcripts:
             count += len(transcript.logp)
         return count
+
+    @property
+    def outcome(self) -> float:
+        """The reward that `success` is compared with: its part of that name, or else all of it. The reward is valid."""
+        assert not isinstance(self.reward, Invalid), "an invalid reward has no outcome"
+        return self.rewards.get(OUTCOME, self.reward)
 
     @property
     def compared(self) -> tuple[str, str]:

@@ -33,11 +33,12 @@ def summary(
     ks: Sequence[int] = (),
     success: float | None = 1.0,
     level: float = LEVEL,
+    outcomes: Sequence[Sequence[float]] | None = None,
 ) -> dict[str, Any]:
     """Compute the figures of an evaluation. `per_task_rewards` holds, for each task, the valid rewards of its samples.
 
-    A sample is right if its reward is at least `success`; None: no reward defines it, and there is only the reward. The
-    result:
+    A sample is right if its outcome is at least `success`; None: no reward defines it, and there is only the reward.
+    `outcomes`: one for each reward, by default the reward itself. The result:
 
         {"tasks": 100, "samples": 800,
          "reward": {"mean": 0.52, "low": 0.44, "high": 0.60, "tasks": 100},
@@ -57,7 +58,8 @@ def summary(
     result["reward"] = stated(float(np.mean(means)), found, tasks=len(means))
     if success is None:
         return result
-    correct = [(len(rewards), int(succeeds(rewards, success).sum())) for rewards in groups]
+    decided = groups if outcomes is None else [np.asarray(own, dtype=np.float64) for own in outcomes if len(own)]
+    correct = [(len(own), int(succeeds(own, success).sum())) for own in decided]
     result["accuracy"] = _share([c / n for n, c in correct], level)
     for k in ks:
         rates = [pass_at_k(n, c, k) for n, c in correct if n >= k]
@@ -68,13 +70,22 @@ def summary(
 
 
 def differences(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], success: float | None = 1.0, level: float = LEVEL
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
+    success: float | None = 1.0,
+    level: float = LEVEL,
+    outcomes: Sequence[tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Compute the differences of two checkpoints on the same tasks, first minus second, in reward and in accuracy."""
+    """Compute the differences of two checkpoints on the same tasks, first minus second, in reward and in accuracy.
+
+    `outcomes`: see `summary`.
+    """
     first, second = ([np.asarray(pair[side], dtype=np.float64) for pair in pairs] for side in (0, 1))
     found = {"reward": _difference(first, second, level, _is_binary([*first, *second]))}
     if success is not None:
-        own, theirs = ([succeeds(rewards, success) for rewards in side] for side in (first, second))
+        decided = pairs if outcomes is None else outcomes
+        own, theirs = (
+            [succeeds(np.asarray(pair[side], dtype=np.float64), success) for pair in decided] for side in (0, 1)
+        )
         found["accuracy"] = _difference(own, theirs, level, share=True)
     return found
 

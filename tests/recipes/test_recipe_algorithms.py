@@ -1,4 +1,4 @@
-"""recipes/algorithms.py: its task is fair, its settings exist, and its report says what was found."""
+"""recipes/algorithms.py: its tasks are fair, its settings exist, and its report says what was found."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, SFT
 from posttrain.core.types import UserError
 from posttrain.envs.builtin import arithmetic
+from posttrain.envs.play.load_env import load_env
 
 
 @pytest.fixture
@@ -37,39 +38,55 @@ def result(row: str, seed: int, after: float) -> dict[str, Any]:
 
 
 def test_demonstrators_forget_a_third_of_the_time_and_show_no_held_out_sum(recipe: ModuleType) -> None:
-    practice = recipe.practice(0)
+    sums = recipe.TASKS["sums"]
+    practice = sums.practice(0)
     right = {t["prompt"]: t["answer"] for t in practice}
-    rows = recipe.demonstrations(practice, 0)
-    assert not {r["prompt"] for r in rows} & {t["prompt"] for t in recipe.unseen(0)}
+    rows = sums.demonstrations(practice, 0)
+    assert not {r["prompt"] for r in rows} & {t["prompt"] for t in sums.unseen(0)}
     told = [r for r in rows if not r["prompt"].endswith("+0=")]  # forgetting a 0 changes nothing
     wrong = [r for r in told if r["response"] != right[r["prompt"]]]
-    assert len(wrong) / len(told) == pytest.approx(recipe.FORGETS, abs=0.01)
+    assert len(wrong) / len(told) == pytest.approx(1 / 3, abs=0.01)
     for row in wrong[:100]:
         short = row["prompt"].rstrip("=").rpartition("+")[0]
         assert arithmetic.reward({"answer": str(sum(map(int, short.split("+"))))}, row["response"]) == 1.0
 
 
-def test_every_row_has_settings_that_exist(recipe: ModuleType) -> None:
-    assert set(recipe.OWN) <= set(recipe.TABLE)
-    validate(SFT(tasks="x", **recipe.IMITATION))
+def test_worked_sums_are_cut_off_by_the_budget_and_shown_by_no_held_out_task(recipe: ModuleType) -> None:
+    worked = recipe.TASKS["worked-sums"]
+    practice = worked.practice(0)
+    rows = worked.demonstrations(practice, 0)
+    assert not {r["prompt"] for r in rows} & {t["prompt"] for t in worked.unseen(0)}
+    lengths = [len(r["response"]) + 1 for r in rows]  # a token a character, and the end
+    too_long = sum(n > worked.common["max_tokens"] for n in lengths) / len(lengths)
+    assert 0.3 < too_long < 0.7 and 20 <= sum(lengths) / len(lengths) <= 60
+    assert max(lengths) + 11 <= worked.imitation["context"]
+
+
+@pytest.mark.parametrize("name", ["sums", "worked-sums"])
+def test_every_row_has_settings_that_exist(recipe: ModuleType, name: str) -> None:
+    common = recipe.TASKS[name]
+    assert set(common.own) <= set(recipe.TABLE)
+    validate(SFT(tasks="x", **common.imitation))
     for row in recipe.TABLE:
-        validate(
-            filled(RL, {"tasks": "x", "env": "arithmetic", "model": "x", "algorithm": row, **recipe.settings(row)})
-        )
+        options = {**common.settings(row), "tasks": "x", "model": "x", "algorithm": row}
+        validate(filled(RL, options))
+        load_env(options["env"])
 
 
-def test_the_report_tells_every_seed_the_interval_and_who_learned(recipe: ModuleType, tmp_path: Path) -> None:
+def test_the_report_has_every_task_seed_interval_and_learned_row(recipe: ModuleType, tmp_path: Path) -> None:
     found = {
         "grpo": {seed: result("grpo", seed, after) for seed, after in enumerate((0.95, 0.96, 0.97))},
         "rloo": {0: result("rloo", 0, 0.85)},
     }
-    text = recipe.report(found, tmp_path).read_text()
+    text = recipe.report({"sums": found, "worked-sums": {"rloo": found["rloo"]}}, tmp_path).read_text()
     assert "| 0.950, 0.960, 0.970 | 0.960 [0.935, 0.985] |" in text  # 4.303 * 0.01 / sqrt(3) = 0.0248
-    assert "1 of 2 rows are above 0.9 with every seed" in text
-    for picture in ("results/algorithms.png", "algorithms/curves/grpo.png", "algorithms/curves/rloo.png"):
+    assert "1 of 2 rows are above 0.9 with every seed" in text and "1 of 1 rows are above 0.6" in text
+    assert "--task worked-sums --seeds 0\n" in text
+    curves = ("curves/grpo.png", "curves/rloo.png", "curves-worked-sums/rloo.png")
+    for picture in ("results/algorithms.png", *(f"algorithms/{curve}" for curve in curves)):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_report_of_nothing_is_refused(recipe: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run is finished"):
-        recipe.report({}, tmp_path)
+        recipe.report({"sums": {}}, tmp_path)

@@ -39,6 +39,7 @@ BUILTIN = {
     "math": "posttrain.envs.builtin.math_problems:reward",
     "verdict": "posttrain.envs.builtin.judge_verdict:reward",
     "calculator": "posttrain.envs.builtin.calculator:calculator",
+    "worked-sums": "posttrain.envs.builtin.worked_sums:reward",
     "countdown": "posttrain.envs.builtin.countdown:reward",
     "guess": "posttrain.envs.builtin.guess:guess",
     "functions": "posttrain.envs.builtin.functions:functions",
@@ -55,6 +56,7 @@ BUILTIN = {
     "code-choice": "posttrain.envs.builtin.code_choice:code_choice",
     "reward-model": "posttrain.envs.builtin.service_reward:reward_model",
     "judge": "posttrain.envs.builtin.service_reward:judge",
+    "unscored": "posttrain.envs.builtin.unscored:reward",
     "search-qa": "posttrain.envs.builtin.search_qa:search_qa",
 }
 

@@ -152,7 +152,7 @@ class Collector:
             if not isinstance(rollout.reward, Invalid):
                 place = self._places[rollout.group]
                 ids[place] = str(rollout.task["id"])
-                found.setdefault(place, []).append(bool(succeeds(rollout.reward, success)))
+                found.setdefault(place, []).append(bool(succeeds(rollout.outcome, success)))
         return [Solved(place, ids[place], sum(own), len(own) - sum(own)) for place, own in found.items()]
 
     def _whole(self, begun: list[Episode]) -> list[Rollout]:

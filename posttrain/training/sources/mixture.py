@@ -81,7 +81,7 @@ def part_metrics(rollouts: Sequence[Rollout], success: float | None, before: str
             continue
         stats.add(f"{before}mixture/{part}/reward", rollout.reward)
         if success is not None:
-            stats.add(f"{before}mixture/{part}/accuracy", succeeds(rollout.reward, success))
+            stats.add(f"{before}mixture/{part}/accuracy", succeeds(rollout.outcome, success))
     return stats
 
 

@@ -57,7 +57,7 @@ def _rewards(rollouts: Sequence[Rollout], success: float | None, sides: bool) ->
             found[f"reward/{rollout.side}"].append(rollout.reward)
         if success is not None:
             name = f"accuracy/{rollout.side}" if sides else "accuracy"
-            found[name].append(succeeds(rollout.reward, success))
+            found[name].append(succeeds(rollout.outcome, success))
         for name, value in rollout.rewards.items():
             found[f"reward/{name}"].append(value)
     return found
@@ -158,7 +158,7 @@ def scoreboard(
         value=tuple(value),
         sampled=torch.tensor([r.n_sampled for r in rollouts], dtype=torch.float32),
         truncated=torch.tensor([r.stop.truncated for r in rollouts], dtype=torch.bool),
-        success=None if success is None else succeeds(reward, success),
+        success=None if success is None else succeeds(torch.tensor([r.outcome for r in rollouts]).double(), success),
         parts=named_parts(rollouts) if parts else {},
     )
 

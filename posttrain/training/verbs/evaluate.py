@@ -111,17 +111,23 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     ks, left_out = _of_samples(config)
     rewards, other_rewards = rewards_by_task(rollouts), rewards_by_task(others)
     ks, too_few = _of_valid(ks, [rewards, other_rewards] if others else [rewards])
-    own = summary(list(rewards.values()), ks, success)
+    outcomes, other_outcomes = outcomes_by_task(rollouts), outcomes_by_task(others)
+    own = summary(list(rewards.values()), ks, success, outcomes=list(outcomes.values()))
     invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)
     notes = (*left_out, *dict.fromkeys(said), *too_few, *_of_invalid(config.model, rollouts, own))
     if config.against is None:
         return Evaluated(own, rewards, rollouts, invalid, notes)
-    other = summary(list(other_rewards.values()), ks, success)
-    pairs = [(ours, theirs) for task, ours in rewards.items() if ours and (theirs := other_rewards.get(task))]
-    if not pairs:
+    other = summary(list(other_rewards.values()), ks, success, outcomes=list(other_outcomes.values()))
+    both = [task for task, ours in rewards.items() if ours and other_rewards.get(task)]
+    if not both:
         raise UserError("no task has a valid reward of both checkpoints: look at the reasons in their rollouts")
     notes = (*notes, *_of_invalid(config.against, others, other))
-    return Evaluated(own, rewards, rollouts, invalid, notes, other, differences(pairs, success), others)
+    found = differences(
+        [(rewards[task], other_rewards[task]) for task in both],
+        success,
+        outcomes=[(outcomes[task], other_outcomes[task]) for task in both],
+    )
+    return Evaluated(own, rewards, rollouts, invalid, notes, other, found, others)
 
 
 def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:
@@ -211,7 +217,7 @@ def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, r
         if isinstance(rollout.reward, Invalid):
             continue
         if success is not None:
-            stats.add("eval/accuracy", succeeds(rollout.reward, success))
+            stats.add("eval/accuracy", succeeds(rollout.outcome, success))
         if rewarded:
             stats.add("eval/reward", rollout.reward)
             if rollout.side:
@@ -230,9 +236,18 @@ def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
 
 def rewards_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     """Return task id -> valid rewards of its samples; where the policy plays several sides, "ID as SIDE"."""
-    rewards: dict[str, list[float]] = {}
+    return _by_task(rollouts, lambda valid: valid.reward)
+
+
+def outcomes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Return the same of the rewards that `success` is compared with: see `Rollout.outcome`."""
+    return _by_task(rollouts, lambda valid: valid.outcome)
+
+
+def _by_task(rollouts: Sequence[Rollout], read: Callable[[Rollout], Any]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
     for r in rollouts:
-        own = rewards.setdefault(f"{r.task['id']} as {r.side}" if r.side else r.task["id"], [])
+        own = found.setdefault(f"{r.task['id']} as {r.side}" if r.side else r.task["id"], [])
         if not isinstance(r.reward, Invalid):
-            own.append(r.reward)
-    return rewards
+            own.append(read(r))
+    return found

@@ -1,0 +1,176 @@
+"""The two tasks that every algorithm must learn: their rows, the start of a seed, and the settings of each algorithm.
+
+sums           3+5+2+7=17, the answer alone: replies of two or three tokens
+worked-sums    7 4 9 2 8: answered line by line, 7+4=11, 11+9=20 ...: replies of some 25 tokens, long ones are cut off
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core.types import Task
+from posttrain.envs.builtin import arithmetic, worked_sums
+
+FORGETS = 1 / 3  # sums: how often a demonstrator leaves out the last number
+DEMONSTRATORS = 3  # sums: of each task, so that the model learns how often they forget, not on which sums
+SLIPS = 0.12  # worked sums: how often a demonstrator's line is wrong by one
+LONG_LINES = 0.3  # worked sums: how often a demonstrator adds three numbers in a line
+NUMBERS = 5  # worked sums: of each task
+
+_ON_POLICY = {"minibatches": 1}  # lp A has no ratio: a second update would follow rollouts of a policy that is gone
+
+
+@dataclass(frozen=True)
+class CommonTask:
+    """A task, and how each algorithm trains on it."""
+
+    name: str
+    env: str
+    text: Sequence[str]  # about it, for the page
+    practice: Callable[[int], list[Task]]  # training tasks of a seed
+    unseen: Callable[[int], list[Task]]  # held-out tasks of a seed
+    demonstrations: Callable[[Sequence[Task], int], list[Task]]  # imitated by the start of a seed
+    imitation: Mapping[str, Any]  # options of `posttrain.sft` for the start
+    common: Mapping[str, Any]  # options of `posttrain.rl` for all algorithms
+    target: float  # held-out accuracy that counts as learned
+    own: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # algorithm -> where it differs, each with its reason
+
+    def settings(self, algorithm: str) -> dict[str, Any]:
+        """Return all options of `posttrain.rl`; {start} is the folder of the seed's start."""
+        return {"env": self.env, **self.common, **self.own.get(algorithm, {})}
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def _forgetful(tasks: Sequence[Task], seed: int) -> list[Task]:
+    """Every sum as several demonstrators answer it; each may forget the last number."""
+    rng = random.Random(seed)
+    rows = []
+    for task in tasks:
+        numbers = [int(n) for n in task["prompt"].rstrip("=").split("+")]
+        for _ in range(DEMONSTRATORS):
+            heard = numbers[:-1] if rng.random() < FORGETS else numbers
+            rows.append({"prompt": task["prompt"], "response": str(sum(heard))})
+    return rows
+
+
+_STARTS: dict[str, Any] = {
+    **{"hidden": 64, "heads": 4, "tokenizer": "characters", "rows": 64, "warmup": 50, "threads": 1, "quiet": True},
+    "save_every": 10**6,
+}
+_RUNS: dict[str, Any] = {
+    **{"betas": (0.9, 0.95), "warmup": 10, "schedule": "linear", "eval_every": 10, "eval_limit": 500},
+    **{"slots": 512, "env_workers": 0, "threads": 1, "quiet": True, "save_every": 10**6},
+}
+_CRITIC = {"critic_lr": 2e-3}  # begins knowing nothing, and has to keep pace with a policy that learns in 20 steps
+_SUMS_OWN: dict[str, dict[str, Any]] = {
+    "reinforce": _ON_POLICY,
+    "reinforce-baseline": _ON_POLICY,
+    "gpg": _ON_POLICY,
+    "dapo": {"steps": 60},  # it plays up to four times as many prompts for a step full of groups that tell something
+    # No schedule shortens a step that is as long as the region allows, nor its noise: a small region, more rollouts.
+    "trpo": {"minibatches": 1, "prompts": 128, "trust_region": 5e-4, "steps": 60},
+    "a2c": {**_CRITIC, **_ON_POLICY},
+    "ppo": _CRITIC,
+    "ppo-kl": _CRITIC,
+    # The text is what the start imitated, and pulls back to it: at 1 nothing would be unlearned.
+    "ppo-ptx": {**_CRITIC, "ptx": "{start}/demonstrations.jsonl", "ptx_coefficient": 0.05},
+    "chord": {"ptx": "{start}/demonstrations.jsonl"},
+    "open-reasoner-zero": _CRITIC,
+    # lambda = 1 - 1 / (0.05 n) is made for thousands of tokens; for the two or three of a sum it is 0.
+    "vapo": {**_CRITIC, "critic_warmup": 10, "gae_lambda": 0.95},
+    # Q only guesses for tokens that nobody has sampled yet: it learns first and faster, and a KL keeps the policy to
+    # tokens that the start would say.
+    "sac": {
+        **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "minibatches": 4, "steps": 220},
+        **{"kl": 0.03, "kl_estimator": "exact", "entropy_target": 0.05},
+    },
+}
+SUMS = CommonTask(
+    "sums",
+    "arithmetic",
+    (
+        "Sums of four digits (`3+5+2+7=17`), a decoder of 0.1 M parameters. The start imitates demonstrators who forget",
+        "the last number every third time; then each row practises on 8,800 sums with an exact check of the answer as its",
+        "only reward. Accuracy is measured at temperature 1 on 500 sums that neither stage has seen, 4 replies each. Seeds",
+        "change the sums, the start and all sampling. The interval is Student's 95% over seeds. Seconds are processor",
+        "seconds of training on one thread, evaluations on the way included.",
+        "",
+        "How the settings came about: the common ones were chosen for grpo on seed 0 and kept. The critic's learning rate,",
+        "ppo-ptx's coefficient and vapo's lambda were chosen on seed 0 too; trpo's region on seeds 0 and 2; sac's settings",
+        "were tried five times, three of them with all three seeds (the last but one: 0.899, 0.905, 0.937), so its figures",
+        "are those of the trial that went best; seeds 3, 4 and 5, never seen before, then gave 0.926, 0.960 and 0.968.",
+        "With a reward for the answer alone grpo-process is grpo, to the last digit. So is arpo,",
+        "where there are no tools; it is not among the rows.",
+    ),
+    lambda seed: arithmetic.tasks(8800, seed, digits=1, operands=4),  # nearly all outside the held-out tenth
+    lambda seed: arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True),
+    _forgetful,
+    {**_STARTS, "layers": 2, "context": 16, "epochs": 10, "lr": 4e-3},
+    {**_RUNS, "steps": 120, "prompts": 64, "group": 8, "max_tokens": 4, "minibatches": 2, "lr": 1e-3},
+    0.9,
+    _SUMS_OWN,
+)
+
+
+# -- worked sums -------------------------------------------------------------------------------------------------------
+
+
+def _slipping(tasks: Sequence[Task], seed: int) -> list[Task]:
+    """Every task as a demonstrator works it out: in any order, at times with three numbers to a line, or wrong by one."""
+    rng = random.Random(seed)
+    return [
+        {"prompt": t["prompt"], "response": worked_sums.working(rng, t["numbers"], LONG_LINES, SLIPS)} for t in tasks
+    ]
+
+
+_WORKED_OWN: dict[str, dict[str, Any]] = {
+    "reinforce": _ON_POLICY,
+    "reinforce-baseline": _ON_POLICY,
+    "gpg": _ON_POLICY,
+    "grpo-process": {"env": "worked-sums,lines=0.5"},  # right lines earn something: without it this is grpo
+    "dapo": {"steps": 40},  # as on the sums
+    "trpo": {"minibatches": 1, "prompts": 64, "trust_region": 5e-4, "steps": 40},
+    "a2c": {**_CRITIC, **_ON_POLICY},
+    "ppo": _CRITIC,
+    "ppo-kl": _CRITIC,
+    "ppo-ptx": {**_CRITIC, "ptx": "{start}/demonstrations.jsonl", "ptx_coefficient": 0.05},
+    "chord": {"ptx": "{start}/demonstrations.jsonl"},
+    "open-reasoner-zero": _CRITIC,
+    "vapo": {**_CRITIC, "critic_warmup": 10},
+    "sac": {
+        **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "steps": 160},
+        **{"kl": 0.03, "kl_estimator": "exact", "entropy_target": 0.3},
+    },
+}
+WORKED_SUMS = CommonTask(
+    "worked-sums",
+    "worked-sums",
+    (
+        "Five digits are added line by line (`7 4 9 2 8:`, then `7+4=11`, `11+9+2=22`, `22+8=30`): any order, two or more",
+        "numbers to a line. A decoder of 0.15 M parameters first imitates demonstrators whose lines are wrong by one 12",
+        "times of 100; then each row practises on 8,000 tasks with an exact check of the last number as its only reward",
+        "(but grpo-process: half a point for all right lines). Replies have some 25 tokens and a budget of 26, which cuts",
+        "off many of the start's; longer lines are shorter replies. Four updates a step. Accuracy is measured at",
+        "temperature 1 on 500 tasks that neither stage has seen, 4 replies each. Seeds change the tasks, the start and all",
+        "sampling.",
+        "",
+        "How the settings came about: the common ones were chosen for grpo on seed 0; those of single rows were taken over",
+        "from the sums and not tuned here.",
+    ),
+    lambda seed: worked_sums.tasks(8000, seed, numbers=NUMBERS),
+    lambda seed: worked_sums.tasks(500, seed, numbers=NUMBERS, held_out=True),
+    _slipping,
+    {**_STARTS, "layers": 3, "context": 48, "epochs": 16, "lr": 6e-3, "schedule": "linear"},
+    {**_RUNS, "steps": 80, "prompts": 32, "group": 8, "max_tokens": 26, "minibatches": 4, "lr": 5e-4},
+    0.6,
+    _WORKED_OWN,
+)
+
+TASKS = {task.name: task for task in (SUMS, WORKED_SUMS)}

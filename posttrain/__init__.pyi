@@ -402,6 +402,23 @@ class ServiceOptions(RetrieverOptions, total=False):
     """Judge: the TOML recipe of a model behind an OpenAI endpoint, or of a checkpoint that reasons. Without --env, its
     verdict is the reward; an environment asks it as "judge". Name several with NAME=RECIPE."""
 
+class StepRewardOptions(ServiceOptions, total=False):
+    """Options of several verbs."""
+
+    step_delimiter: str
+    """Reward each step of a reply by --reward-model, trained on labelled steps. The text between steps; or line, or a
+    regular expression between slashes: "/(?=Step [0-9])/"; reply: each reply of an episode is one step; spans: the
+    environment names where steps end. Without --env, steps alone earn rewards."""
+    step_aggregate: Literal["none", "sum", "mean", "min", "last"]
+    """Aggregate of step rewards, a part "process" of the reward. none: each step has its own, at its last token, as
+    grpo-process, --advantage to-go and critics read them."""
+    step_rewards: Literal["always", "if-right"]
+    """Replies whose steps earn rewards: all of them, or those whose outcome is right (P-GRPO)."""
+    step_weight: float
+    """Weight of step rewards beside the outcome."""
+    step_score: Literal["probability", "score"]
+    """The reward of a step: the probability that it is right (sigmoid of the reward model's score), or the score."""
+
 class ReplicaOptions(TypedDict, total=False):
     """Options of several verbs."""
 
@@ -453,7 +470,7 @@ class AlgorithmOptions(TypedDict, total=False):
 class RLOptions(
     AlgorithmOptions,
     EngineOptions,
-    ServiceOptions,
+    StepRewardOptions,
     EnvWorkerOptions,
     EpisodeOptions,
     CurriculumOptions,
@@ -509,6 +526,8 @@ class RLOptions(
     """Normalise advantages to mean 0 and standard deviation 1 over all tokens."""
     gamma: float
     """Discount factor per sampled token."""
+    outcome_apart: bool
+    """"""
     part_weights: str
     """Weights of the reward's named parts: correct=1 format=0.5."""
     advantage_k: int
@@ -748,7 +767,7 @@ class EvaluationOptions(
     HardwareOptions,
     HeldOutOptions,
     ReplicaOptions,
-    ServiceOptions,
+    StepRewardOptions,
     EnvWorkerOptions,
     EpisodeOptions,
     SamplingOptions,

@@ -11,7 +11,7 @@ its sampled tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -243,35 +243,59 @@ class StepRewards(Advantage):
     All step rewards of the group are normalised together, the final reward among them: with the step that ends at the last
     token, or else as a step of its own. The advantage of a token is the sum of the normalised rewards of the steps that end
     at it or after it (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+
+    outcome_apart   the final reward is normalised among the final rewards of the group, and steps among its steps: where
+                    both tell something, many steps do not drown the outcome. The two are added, as PRIME adds them.
     """
 
     eps: float = setting(1e-6, above=0)
+    outcome_apart: bool = setting(False, "outcome_apart")
     needs = frozenset({Need.GROUP})
-    formula = "sum over steps j that end at or after t of (r_j - mean(steps of the group)) / (std + eps)"
-    source = "DeepSeekMath, arXiv 2402.03300, section 4.1.3"
+
+    @property
+    def formula(self) -> str:
+        steps = "sum over steps j that end at or after t of (r_j - mean(steps of the group)) / (std + eps)"
+        return steps + " + (R_i - mean(group)) / (std(group) + eps), R without step rewards" * self.outcome_apart
+
+    @property
+    def source(self) -> str:
+        paper = "DeepSeekMath, arXiv 2402.03300, section 4.1.3"
+        return paper + "; the sum: PRIME, arXiv 2502.01456, section 2.3" * self.outcome_apart
 
     def __call__(self, scores: Scores) -> list[Tensor]:
-        steps = [self._steps(scores, i) for i in range(len(scores.reward))]
-        groups: dict[int, list[float]] = {}
-        for group, own in zip(scores.group.tolist(), steps, strict=True):
-            groups.setdefault(group, []).extend(reward for _, reward in own)
+        kinds = [[self._steps(scores, i)] for i in range(len(scores.reward))]
+        if self.outcome_apart:
+            kinds = [list(self._apart(scores, i)) for i in range(len(scores.reward))]
+        groups: dict[tuple[int, int], list[float]] = {}
+        for group, own in zip(scores.group.tolist(), kinds, strict=True):
+            for kind, steps in enumerate(own):
+                groups.setdefault((group, kind), []).extend(reward for _, reward in steps)
         out = []
-        for group, own, length in zip(scores.group.tolist(), steps, scores.length.long().tolist(), strict=True):
-            every = torch.tensor(groups[group], dtype=torch.float64)
+        for group, own, length in zip(scores.group.tolist(), kinds, scores.length.long().tolist(), strict=True):
             advantage = torch.zeros(length, dtype=torch.float64)
-            if every.max() - every.min() > 1e-8 * max(1.0, every.abs().max().item()):
-                for end, reward in own:
-                    advantage[:end] += (reward - every.mean()) / (every.std() + self.eps)
+            for kind, steps in enumerate(own):
+                for (end, _), value in zip(steps, self._normalised(steps, groups[group, kind]), strict=True):
+                    advantage[:end] += value
             out.append(advantage.to(scores.reward.dtype))
         return out
 
+    def _normalised(self, steps: Sequence[tuple[int, float]], group: Sequence[float]) -> list[float]:
+        """Return the rewards of steps among those of their group; 0 where all of these are equal."""
+        every = torch.tensor(group, dtype=torch.float64)
+        if not group or every.max() - every.min() <= 1e-8 * max(1.0, every.abs().max().item()):
+            return [0.0] * len(steps)
+        return [((reward - every.mean()) / (every.std() + self.eps)).item() for _, reward in steps]
+
     @staticmethod
-    def _steps(scores: Scores, i: int) -> list[tuple[int, float]]:
-        """Return (tokens up to its end, reward) of each step of rollout i; the final reward is the rest that steps did not
-        give.
-        """
+    def _apart(scores: Scores, i: int) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """Return the steps of rollout i, and its final reward as one of its own: (tokens up to its end, reward)."""
         own = list(scores.steps[i]) if scores.steps else []
-        length, final = int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own)
+        return own, [(int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own))]
+
+    @classmethod
+    def _steps(cls, scores: Scores, i: int) -> list[tuple[int, float]]:
+        """Return all of them, the final reward with the step that ends with the last token, if there is one."""
+        own, [(length, final)] = cls._apart(scores, i)
         last = own.pop()[1] if own and own[-1][0] == length else 0.0
         return [*own, (length, last + final)]
 

@@ -181,7 +181,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     from posttrain.envs.play.load_env import about, success_of
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
-    from posttrain.training.playground import open_services, viewer_of
+    from posttrain.training.playground import open_services, played_env, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
     from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
 
@@ -214,7 +214,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     if config.env and success_of(config.env, None) is None:
         told.append("no accuracy and no pass@k: SUCCESS = 1.0 beside it, or --success, says what reward is right")
     with open_services(config, choose_device("auto")) as services:
-        report = run_check(config.env, tasks, lines, config.env_timeout, config.env_memory, services, viewer)
+        report = run_check(played_env(config), tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)
     report = replace(report, told=tuple(chat.lines(tasks, report.first)))
     width = columns(Output(sys.stdout))

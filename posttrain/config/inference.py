@@ -18,6 +18,7 @@ from posttrain.config.shared_options import (
     SamplingGroup,
     SeedGroup,
     ServiceGroup,
+    StepRewardGroup,
 )
 from posttrain.core.component import option
 from posttrain.core.types import UserError
@@ -29,7 +30,7 @@ class Evaluation(
     HardwareGroup,
     HeldOutGroup,
     ReplicaGroup,
-    ServiceGroup,
+    StepRewardGroup,
     EnvWorkerGroup,
     EpisodeGroup,
     SamplingGroup,
@@ -128,7 +129,7 @@ class ServeEngine(HardwareGroup):
 
 
 @dataclass(frozen=True)
-class Check(ServiceGroup, EnvLimitGroup, Data):
+class Check(StepRewardGroup, EnvLimitGroup, Data):
     """Run a reward or an environment on sample replies, before any training."""
 
     model: str | None = option(None, group="model", first_hour=True, value="FOLDER")

@@ -35,3 +35,45 @@ def play_the_only_service(config: Any) -> None:
         [(name, _)] = named_services([value], kind)
         if name == kind:
             object.__setattr__(config, "env", kind)
+
+
+def check_step_rewards(config: Any) -> None:
+    """Raise UserError for options of step rewards that contradict each other.
+
+    Without an environment the outcome of a reply earns nothing: its steps alone do.
+    """
+    given = [name for name, value in _WITHOUT_STEPS.items() if getattr(config, name) != value]
+    if not config.step_delimiter:
+        if given:
+            raise UserError(
+                f"--{given[0].replace('_', '-')} has no effect without --step-delimiter: add it, such as line"
+            )
+        return
+    if not config.reward_model:
+        raise UserError("--step-delimiter needs the model that scores steps: --reward-model FOLDER")
+    process_model(config)
+    if len(pattern := config.step_delimiter) > 2 and pattern[0] == pattern[-1] == "/":
+        try:
+            re.compile(pattern[1:-1])
+        except re.error as error:
+            raise UserError(f"--step-delimiter {pattern} is no regular expression: {error}") from error
+    if not config.env:
+        object.__setattr__(config, "env", "unscored")
+
+
+def process_model(config: Any) -> str:
+    """Return the name of the reward model that scores steps: the only one, or that called "process"."""
+    names = [name for name, _ in named_services(config.reward_model, "reward-model")]
+    if len(names) > 1 and PROCESS not in names:
+        raise UserError(
+            f"--step-delimiter: of several reward models the one that scores steps is called {PROCESS}: --reward-model "
+            f"{PROCESS}=FOLDER"
+        )
+    return PROCESS if PROCESS in names else names[0]
+
+
+PROCESS = "process"
+"""Name of the reward model that scores steps, where there are several."""
+
+_WITHOUT_STEPS = {"step_aggregate": "none", "step_rewards": "always", "step_weight": 1.0, "step_score": "probability"}
+"""Options of step rewards -> their defaults."""

@@ -1,10 +1,11 @@
 """Groups of options that several verbs share, each declared once."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.row_options import Precision
-from posttrain.config.service_options import play_the_only_service
+from posttrain.config.service_options import check_step_rewards, play_the_only_service
 from posttrain.core.component import option
 
 
@@ -81,6 +82,29 @@ class ServiceGroup(RetrieverGroup, group="environment"):
 
     def __post_init__(self) -> None:
         play_the_only_service(self)
+
+
+@dataclass(frozen=True)
+class StepRewardGroup(ServiceGroup, group="environment"):
+    """Rewards for the steps of a reply."""
+
+    step_delimiter: str = option("", value="TEXT")
+    """Reward each step of a reply by --reward-model, trained on labelled steps. The text between steps; or line, or a
+    regular expression between slashes: "/(?=Step [0-9])/"; reply: each reply of an episode is one step; spans: the
+    environment names where steps end. Without --env, steps alone earn rewards."""
+    step_aggregate: Literal["none", "sum", "mean", "min", "last"] = "none"
+    """Aggregate of step rewards, a part "process" of the reward. none: each step has its own, at its last token, as
+    grpo-process, --advantage to-go and critics read them."""
+    step_rewards: Literal["always", "if-right"] = "always"
+    """Replies whose steps earn rewards: all of them, or those whose outcome is right (P-GRPO)."""
+    step_weight: float = 1.0
+    """Weight of step rewards beside the outcome."""
+    step_score: Literal["probability", "score"] = "probability"
+    """The reward of a step: the probability that it is right (sigmoid of the reward model's score), or the score."""
+
+    def __post_init__(self) -> None:
+        check_step_rewards(self)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)

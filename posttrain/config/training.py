@@ -21,7 +21,7 @@ from posttrain.config.shared_options import (
     RetrieverGroup,
     SamplingGroup,
     SeedGroup,
-    ServiceGroup,
+    StepRewardGroup,
 )
 from posttrain.core.component import option
 
@@ -277,7 +277,7 @@ class EngineGroup(ReplicaGroup, group="scale"):
 class RL(
     AlgorithmGroup,
     EngineGroup,
-    ServiceGroup,
+    StepRewardGroup,
     EnvWorkerGroup,
     EpisodeGroup,
     CurriculumGroup,

@@ -222,7 +222,7 @@ class Service(Protocol):
 
     def submit(self, id: int, content: Any) -> None: ...  # plain JSON data, as the environment gave it
     def poll(self) -> list[tuple[int, Any]]: ...  # (id, answer) of finished questions; may compute some of them
-    def example(self) -> Any: ...  # an answer as it may come, for rehearsals: nothing is asked
+    def example(self, content: Any) -> Any: ...  # an answer as it may come to this, for rehearsals: nothing is asked
     def counts(self) -> dict[str, float]: ...  # since the beginning: requests, tokens, cost, failures ...
     def close(self) -> None: ...
 

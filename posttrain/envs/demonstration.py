@@ -61,6 +61,23 @@ def demonstrate(
     return transcript
 
 
+def demonstrate_steps(task: Task, steps: Sequence[str], tokenizer: Tokenizer, begun: str = "") -> Transcript:
+    """Return the transcript of a solution in steps, each a scored span that ends with a new line, the last one too.
+
+    Solutions are cut behind their first mistake: an end of its own would reveal that step. `begun`: text between the prompt
+    and the first step, which is context.
+    """
+    chat = task.get("messages")
+    shown = task["prompt"] if chat is None else tokenizer.render(chat, generation=True)
+    transcript = Transcript()
+    transcript.observe(tokenizer.encode(shown, start=True))
+    if begun:
+        transcript.observe(tokenizer.encode(begun))
+    for step in steps:
+        transcript.imitate(tokenizer.encode(step + "\n"))
+    return transcript
+
+
 class _Piece(NamedTuple):
     """A run of tokens."""
 

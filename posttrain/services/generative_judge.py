@@ -115,7 +115,7 @@ class GenerativeJudge:
         answers, self._answers = self._answers, []
         return answers
 
-    def example(self) -> float:
+    def example(self, content: Any) -> float:
         return 0.5 if self.recipe.scale is None else sum(self.recipe.scale) / 2
 
     def counts(self) -> dict[str, float]:

@@ -92,7 +92,7 @@ class Judge:
             self._counts["invalid"] += isinstance(bare(answer), Invalid)
         return answers
 
-    def example(self) -> Any:
+    def example(self, content: Any) -> Any:
         low, high = self.recipe.scale
         value = 0.5 if self.recipe.kind == "pairwise" else (low + high) / 2
         return self._joined([value] * len(self.recipe.all_criteria))

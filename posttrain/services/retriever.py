@@ -116,7 +116,7 @@ class RemoteRetriever:
             self._counts["invalid"] += isinstance(answer, Invalid)
         return answers
 
-    def example(self) -> Any:
+    def example(self, content: Any) -> Any:
         return made_up_passages()
 
     def counts(self) -> dict[str, float]:
@@ -195,7 +195,7 @@ class LocalRetriever:
         answers, self._answers = self._answers, []
         return answers
 
-    def example(self) -> Any:
+    def example(self, content: Any) -> Any:
         return made_up_passages()
 
     def counts(self) -> dict[str, float]:

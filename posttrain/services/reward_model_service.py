@@ -24,7 +24,7 @@ from posttrain.core.batch import Layout
 from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, Transcript, UserError
 from posttrain.data.chat_prompts import AsMessages
-from posttrain.envs.demonstration import demonstrate, last_alone
+from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_alone
 from posttrain.models.adapters.adapter_config import described_in
 from posttrain.models.checkpoint_folder import stored_names
 from posttrain.models.checkpoint_location import checkpoint_folder
@@ -35,7 +35,7 @@ from posttrain.models.weight_files import SCORE
 from posttrain.runs.chat_choice import chatting
 
 TOGETHER = 4096  # tokens per forward pass
-FORMS = '{"prompt": ..., "response": ...}, {"messages": [...]} or text'
+FORMS = '{"prompt": ..., "response": ...}, {"messages": [...]}, {"prompt": ..., "steps": [...]} or text'
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,16 @@ class _Text:
 
     tokens: list[int]
     at: list[int]  # indices of the tokens whose hidden states are used
+    each: bool = False  # whether each of them has a score of its own; else the text has one, their mean
 
 
 class RewardModelService:
     """Service of a reward model; implements `posttrain.core.protocols.Service`.
 
     Content: {"prompt", "response"}, or {"messages"} whose last is the assistant's, tokenized as in training, with "cut"
-    where the response was cut off; or text, which is scored as it is. A prompt is put into the chat template where rows
+    where the response was cut off; or text, which is scored as it is. The answer is a number. With "steps", texts in place
+    of a response, it is a list: the score of each step at its last token, all computed in one pass; "begun" is text
+    between the messages and the first step. A prompt is put into the chat template where rows
     were in training, and a single message without one where there is none. Where the model has an offset, which centres
     its scores, it is added.
     """
@@ -110,14 +113,15 @@ class RewardModelService:
             size += len(some[-1][1].tokens)
         if some:
             scores = self._scores([text for _, text in some])
-            self._answers += [(id, self._read_score(score)) for (id, _), score in zip(some, scores, strict=True)]
+            self._answers += [(id, self._read_scores(own)) for (id, _), own in zip(some, scores, strict=True)]
             self._counts["scored"] += len(some)
             self._counts["tokens"] += size
         answers, self._answers = self._answers, []
         return answers
 
-    def example(self) -> float:
-        return 0.5
+    def example(self, content: Any) -> Any:
+        steps = content.get("steps") if isinstance(content, dict) else None
+        return [0.5] * len(steps) if isinstance(steps, list) else 0.5
 
     def counts(self) -> dict[str, float]:
         return dict(self._counts)
@@ -126,10 +130,14 @@ class RewardModelService:
         self._asked.clear()
 
     @torch.no_grad()
-    def _scores(self, texts: Sequence[_Text]) -> list[float]:
-        """Return the score of each text: [S]."""
+    def _scores(self, texts: Sequence[_Text]) -> list[float | list[float]]:
+        """Return the score of each text, or those of its steps: [S]."""
         groups = [texts] if self.model.backbone.apart else [[text] for text in texts]
-        return [self._score(own) for group in groups for own in self._hidden(group)]
+        hidden = [own for group in groups for own in self._hidden(group)]
+        return [
+            [self._score(state) for state in own.split(1)] if text.each else self._score(own)
+            for text, own in zip(texts, hidden, strict=True)
+        ]
 
     def _score(self, hidden: Tensor) -> float:
         """Return the score of hidden states [n, D]: the mean over them, plus the offset.
@@ -159,10 +167,16 @@ class RewardModelService:
     def _read(self, content: Any) -> _Text | Invalid:
         """Tokenize a request's text, and choose the tokens whose hidden states are used."""
         of = content.keys() - {"cut"} if isinstance(content, dict) else set()
+        in_steps = "steps" in of
         try:
             if isinstance(content, str):
                 transcript = Transcript()
                 transcript.imitate(self.tokenizer.encode(content, start=True))
+            elif in_steps and _steps(content):
+                if self.model.shape.pooling == "mean":
+                    return _invalid(f"the reward model {self.folder} pools over a reply, and scores no steps of it")
+                asked = self._as_trained({name: content[name] for name in ("prompt", "messages") if name in content})
+                transcript = demonstrate_steps(asked, content["steps"], self.tokenizer, content.get("begun", ""))
             elif (of == {"prompt", "response"} and _texts(content)) or (of == {"messages"} and _chat(content)):
                 whole = demonstrate(self._as_trained(content), self.tokenizer, self.eos_ids)
                 transcript = last_alone(whole, self.eos_ids if content.get("cut") else ())
@@ -171,28 +185,32 @@ class RewardModelService:
         except UserError as error:
             return _invalid(f"the reward model {self.folder} cannot read it: {error}")
         at = transcript.scored.tolist()
+        if in_steps:
+            at = [span.start + span.length - 1 for span in transcript.spans if span.learned]
         tokens = transcript.tokens[: at[-1] + 1] if at else []
         most = self.model.config.context
         if not 0 < len(tokens) <= most:
             return _invalid(f"{len(tokens)} tokens; the reward model {self.folder} reads 1 to {most}")
         if max(tokens) >= self.model.config.vocab:
             return _invalid(f"the tokenizer of the reward model {self.folder} has more tokens than its vocabulary")
-        return _Text(tokens, at if self.model.shape.pooling == "mean" else at[-1:])
+        return _Text(tokens, at if in_steps or self.model.shape.pooling == "mean" else at[-1:], in_steps)
 
     def _as_trained(self, content: dict[str, Any]) -> dict[str, Any]:
         """Return a request in the form that rows with a plain prompt had in training."""
         if "prompt" in content and self.chat.on:
             return AsMessages(self.chat.system, answered=True)(content)
         messages = content.get("messages", ())
-        if self.tokenizer.chat_template is None and [m["role"] for m in messages] == ["user", "assistant"]:
-            return {"prompt": messages[0]["content"], "response": messages[1]["content"]}
+        roles = [m["role"] for m in messages]
+        if self.tokenizer.chat_template is None and roles in (["user", "assistant"], ["user"]):
+            answered = {"response": messages[1]["content"]} if messages[1:] else {}
+            return {"prompt": messages[0]["content"], **answered}
         return content
 
-    def _read_score(self, score: float) -> float | Invalid:
-        if math.isfinite(score):
-            return score
+    def _read_scores(self, scores: float | list[float]) -> float | list[float] | Invalid:
+        if all(map(math.isfinite, scores if isinstance(scores, list) else [scores])):
+            return scores
         self._counts["invalid"] += 1
-        return _invalid(f"the reward model {self.folder} gave {score}")
+        return _invalid(f"the reward model {self.folder} gave {scores}")
 
 
 def _invalid(reason: str) -> Invalid:
@@ -212,6 +230,22 @@ def _chat(content: dict[str, Any]) -> bool:
         and messages[-1]["role"] == "assistant"
         and isinstance(content.get("cut", False), bool)
     )
+
+
+def _steps(content: dict[str, Any]) -> bool:
+    """Whether this is a question about steps: of texts that are not blank, after a prompt or messages."""
+    steps, before = content["steps"], content.keys() - {"steps", "begun"}
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+        return False
+    if not isinstance(content.get("begun", ""), str):
+        return False
+    if before == {"messages"}:
+        return (
+            isinstance(content["messages"], list)
+            and bool(content["messages"])
+            and all(isinstance(m, dict) and {"role", "content"} <= m.keys() and _texts(m) for m in content["messages"])
+        )
+    return before == {"prompt"} and isinstance(content["prompt"], str)
 
 
 if TYPE_CHECKING:

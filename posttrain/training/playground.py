@@ -16,7 +16,7 @@ import torch
 
 from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample
 from posttrain.config.mixture_options import parts_of
-from posttrain.config.service_options import named_services
+from posttrain.config.service_options import named_services, process_model
 from posttrain.config.training import RL, SFT
 from posttrain.core.doing import doing
 from posttrain.core.protocols import Alone, Engine, World
@@ -25,11 +25,12 @@ from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.envs.builtin import unscored
 from posttrain.envs.play.answer_journal import AnswerJournal
 from posttrain.envs.play.env_pool import EnvPool, default_workers
-from posttrain.envs.play.load_env import about
+from posttrain.envs.play.load_env import about, success_of
 from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.envs.play.player import EpisodeLimits, Player, TooLong
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Viewer
+from posttrain.envs.step_rewards import StepScoring, with_step_rewards
 from posttrain.models.checkpoint_summary import Outline, outline
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import Chatting, chatting
@@ -102,7 +103,9 @@ def open_playground(
         doing("trying the environment")
         parts = parts_of(config) if isinstance(config, RL) else {}
         told = tuple(line for own in parts.values() or (config,) for line in about(env or own.env))
-        pool = _pool_of_parts(parts, opened) if parts else opened.enter_context(EnvPool(env or config.env, *limits))
+        pool = (
+            _pool_of_parts(parts, opened) if parts else opened.enter_context(EnvPool(played_env(config, env), *limits))
+        )
         players = tuple(
             _rehearsed_model(config, model, pool, tasks, services, warn if not place else None)
             for place, model in enumerate(models)
@@ -154,8 +157,24 @@ def _pool_of_parts(parts: Mapping[str, RL], opened: ExitStack) -> MixedPool:
     for name, own in parts.items():
         workers = default_workers() if own.env_workers is None else own.env_workers
         share = max(1, workers // len(parts)) if workers else 0
-        pools[name] = opened.enter_context(EnvPool(own.env, share, own.env_timeout, own.env_memory))
+        pools[name] = opened.enter_context(EnvPool(played_env(own), share, own.env_timeout, own.env_memory))
     return MixedPool(pools)
+
+
+def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Callable[..., Any]:
+    """Return the environment of a run: the given one, with step rewards where options ask for them.
+
+    Raises UserError if these depend on the outcome, and nothing defines whether it is right.
+    """
+    own = env or config.env
+    if not getattr(config, "step_delimiter", ""):
+        return own
+    success = success_of(own, getattr(config, "success", None)) if config.step_rewards == "if-right" else None
+    if config.step_rewards == "if-right" and success is None:
+        raise UserError("--step-rewards if-right needs to know which replies are right: add --success")
+    probability = config.step_score == "probability"
+    how = process_model(config), config.step_delimiter, probability, config.step_weight, config.step_aggregate, success
+    return with_step_rewards(own, StepScoring(*how))
 
 
 def _limits(config: RL | Evaluation) -> tuple[Sampling, EpisodeLimits]:

@@ -299,7 +299,10 @@ def _rehearsed(
             raise UserError(f"the environment {problem}")
         if turns < TRIAL_TURNS:
             pool.send(
-                0, services.named[event.service].example() if isinstance(event, Ask) else _reply_to(event, reply, seen)
+                0,
+                services.named[event.service].example(event.content)
+                if isinstance(event, Ask)
+                else _reply_to(event, reply, seen),
             )
     pool.drop(0)
     return True, None, first

@@ -95,6 +95,7 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"advantage": "baselined"}, ADVANTAGE, Baselined()),
     ("grpo", {"advantage": "to-go"}, ADVANTAGE, ToGo()),
     ("grpo", {"advantage": "process"}, ADVANTAGE, StepRewards()),
+    ("grpo-process", {"outcome_apart": True}, ADVANTAGE, StepRewards(outcome_apart=True)),
     ("grpo", {"advantage": "decoupled"}, ADVANTAGE, Decoupled()),
     ("grpo", {"advantage": "decoupled", "part_weights": "digits=0.5"}, ADVANTAGE, Decoupled(("digits=0.5",))),
     ("grpo", {"advantage": "decoupled", "whiten": False}, ADVANTAGE, Decoupled(whiten=False)),

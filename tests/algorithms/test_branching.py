@@ -360,7 +360,7 @@ class Lengths:
         ready, self.ready = self.ready, []
         return ready
 
-    def example(self) -> Any:
+    def example(self, content: Any) -> Any:
         return {"length": 1}
 
     def counts(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
-from statistics import mean, pstdev
+from statistics import mean, pstdev, stdev
 from typing import Any
 
 import pytest
@@ -922,6 +922,26 @@ def test_final_reward_belongs_to_the_step_that_ends_with_the_reply() -> None:
     steps = (((3, 0.9),), ((1, 0.9), (2, 0.9), (3, 0.9)))
     for found in StepRewards()(scores_of([0.9, 2.7], [3, 3], steps=steps)):
         assert found.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_outcomes_are_normalised_among_outcomes_and_steps_among_steps_where_they_are_apart() -> None:
+    """By hand: outcomes 1, 0, 1 and steps .5, .1 | .2 | none, of one group; another group has one outcome and no steps."""
+    steps = (((1, 0.5), (3, 0.1)), ((2, 0.2),), (), ())
+    scores = scores_of([1.6, 0.2, 1.0, 5.0], [3, 4, 2, 2], [0, 0, 0, 1], steps=steps)
+    found = StepRewards(outcome_apart=True)(scores)
+    outcomes, every = [1.0, 0.0, 1.0], [0.5, 0.1, 0.2]
+
+    def among(value: float, values: list[float]) -> float:
+        return (value - mean(values)) / (stdev(values) + 1e-6)
+
+    first = [among(0.5, every) + among(0.1, every), *[among(0.1, every)] * 2]
+    second = [among(0.2, every)] * 2 + [0.0] * 2
+    expected = [[x + among(1.0, outcomes) for x in first], [x + among(0.0, outcomes) for x in second]]
+    expected += [[among(1.0, outcomes)] * 2, [0.0, 0.0]]
+    for own, by_hand in zip(found, expected, strict=True):
+        assert own.tolist() == pytest.approx(by_hand, abs=1e-12)
+    together = StepRewards()(scores)
+    assert any(not torch.allclose(a, b) for a, b in zip(found, together, strict=True))
 
 
 def test_ratios_of_one_rollout_say_nothing_of_those_of_the_next() -> None:

@@ -70,7 +70,7 @@ class Lengths:
         ]
         return answers[::-1] if self._backward else answers
 
-    def example(self) -> Any:
+    def example(self, content: Any) -> Any:
         return 1
 
     def counts(self) -> dict[str, float]:

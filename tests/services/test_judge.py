@@ -324,7 +324,7 @@ def test_criteria_are_averaged_by_their_weights(judge_of: Callable[..., Judge], 
         judge = judge_of(server, criteria=criteria, together=together)
         assert asked(judge, [question("abc")]) == [{"reward": (3 * 9 + 3) / 4, "right": 9.0, "short": 3.0}]
         assert len(server.asked) == (1 if together else 2)
-        assert judge.example() == {"reward": 5.5, "right": 5.5, "short": 5.5}
+        assert judge.example({}) == {"reward": 5.5, "right": 5.5, "short": 5.5}
 
 
 def test_one_criterion_without_an_answer_leaves_none(judge_of: Callable[..., Judge]) -> None:

@@ -158,3 +158,63 @@ def test_folders_that_are_no_reward_model_are_refused_in_one_line(
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         assert told in refused(folder)
     assert "nowhere" in refused(tmp_path / "nowhere")
+
+
+def test_every_step_of_a_reply_has_the_score_of_the_text_up_to_it(folder: Path, tokenizer: Tokenizer) -> None:
+    steps = ["1 + 1 = 2", "the cat", "so it goes"]
+    [ours] = asked(RewardModelService(folder), [{"prompt": "a", "steps": steps}])
+    tokens, upto = tokenizer.encode("a", start=True), []
+    for step in steps:
+        tokens = [*tokens, *tokenizer.encode(step + "\n")]
+        upto.append(tokens)
+    assert ours == pytest.approx(of_transformers(folder, upto), abs=1e-5)
+    assert max(ours) - min(ours) > 0.1
+
+
+def test_steps_are_read_as_they_were_in_training(folder: Path, tokenizer: Tokenizer) -> None:
+    from posttrain.data.preference_examples import to_item
+    from posttrain.training.sources.length_filter import TooLong
+    from posttrain.training.sources.preferences import PreferenceExamples
+
+    row = to_item({"prompt": "a", "steps": ["1 + 1 = 2", "the cat"], "labels": [1, 0]})
+    assert row is not None
+    made = PreferenceExamples(
+        [{**row, "id": "x"}], tokenizer, (tokenizer.eos_id or 0,), 10**6, TooLong("refuse", 1000, print)
+    )[0]
+    assert made is not None
+    [trained] = made.responses
+    service = RewardModelService(folder)
+    read = service._read({"prompt": "a", "steps": ["1 + 1 = 2", "the cat"]})
+    assert not isinstance(read, Invalid) and read.tokens == trained.tokens
+    assert read.at == [span.start + span.length - 1 for span in trained.spans if span.learned]
+
+
+def test_text_between_the_prompt_and_the_steps_is_context(folder: Path) -> None:
+    service = RewardModelService(folder)
+    messages = [{"role": "user", "content": "a"}]
+    begun, plain, whole = asked(
+        service,
+        [
+            {"messages": messages, "begun": "12345678", "steps": ["the cat"]},
+            {"messages": messages, "steps": ["the cat"]},
+            {"prompt": "a", "steps": ["12345678", "the cat"]},
+        ],
+    )
+    assert len(begun) == len(plain) == 1 and begun != plain and len(whole) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"prompt": "a", "steps": []},
+        {"prompt": "a", "steps": ["b", " "]},
+        {"prompt": "a", "steps": "b"},
+        {"prompt": "a", "steps": ["b"], "response": "c"},
+        {"steps": ["b"]},
+        {"messages": [], "steps": ["b"]},
+        {"messages": [{"role": "user", "content": "a"}], "begun": 1, "steps": ["b"]},
+    ],
+)
+def test_a_question_about_steps_that_makes_no_sense_has_no_answer(folder: Path, content: dict[str, Any]) -> None:
+    [answer] = asked(RewardModelService(folder), [content])
+    assert isinstance(answer, Invalid) and '"steps": [...]' in answer.reason

@@ -21,7 +21,7 @@ from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
 from posttrain.core.types import Comparison, PreferenceExample, Task, Transcript, UserError
-from posttrain.envs.demonstration import demonstrate, last_alone
+from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_stream import ExampleStream, examples_of_step, progress
@@ -61,7 +61,9 @@ class PreferenceExamples(ExampleStream[PreferenceExample]):
     def _response(self, task: Task, said: str | list[str], cut: bool, length: int | None) -> Transcript:
         """Return the transcript of prompt and response, tokenised apart; each given step is a scored span of its own."""
         if isinstance(said, list):
-            return self._steps(task, said, length)
+            if length is not None:
+                raise UserError("a solution that is cut has lost its steps")
+            return demonstrate_steps(task, said, self.tokenizer)
         asked: Task
         if "messages" in task:
             asked = {"messages": [*task["messages"], {"role": "assistant", "content": said}]}
@@ -69,21 +71,6 @@ class PreferenceExamples(ExampleStream[PreferenceExample]):
             asked = {"prompt": task["prompt"], "response": said}
         whole = demonstrate(asked, self.tokenizer, self.eos_ids, length=length)
         return last_alone(whole, self.eos_ids if cut else ())
-
-    def _steps(self, task: Task, steps: Sequence[str], length: int | None) -> Transcript:
-        """Return the steps, each ending with a new line, the last one too.
-
-        Solutions are cut behind their first mistake: an end of its own would reveal that step.
-        """
-        if length is not None:
-            raise UserError("a solution that is cut has lost its steps")
-        chat = task.get("messages")
-        shown = task["prompt"] if chat is None else self.tokenizer.render(chat, generation=True)
-        transcript = Transcript()
-        transcript.observe(self.tokenizer.encode(shown, start=True))
-        for step in steps:
-            transcript.imitate(self.tokenizer.encode(step + "\n"))
-        return transcript
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,198 @@
+"""Steps of replies are scored by a process reward model on top of any environment, and earn what options say."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import AsyncGenerator, Generator
+from typing import Any
+
+import pytest
+
+from posttrain.core.types import Ask, Graded, Invalid, Reply, Sides, SpanReward, StopReason, Task, Turn, UserError
+from posttrain.envs.play.load_env import is_async, is_generator_env
+from posttrain.envs.step_rewards import Step, StepScoring, split_at, split_steps, with_step_rewards
+
+SCORES = {"good": 2.0, "bad": -1.0}
+HOW = {"service": "reward-model", "delimiter": "line", "probability": False}
+
+
+def exact(task: Task, reply: str) -> float:
+    return float(reply.endswith(task["answer"]))
+
+
+def parts(task: Task, reply: str) -> dict[str, float]:
+    return {"correct": 1.0, "style": 0.25}
+
+
+async def waiting(task: Task, reply: str) -> float:
+    return 1.0
+
+
+def agent(task: Task) -> Generator[Any, Any, Any]:
+    first = yield Turn(messages=[{"role": "user", "content": "q"}])
+    second = yield Turn(messages=[{"role": "tool", "content": "found"}], reward=0.5)
+    third = yield "<information>text</information>"
+    assert (first.number, second.number, third.number) == (0, 1, 2)
+    return Graded(1.0, [SpanReward(4, 0.25, 0)])
+
+
+async def async_agent(task: Task) -> AsyncGenerator[Any, Any]:
+    reply = yield Turn(text=task["prompt"])
+    yield float(len(reply))
+
+
+def game(task: Task) -> Generator[Any, Any, Any]:
+    yield Turn(text="a", side="black")
+    return Sides({"black": 1.0})
+
+
+def by_tokens(task: Task) -> Generator[Any, Any, Any]:
+    yield Turn(tokens=[1, 2])
+    return 1.0
+
+
+def unlearned(task: Task) -> Generator[Any, Any, Any]:
+    yield Turn(text="a", learn=False)
+    yield " b"
+    return 1.0
+
+
+def group(tasks: list[Task], replies: list[str]) -> list[float]:
+    return [0.0] * len(replies)
+
+
+def scored(content: dict[str, Any]) -> list[float]:
+    return [SCORES[step.split()[0]] for step in content["steps"]]
+
+
+def play(
+    env: Any, replies: list[str], task: Task | None = None, stop: StopReason = StopReason.EOS
+) -> tuple[Any, list[Any]]:
+    """Play an episode; returns the verdict, and what the reward model was asked."""
+    said, asked = None, []
+    playing = env(task or {"prompt": "p", "answer": "9"})
+    left = [Reply(text, stop, number=n) for n, text in enumerate(replies)]
+    try:
+        while True:
+            event = playing.send(said)
+            if isinstance(event, Ask):
+                assert event.service == "reward-model"
+                asked.append(event.content)
+                said = scored(event.content)
+            else:
+                said = left.pop(0)
+    except StopIteration as end:
+        return end.value, asked
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "reply", "expected"),
+    [
+        ("line", "a\n\nb\n", [Step(2, "a"), Step(5, "b")]),
+        ("\n\n", "a\nb\n\nc", [Step(5, "a\nb"), Step(6, "c")]),
+        ("/(?=Step [0-9])/", "Step 1 x Step 2 y", [Step(9, "Step 1 x "), Step(17, "Step 2 y")]),
+        ("/[.;] */", "a. b; c", [Step(3, "a"), Step(6, "b"), Step(7, "c")]),
+        (".", "a.b", [Step(2, "a"), Step(3, "b")]),  # a text is no expression
+        ("reply", "a\nb", [Step(3, "a\nb")]),
+        ("line", " \n", []),
+    ],
+)
+def test_replies_are_split_at_their_delimiters_and_blank_steps_are_none(
+    delimiter: str, reply: str, expected: list[Step]
+) -> None:
+    assert split_steps(reply, delimiter) == expected
+
+
+def test_the_last_step_of_a_reply_that_was_cut_off_is_none() -> None:
+    assert split_steps("a\nb", "line", cut=True) == [Step(2, "a")]
+    assert split_steps("a\nb", "reply", cut=True) == [Step(3, "a\nb")]
+    assert split_at("abcd", [4, 2, 2, 9, 0]) == [Step(2, "ab"), Step(4, "cd")]
+
+
+def test_each_step_earns_its_score_at_its_end_and_all_are_asked_at_once() -> None:
+    found, asked = play(with_step_rewards(exact, StepScoring(**HOW)), ["good a\nbad 9"])
+    assert asked == [{"prompt": "p", "steps": ["good a", "bad 9"]}]
+    assert found == Graded({"outcome": 1.0, "reward": 1.0}, [SpanReward(7, 2.0, 0), SpanReward(12, -1.0, 0)])
+
+
+def test_a_probability_is_the_sigmoid_of_the_score_and_is_weighed() -> None:
+    how = StepScoring(**{**HOW, "probability": True}, weight=0.5)
+    found, _ = play(with_step_rewards(exact, how), ["good\nbad"])
+    earned = [span.reward for span in found.spans]
+    assert earned == pytest.approx([0.5 / (1 + math.exp(-2)), 0.5 / (1 + math.exp(1))], abs=1e-15)
+
+
+@pytest.mark.parametrize(("aggregate", "whole"), [("sum", 3.0), ("mean", 1.0), ("min", -1.0), ("last", 2.0)])
+def test_steps_together_are_a_part_of_the_reward(aggregate: Any, whole: float) -> None:
+    found, _ = play(with_step_rewards(exact, StepScoring(**HOW, aggregate=aggregate)), ["good\nbad\ngood 9"])
+    assert found == Graded({"outcome": 1.0, "process": whole, "reward": 1.0 + whole}, [])
+    own, _ = play(with_step_rewards(parts, StepScoring(**HOW, aggregate=aggregate)), ["good\nbad\ngood 9"])
+    assert own.reward == {"outcome": 1.25, "correct": 1.0, "style": 0.25, "process": whole, "reward": 1.25 + whole}
+
+
+def test_steps_of_a_wrong_reply_earn_nothing_where_they_are_gated() -> None:
+    env = with_step_rewards(exact, StepScoring(**HOW, success=1.0))
+    assert [span.reward for span in play(env, ["good\nbad"])[0].spans] == [0.0, 0.0]
+    assert [span.reward for span in play(env, ["good\nbad 9"])[0].spans] == [2.0, -1.0]
+
+
+def test_every_reply_of_an_episode_is_scored_in_its_context_and_the_outcome_holds_what_the_environment_gave() -> None:
+    found, asked = play(with_step_rewards(agent, StepScoring(**HOW)), ["good 1", "bad 2\ngood", "good 3"])
+    user = {"role": "user", "content": "q"}
+    said = [{"role": "assistant", "content": "good 1"}, {"role": "tool", "content": "found"}]
+    assert asked == [
+        {"messages": [user], "begun": "", "steps": ["good 1"]},
+        {"messages": [user, *said], "begun": "", "steps": ["bad 2", "good"]},
+        {"messages": [user, *said], "begun": "bad 2\ngood<information>text</information>", "steps": ["good 3"]},
+    ]
+    assert found.reward == {"outcome": 1.75, "reward": 1.0}  # 1.0, 0.5 of a turn and 0.25 of a span
+    assert [(s.reply, s.reward) for s in found.spans] == [(0, 0.25), (0, 2.0), (1, -1.0), (1, 2.0), (2, 2.0)]
+
+
+def test_ends_that_the_environment_names_are_the_steps() -> None:
+    how = StepScoring(**{**HOW, "delimiter": "spans"})
+    _, asked = play(with_step_rewards(agent, how), ["good rest", "x", "y"])
+    assert [content["steps"] for content in asked] == [["good"]]
+
+
+def test_replies_that_are_not_learned_from_are_not_scored() -> None:
+    _, asked = play(with_step_rewards(unlearned, StepScoring(**HOW)), ["bad", "good"])
+    assert asked == [{"prompt": "abad b", "steps": ["good"]}]
+
+
+def test_what_cannot_be_scored_is_invalid_with_a_reason() -> None:
+    for env, reason in ((game, "sides"), (by_tokens, "token ids")):
+        found, asked = play(with_step_rewards(env, StepScoring(**HOW)), ["good"])
+        assert isinstance(found, Invalid) and reason in found.reason and not asked
+    with pytest.raises(UserError, match="scores whole groups"):
+        with_step_rewards(group, StepScoring(**HOW))
+
+
+def test_an_answer_that_failed_makes_the_reward_invalid() -> None:
+    playing = with_step_rewards(exact, StepScoring(**HOW))({"prompt": "p", "answer": "9"})
+    next(playing)
+    playing.send(Reply("good"))
+    with pytest.raises(StopIteration) as end:
+        playing.send(Invalid("too long"))
+    assert end.value.value == Invalid("too long")
+
+
+def test_it_travels_to_workers_and_waits_where_the_environment_does() -> None:
+    for env, is_waiting in ((exact, False), (waiting, True), (agent, False), (async_agent, True)):
+        sent = pickle.loads(pickle.dumps(with_step_rewards(env, StepScoring(**HOW))))
+        assert is_generator_env(sent) and is_async(sent) is is_waiting and sent.stands_for is env
+
+
+def test_an_async_environment_earns_the_same() -> None:
+    import asyncio
+
+    async def whole() -> Any:
+        playing = with_step_rewards(async_agent, StepScoring(**HOW))({"prompt": "p"})
+        assert await playing.asend(None) == Turn(text="p")
+        ask = await playing.asend(Reply("good\nbad"))
+        return await playing.asend(scored(ask.content))
+
+    assert asyncio.run(whole()) == Graded(
+        {"outcome": 8.0, "reward": 8.0}, [SpanReward(5, 2.0, 0), SpanReward(8, -1.0, 0)]
+    )

@@ -321,8 +321,8 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
+    other rows its row_to_task writes the demonstrations, if it has one."""
     model: str | None
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or a model's name. In sft, leave it
     out to train from scratch."""
@@ -515,8 +515,8 @@ class RLOptions(
     """Maximum number of held-out tasks in an evaluation."""
     advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "k-step", "earned", "none"]
     """Advantage estimator; gae adds a critic."""
-    baseline: Literal["none", "batch", "group", "others"]
-    """Baseline: the mean reward to subtract."""
+    baseline: Literal["none", "batch", "group", "others", "greedy"]
+    """Baseline: the mean reward to subtract, or that of a greedy reply, sampled besides."""
     scale: Literal["none", "batch", "group", "mean"]
     """Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at
     all."""
@@ -664,8 +664,8 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
+    other rows its row_to_task writes the demonstrations, if it has one."""
     link: Literal[
         "sigmoid",
         "robust",
@@ -727,8 +727,8 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
+    other rows its row_to_task writes the demonstrations, if it has one."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """Loss on the scores of responses."""
     beta: float

@@ -586,6 +586,8 @@ class Rollout:
     asked: str = (
         ""  # of a prompt of messages, its user's last message, which distinguishes it from others; for reading only
     )
+    greedy: bool = False  # sampled at temperature 0 as the baseline of its group: it is not learned from
+    baseline: float | None = None  # the reward of the greedy rollout of its group, if it has one
     seconds: float = field(default=0.0, compare=False)  # from its last turn to its reward: depends on the clock
 
     @property

@@ -163,7 +163,7 @@ WORKED_SUMS = CommonTask(
         "temperature 1 on 500 tasks that neither stage has seen, 4 replies each. Seeds change the tasks, the start and all",
         "sampling.",
         "",
-        "How the settings came about: the common ones were chosen for grpo on seed 0, the learning rate out of 5e-4, 1e-3 and",
+        "How the settings came about: the common ones were chosen for grpo on seed 0, the learning rate of 5e-4, 1e-3 and",
         "2e-3 with 80 steps; those of single rows were taken over from the sums and not tuned here.",
     ),
     lambda seed: worked_sums.tasks(8000, seed, numbers=NUMBERS),

@@ -264,7 +264,17 @@ class TrainingOptions(
     """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss): what training makes
     the model forget. At the sampling temperature, where replies are sampled."""
 
-class PassesOptions(TrainingOptions, total=False):
+class MixtureOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    mixture: dict[str, dict[str, str]]
+    """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
+    [sft.mixture.maths] of a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
+    and may have max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
+    mixture_temperature: float
+    """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
+
+class PassesOptions(MixtureOptions, TrainingOptions, total=False):
     """Options of several verbs."""
 
     epochs: float
@@ -326,16 +336,6 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     model: str | None
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or a model's name. In sft, leave it
     out to train from scratch."""
-
-class MixtureOptions(TypedDict, total=False):
-    """Options of several verbs."""
-
-    mixture: dict[str, dict[str, str]]
-    """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.env math
-    --mixture.maths.weight 2. Or a table [rl.mixture.maths] of a recipe. A part may also have its own split, limit,
-    prompt_template, max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
-    mixture_temperature: float
-    """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
 
 class SamplingOptions(TypedDict, total=False):
     """Options of several verbs."""

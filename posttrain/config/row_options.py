@@ -73,8 +73,8 @@ class Data(FromRows, group="data"):
     + verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
+    other rows its row_to_task writes the demonstrations, if it has one."""
     chat_template: str | None = option(None, group="model")
     """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own and
     is saved with the checkpoints of the run."""

@@ -157,7 +157,7 @@ class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup,
 
 
 @dataclass(frozen=True)
-class Passes(Training, group="optimisation"):
+class Passes(MixtureGroup, Training, group="optimisation"):
     """Training on given responses, in passes over the rows."""
 
     epochs: float = option(1.0, above=0, first_hour=True)

@@ -49,7 +49,7 @@ JOURNEYS = {
 """Pages whose blocks run one after the other in one folder."""
 RUNS = {
     "README": 1,
-    "start": 46,
+    "start": 47,
     "coming-from": 14,
     "environments": 18,
     "process-rewards": 4,

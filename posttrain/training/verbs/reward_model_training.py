@@ -18,8 +18,8 @@ from posttrain.core.intervals import told
 from posttrain.core.json_text import json_document
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
+from posttrain.data.mixed_tasks import AnyTasks
 from posttrain.data.preference_examples import to_item
-from posttrain.data.tasks import Stream, Tasks
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.checkpoint_summary import outline
 from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
@@ -64,7 +64,7 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     warn_unknown_tokens(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
-    def made(tasks: Tasks | Stream) -> PreferenceExamples:
+    def made(tasks: AnyTasks) -> PreferenceExamples:
         return PreferenceExamples(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, check_task)
 
     items, read = made(train_tasks), _read(shape)

@@ -14,7 +14,8 @@ from posttrain.config.training import SFT
 from posttrain.core.doing import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import Task, Transcript, UserError
-from posttrain.data.tasks import Stream, Tasks
+from posttrain.data.mixed_tasks import AnyTasks
+from posttrain.data.tasks import Stream
 from posttrain.data.tasks_from_rows import is_script
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import is_generator_env, load_env
@@ -27,6 +28,7 @@ from posttrain.models.tokenizer.custom_template import around, read_template
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
+from posttrain.training.mixtures import rows_of
 from posttrain.training.open_learner import new_learner, policy
 from posttrain.training.passes import example_recording, must_end, sizes, updates
 from posttrain.training.playground import open_services
@@ -36,7 +38,6 @@ from posttrain.training.setup import (
     microbatch_tokens,
     optimization,
     require_chat_template,
-    split_tasks,
     texts_of,
     warn_unknown_tokens,
     warn_unknown_tokens_in_episodes,
@@ -59,7 +60,7 @@ Play = Callable[[Tokenizer, Sequence[int]], Enact]
 def sft(context: RunContext[SFT]) -> RunParts:
     """Train by supervised fine-tuning: maximise the likelihood of demonstrations."""
     config, run, device = context.config, context.run, context.device
-    tasks, held_out = split_tasks(config, context.rows, need=("prompt", "response"))
+    tasks, held_out = rows_of(config, context.rows, need=("prompt", "response"))
     must_end(config, tasks)
     play = _player(run, device, context.resources)
     folder = run.checkpoint or run.start
@@ -85,7 +86,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     eos = end_tokens(model, tokenizer)
     enact = play(tokenizer, eos) if play is not None else None
 
-    def transcripts(tasks: Tasks | Stream) -> Transcripts:
+    def transcripts(tasks: AnyTasks) -> Transcripts:
         how = config.mask_prompt, enact, config.min_reward
         return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, *how)
 
@@ -143,9 +144,7 @@ def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterat
     return episode_texts(play(reader, (reader.eos_id,)), reader, tasks)
 
 
-def _from_scratch(
-    config: SFT, tasks: Tasks | Stream, play: Play | None, device: torch.device
-) -> tuple[Model, Tokenizer]:
+def _from_scratch(config: SFT, tasks: AnyTasks, play: Play | None, device: torch.device) -> tuple[Model, Tokenizer]:
     """Return a new model of the given sizes, and a tokenizer trained on rows and their episodes, or taken from a folder."""
     if config.tokenizer in ("bpe", "characters"):
         template = read_template(config.chat_template) if config.chat_template is not None else None

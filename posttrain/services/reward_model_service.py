@@ -22,7 +22,7 @@ from torch import Tensor
 
 from posttrain.core.batch import Layout
 from posttrain.core.protocols import Service
-from posttrain.core.types import Invalid, InvalidKind, Transcript, UserError
+from posttrain.core.types import Invalid, InvalidKind, StopReason, Transcript, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.adapters.adapter_config import described_in
@@ -164,7 +164,10 @@ class RewardModelService:
                 transcript = Transcript()
                 transcript.imitate(self.tokenizer.encode(content, start=True))
             elif (of == {"prompt", "response"} and _texts(content)) or (of == {"messages"} and _chat(content)):
-                whole = demonstrate(self._as_trained(content), self.tokenizer, self.eos_ids)
+                read = self._as_trained(content)
+                if content.get("cut"):
+                    read = {**read, "response_stop": str(StopReason.LENGTH)}
+                whole = demonstrate(read, self.tokenizer, self.eos_ids, "last")
                 transcript = last_alone(whole, self.eos_ids if content.get("cut") else ())
             else:
                 return _invalid(f"a reward model is asked with {FORMS}")

@@ -11,7 +11,7 @@ import torch
 from conftest import CHATML
 from row_files import refused, write_jsonl
 
-from posttrain.core.types import Transcript, UserError
+from posttrain.core.types import Mask, Transcript, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, order, to_tasks
@@ -36,18 +36,18 @@ def test_response_and_its_end_are_imitated_and_the_prompt_is_not(tokenizer: Toke
     assert transcript.tokens == [*tokenizer.encode("1+1=", start=True), *tokenizer.encode("2"), 1]
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_a_response_that_was_cut_off_has_no_end_to_be_imitated(tokenizer: Tokenizer, masked: bool) -> None:
+@pytest.mark.parametrize("mask", ["assistant", "last", "all"])
+def test_a_response_that_was_cut_off_has_no_end_to_be_imitated(tokenizer: Tokenizer, mask: Mask) -> None:
     row = {"prompt": "ab", "response": "cde"}
-    whole, cut = (demonstrate({**row, "response_stop": stop}, tokenizer, (1,), masked) for stop in ("eos", "length"))
+    whole, cut = (demonstrate({**row, "response_stop": stop}, tokenizer, (1,), mask) for stop in ("eos", "length"))
     assert [*cut.tokens, 1] == whole.tokens
     assert cut.n_scored == whole.n_scored - 1
 
 
 def test_without_a_mask_everything_after_the_first_token_is_imitated(tokenizer: Tokenizer) -> None:
-    transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,), mask_prompt=False)
+    transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,), mask="all")
     assert transcript.scored.tolist() == list(range(1, len(transcript)))
-    text = demonstrate({"id": "a", "response": "1+1=2"}, tokenizer, (1,), mask_prompt=False)  # pretraining text
+    text = demonstrate({"id": "a", "response": "1+1=2"}, tokenizer, (1,), mask="all")  # pretraining text
     assert text.tokens == transcript.tokens and imitated(text) == imitated(transcript)
 
 

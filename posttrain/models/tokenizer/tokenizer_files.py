@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from posttrain.core.types import UserError
 from posttrain.models.json_files import Fields, read_json, read_text
 
 VOCAB_MOST = 2**24  # entries of a tokenizer to be trained: its trainer reserves memory for all of them
+KWARGS_KEY = "chat_template_kwargs"
+"""The entry of a checkpoint's tokenizer_config.json that holds the variables which its chat template gets."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -36,7 +39,19 @@ def read_special(file: Path) -> dict[str, Any]:
             raise fields.refuse(name, 'a string, or an object with its text as "content"')
     if CONFIG_KEY in config and not is_day(config[CONFIG_KEY]):
         raise fields.refuse(CONFIG_KEY, "a day such as 2026-11-24")
+    if not isinstance(config.get(KWARGS_KEY, {}), dict):
+        raise fields.refuse(KWARGS_KEY, 'an object of variables, such as {"enable_thinking": false}')
     return config
+
+
+def template_value(value: Any) -> Any:
+    """Return the value of a variable of a chat template: text of JSON is read, in capitals too, and other text kept."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value.lower() if value in ("True", "False") else value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def stored_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from posttrain.core.coerce import read_variable
 from posttrain.core.messages import safe
 from posttrain.core.types import Mask, UserError
 
@@ -79,7 +80,7 @@ def data(
     known, way = None, Chatting()
     if model is not None:
         folder = resolve(model)
-        known = outline(folder, chat_template, chat_template_kwargs)
+        known = outline(folder, chat_template, {k: read_variable(v) for k, v in (chat_template_kwargs or {}).items()})
         way = chatting(_Asked(chat, system, chat_template), folder, known.tokenizer, known.ends)
     elif chat is not None or system is not None or chat_template is not None or chat_template_kwargs:
         raise UserError(

@@ -283,21 +283,20 @@ def _by_name(arguments: list[str]) -> list[str]:
     """The arguments with each variable of a chat template as an option of its own: --chat-template-kwargs.KEY=VALUE."""
     read: list[str] = []
     within = False  # whether the words belong to the option
-    for word in arguments:
-        name, equals, value = word.partition("=")
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
         if word.startswith("--"):
+            name, equals, value = word.partition("=")
             within = name.replace("_", "-") == KWARGS
-            word = value if within else word
-            if within and not equals:
+            if within and not equals and not after.startswith("--"):
                 continue
+            word = value if within else word
         if within and not word.startswith("{"):
-            variable, equals, value = word.partition("=")
-            if not (variable and equals):
-                raise UserError(
-                    f"{KWARGS} {word:.60}: write {KWARGS} KEY=VALUE, such as {KWARGS} enable_thinking=false"
-                )
-            word = f"{KWARGS}.{variable}={value}"
-        elif within:
+            name, equals, value = word.partition("=")
+            if not (name and equals):
+                given = f"{KWARGS} {word:.60}".strip()
+                raise UserError(f"{given}: write {KWARGS} KEY=VALUE, such as {KWARGS} enable_thinking=false")
+            word = f"{KWARGS}.{name}={value}"
+        elif within:  # a table in JSON, as other trainers have it
             word = f"{KWARGS}={word}"
         read.append(word)
     return read

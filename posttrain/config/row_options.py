@@ -7,6 +7,7 @@ from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.settings import Flag, flags
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.verbs import name_of
+from posttrain.core.coerce import read_variable
 from posttrain.core.component import option
 
 Precision = Literal["float32", "bfloat16"]
@@ -66,6 +67,11 @@ class ChatTemplateGroup(OptionGroup, group="model"):
     chat_template_kwargs: dict[str, Any] = option(factory=dict, value="KEY=VALUE")
     """Variables of the chat template: --chat-template-kwargs enable_thinking=false. In a recipe, a table. A run saves
     them with its checkpoints, where later commands find them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        read = {name: read_variable(value) for name, value in self.chat_template_kwargs.items()}
+        object.__setattr__(self, "chat_template_kwargs", read)
 
 
 @dataclass(frozen=True)

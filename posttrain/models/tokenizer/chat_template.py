@@ -77,6 +77,7 @@ def render(template: str, variables: Mapping[str, Any], name: str = "the chat te
     return text
 
 
+@lru_cache(maxsize=8)
 def variables_read(template: str) -> frozenset[str]:
     """Return the variables that a template reads from outside, without the functions that every template has.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,7 +38,6 @@ from posttrain.models.tokenizer.tokenizer_files import (
     read_special,
     refusing,
     stored_template,
-    template_value,
     token_text,
 )
 from posttrain.models.tokenizer.tokenizer_training import EOS, PAD, UNKNOWN, train_bpe, train_characters
@@ -483,8 +483,7 @@ class Tokenizer:
     def with_kwargs(self, given: Mapping[str, Any]) -> Tokenizer:
         """Return a copy whose chat template gets these variables too; they are saved with it.
 
-        Text is read as JSON where it is JSON ("false", "3"). Raises UserError for a variable that the template does not
-        read.
+        Raises UserError for a variable that the template does not read.
         """
         if not given:
             return self
@@ -495,13 +494,14 @@ class Tokenizer:
         known = self.template_variables
         for name in given:
             if name not in known:
-                listed = f"it reads {', '.join(known)}" if known else "it reads none"
+                listed = f"it reads: {', '.join(known)}" if known else "it reads none"
                 raise UserError(
-                    f"--chat-template-kwargs: {self.template_name} does not read {name[:60]!r}{near(name, known)}; {listed}"
+                    f"--chat-template-kwargs: {self.template_name} does not read {name[:60]!r}{near(name, known)} ({listed})"
                 )
-        read = {name: template_value(value) for name, value in given.items()}
-        config = {**self.config, KWARGS_KEY: {**self.chat_template_kwargs, **read}}
-        return Tokenizer(self.backend, config, self.chat_template, self.template_name)._seeing(self.pictures)
+        other = copy(self)  # with the same backend
+        other.config = {**self.config, KWARGS_KEY: {**self.chat_template_kwargs, **given}}
+        other._reasoning = {}  # which a variable may turn on
+        return other
 
     def padding(self, ends: Sequence[int]) -> Tokenizer:
         """Return a copy with a padding token that is none of `ends`: a special one where there is one, or else a new

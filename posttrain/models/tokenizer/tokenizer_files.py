@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -42,16 +41,6 @@ def read_special(file: Path) -> dict[str, Any]:
     if not isinstance(config.get(KWARGS_KEY, {}), dict):
         raise fields.refuse(KWARGS_KEY, 'an object of variables, such as {"enable_thinking": false}')
     return config
-
-
-def template_value(value: Any) -> Any:
-    """Return the value of a variable of a chat template: text of JSON is read, in capitals too, and other text kept."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value.lower() if value in ("True", "False") else value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def stored_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:

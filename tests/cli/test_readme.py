@@ -52,7 +52,7 @@ RUNS = {
     "start": 46,
     "coming-from": 14,
     "environments": 18,
-    "chat-rows": 3,
+    "chat-rows": 5,
     "retrieval": 7,
     "serving": 6,
     "verifiers": 16,

@@ -13,10 +13,14 @@ from template_families import FAMILIES, asked, needs_templates, tokenizer_of
 from posttrain.core import run_date
 from posttrain.core.conversation import Conversation
 from posttrain.core.types import Completion, Mask, StopReason, Transcript, Turn, UserError
+from posttrain.data.preference_examples import to_compared
+from posttrain.data.tasks import to_tasks
 from posttrain.envs.demonstration import demonstrate, lost_reasoning
 from posttrain.models.tokenizer.custom_template import CHATML
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.lost_reasoning import lost_reasoning_line
+from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.sources.preferences import PreferenceExamples
 
 THOUGHT, LATER = "deep thoughts", "second thoughts"
 
@@ -264,3 +268,16 @@ def test_a_reply_cut_off_within_its_thoughts_is_trained_as_it_stands() -> None:
     tokenizer, ends = loaded("qwen3_5_think", None)
     row = {"messages": [user("one"), said("let me think ab")], "response_stop": "length"}
     assert replies(demonstrate(row, tokenizer, ends, "last"), tokenizer) == ["let me think ab"]
+
+
+def test_responses_of_a_pair_have_their_reasoning_behind_the_prompt_of_sampling() -> None:
+    tokenizer, ends = loaded("qwen3", None)
+    prompt = [user("one"), said("earlier", reasoning=LATER), user("two")]
+    row = {"prompt": prompt, "chosen": [said("an answer", thinking=THOUGHT)], "rejected": [said("other words")]}
+    tasks = to_tasks([row], convert=to_compared, need=())
+    [example] = PreferenceExamples(tasks, tokenizer, ends, tokenizer.vocab_size, TooLong("skip", 4096, print))
+    assert example is not None
+    texts = [replies(transcript, tokenizer) for transcript in example.responses]
+    assert texts == [[f"<think>\n{THOUGHT}\n</think>\n\nan answer<|im_end|>"], ["other words<|im_end|>"]]
+    sampled = tokenizer.encode(tokenizer.render(prompt), start=True)
+    assert all(transcript.tokens[: len(sampled)] == sampled for transcript in example.responses)

@@ -79,7 +79,8 @@ def test_sampling_renders_with_them_and_who_goes_on_from_a_run_has_them(model: s
         tokens = [list(rollout.transcripts[0].tokens) for rollout in found.rollouts]
         assert all(opens(mood) in words().decode(text) for text in tokens)
     other = posttrain.sft(ROWS, model=out, out=str(tmp_path / "sft"), chat_template="chatml", chat=True, **PASS)
-    assert all("calm" not in text for text in shown(other.path)), "they were of the template that was replaced"
+    assert other.checkpoint is not None and all("calm" not in text for text in shown(other.path))
+    assert Tokenizer.load(other.checkpoint).chat_template_kwargs == {}, "they were of the template that was replaced"
 
 
 def test_a_server_renders_with_its_own_and_with_those_of_a_request() -> None:

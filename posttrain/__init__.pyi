@@ -80,7 +80,17 @@ class FromRowsOptions(TypedDict, total=False):
     """Build each prompt from columns: "Question: {question}\nAnswer:". Write a literal brace as {{ or }}. On the
     command line, \n and \t mean a newline and a tab."""
 
-class DataOptions(FromRowsOptions, total=False):
+class ChatTemplateOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    chat_template: str | None
+    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own. A
+    run saves it with its checkpoints."""
+    chat_template_kwargs: dict[str, Any]
+    """Variables of the chat template: --chat-template-kwargs enable_thinking=false. In a recipe, a table. A run saves
+    them with its checkpoints, where later commands find them."""
+
+class DataOptions(ChatTemplateOptions, FromRowsOptions, total=False):
     """Options of several verbs."""
 
     response_template: str | None
@@ -90,9 +100,6 @@ class DataOptions(FromRowsOptions, total=False):
     (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of what an episode shows
     later. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
     reply."""
-    chat_template: str | None
-    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own and
-    is saved with the checkpoints of the run."""
     chat: bool | None
     """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
     Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that the model comes
@@ -302,8 +309,10 @@ class EnvLimitOptions(TypedDict, total=False):
 class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """Options of posttrain sft."""
 
-    mask_prompt: bool
-    """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
+    mask: Literal["assistant", "last", "all"]
+    """Messages that are trained: assistant (each one of the assistant, or the response), last (its last message, the
+    earlier ones are context), or all (every token, prompts too). A message with "train": false or "weight": 0 is never
+    trained."""
     token_weight: Literal["equal", "probability", "uncertainty"]
     """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or
     uncertainty, p (1 - p)."""

@@ -181,6 +181,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     from posttrain.envs.play.load_env import about, success_of
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
+    from posttrain.training.lost_reasoning import READ_FOR_REASONING, lost_reasoning_line
     from posttrain.training.playground import open_services, played_env, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
     from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
@@ -196,16 +197,22 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
             lines = user_files.text(config.replies).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
-    viewer, chat = None, Chatting()
+    viewer, chat, tokenizer = None, Chatting(), None
     if config.model is not None:
         from posttrain.models.checkpoint_summary import outline
         from posttrain.runs.checkpoint import resolve
 
         folder = resolve(config.model)
-        known = outline(folder, config.chat_template)
-        viewer, chat = viewer_of(known), chatting(config, folder, known.tokenizer, known.ends)
+        known = outline(folder, config.chat_template, config.chat_template_kwargs)
+        viewer, tokenizer = viewer_of(known), known.tokenizer
+        chat = chatting(config, folder, tokenizer, known.ends)
     elif given := next(
-        (name for name in ("chat_template", "chat", "system") if getattr(config, name) is not None), None
+        (
+            n
+            for n in ("chat_template", "chat_template_kwargs", "chat", "system")
+            if getattr(config, n) not in (None, {})
+        ),
+        None,
     ):
         option = f"--{given.replace('_', '-')}"
         raise UserError(f"{option} has no effect without --model: the folder whose tokenizer reads what it shows")
@@ -216,7 +223,10 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     with open_services(config, choose_device("auto")) as services:
         report = run_check(played_env(config), tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)
-    report = replace(report, told=tuple(chat.lines(tasks, report.first)))
+    told_of = [*chat.lines(tasks, report.first)]
+    if tokenizer is not None and (line := lost_reasoning_line(tokenizer, tasks.examples(READ_FOR_REASONING))):
+        told_of.append(line)
+    report = replace(report, told=tuple(told_of))
     width = columns(Output(sys.stdout))
     print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))
     return 0 if report.ok else 2

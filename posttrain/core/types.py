@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:  # numpy is imported where an array is made: commands that make none start sooner
     import numpy as np
@@ -287,6 +287,10 @@ class Comparison:
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+Mask = Literal["assistant", "last", "all"]
+"""Messages of a demonstration that are trained: each one of the assistant, its last one, or every token of the text."""
 
 
 class SpanKind(StrEnum):

@@ -148,6 +148,7 @@ def load_tasks(
         "convert": convert,
         "need": need,
         "left_out": left_out,
+        "whole": getattr(config, "mask", None) == "all",
     }
     if callable(rows):
         if config.limit is None:

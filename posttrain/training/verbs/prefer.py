@@ -25,6 +25,7 @@ from posttrain.models.native.kernels import build
 from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
+from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.open_learner import new_learner, policy, reference
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.setup import (
@@ -75,12 +76,13 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
         )
     folder = run.checkpoint or run.start
     assert folder
-    tokenizer, _, ends = outline(folder, config.chat_template)
+    tokenizer, _, ends = outline(folder, config.chat_template, config.chat_template_kwargs)
     run.chat = chatting(config, folder, tokenizer, ends)
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     model = policy(config, folder, device, run.world)
     warn_unknown_tokens(tokenizer, train_tasks)
+    warn_lost_reasoning(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
     def made(tasks: AnyTasks) -> PreferenceExamples:

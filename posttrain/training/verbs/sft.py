@@ -28,6 +28,7 @@ from posttrain.models.tokenizer.custom_template import around, read_template
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
+from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.mixtures import rows_of
 from posttrain.training.open_learner import new_learner, policy
 from posttrain.training.passes import example_recording, must_end, sizes, updates
@@ -65,7 +66,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     play = _player(run, device, context.resources)
     folder = run.checkpoint or run.start
     if folder:
-        tokenizer, _, ends = outline(folder, config.chat_template)
+        tokenizer, _, ends = outline(folder, config.chat_template, config.chat_template_kwargs)
         require_chat_template(tokenizer, tasks)
         model = policy(config, folder, device, run.world)
     elif config.lora is not None:
@@ -75,8 +76,10 @@ def sft(context: RunContext[SFT]) -> RunParts:
         ends = model.eos_ids
     run.chat = chatting(config, folder, tokenizer, ends)
     told = run.chat.lines(tasks)
-    tasks, held_out = run.chat.of(tasks, answered=True), run.chat.of(held_out, answered=True) if held_out else None
+    how_shown = {"answered": True, "whole": config.mask == "all"}
+    tasks, held_out = run.chat.of(tasks, **how_shown), run.chat.of(held_out, **how_shown) if held_out else None
     warn_unknown_tokens(tokenizer, tasks)
+    warn_lost_reasoning(tokenizer, tasks, mask=config.mask)
     if play is not None and tokenizer.unknown_id is not None:
         warn_unknown_tokens_in_episodes(
             tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template)
@@ -87,7 +90,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     enact = play(tokenizer, eos) if play is not None else None
 
     def transcripts(tasks: AnyTasks) -> Transcripts:
-        how = config.mask_prompt, enact, config.min_reward
+        how = config.mask, enact, config.min_reward
         return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, *how)
 
     made, unseen = transcripts(tasks), transcripts(held_out) if held_out else None
@@ -159,9 +162,10 @@ def _from_scratch(config: SFT, tasks: AnyTasks, play: Play | None, device: torch
         shown = around(template[0]) * TEMPLATE_COUNTS if template else []
         tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
         tokenizer = tokenizer.templated(*template) if template else tokenizer
+        tokenizer = tokenizer.with_kwargs(config.chat_template_kwargs)
         require_chat_template(tokenizer, tasks)
     else:
-        tokenizer = Tokenizer.load(config.tokenizer, config.chat_template)
+        tokenizer = Tokenizer.load(config.tokenizer, config.chat_template, config.chat_template_kwargs)
     if config.hidden % config.heads:
         raise UserError(f"--hidden {config.hidden} must be a multiple of --heads {config.heads}")
     model = new_decoder(

@@ -536,7 +536,7 @@ class RLOptions(
     gamma: float
     """Discount factor per sampled token."""
     outcome_apart: bool
-    """"""
+    """Normalise final rewards among the final rewards of the group, and step rewards among its step rewards."""
     part_weights: str
     """Weights of the reward's named parts: correct=1 format=0.5."""
     advantage_k: int

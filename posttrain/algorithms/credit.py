@@ -255,7 +255,11 @@ class StepRewards(Advantage):
     """
 
     eps: float = setting(1e-6, above=0)
-    outcome_apart: bool = setting(False, "outcome_apart")
+    outcome_apart: bool = setting(
+        False,
+        "outcome-apart",
+        "Normalise final rewards among the final rewards of the group, and step rewards among its step rewards.",
+    )
     needs = frozenset({Need.GROUP})
 
     @property

@@ -24,7 +24,7 @@ from posttrain.config.inference import (
     ServePolicy,
 )
 from posttrain.config.resolve import check_bounds, validate
-from posttrain.config.scale import Launch, Plan
+from posttrain.config.scale import Launch, Memory, Plan
 from posttrain.config.training import Training
 from posttrain.config.verbs import VERBS, training
 from posttrain.core import user_files
@@ -288,6 +288,22 @@ def plan(run: str, *, config: Annotated[Plan, Options] = Plan()) -> int:  # noqa
     return plan_command.plan(run, config)
 
 
+def memory(*command: str, config: Annotated[Memory, Options] = Memory()) -> int:  # noqa: B008  frozen
+    """Estimate the GPU memory of a training command. No GPU is needed, and of the model only its config.json.
+
+    Parameters
+    ----------
+    command
+        Command to estimate, after two dashes: -- rl --model FOLDER --lora 16 ...
+    """
+    from posttrain.training.memory_plan import plan_memory
+
+    check_bounds(config)
+    plan = plan_memory(_training_of(list(command), "memory", checked=False), config.gpu_memory * 2**30)
+    print("\n".join(plan.lines))
+    return 0 if plan.fits else 1
+
+
 def launch(*command: str, config: Annotated[Launch, Options] = Launch()) -> int:  # noqa: B008  frozen
     """Print a script that runs a posttrain command on a batch system.
 
@@ -299,12 +315,15 @@ def launch(*command: str, config: Annotated[Launch, Options] = Launch()) -> int:
     from posttrain.cli.slurm import script
 
     check_bounds(config)
-    print(script(config, list(command), _training_of(list(command))), end="")
+    print(script(config, list(command), _training_of(list(command), "launch --slurm")), end="")
     return 0
 
 
-def _training_of(command: list[str]) -> Training:
-    """The options of a command that trains. Raises UserError if it is none, or not a sound one."""
+def _training_of(command: list[str], by: str, checked: bool = True) -> Training:
+    """Return the options of a command that trains, which follows the command `by`.
+
+    Raises UserError if it is none, or not a sound one. `checked`: whether options may not be missing.
+    """
     from cyclopts.exceptions import CycloptsError
 
     from posttrain.cli import main
@@ -316,8 +335,7 @@ def _training_of(command: list[str]) -> Training:
         )
     if not command or command[0] not in kinds:
         raise UserError(
-            f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {kinds[0]} ..., "
-            f"or {', '.join(kinds[1:])}"
+            f"a training command follows two dashes: posttrain {by} -- {kinds[0]} ..., or {', '.join(kinds[1:])}"
         )
     try:
         _, bound, _ = main.app.parse_args(main.prepared(command), exit_on_error=False, print_error=False)
@@ -325,6 +343,6 @@ def _training_of(command: list[str]) -> Training:
         raise UserError(f"posttrain {command[0]}: {one_line(error)}") from error
     kind = VERBS[command[0]].options
     config: Training = read(kind, bound.arguments.get("config") or kind(), bound.arguments.get("set", ()))
-    if not config.resume:
+    if checked and not config.resume:
         validate(config)
     return config

@@ -146,7 +146,7 @@ def _unknown(option: str, words: list[str]) -> str:
 
     verb, *rest = words
     if verb == "launch" and "--" not in rest and (command := next((word for word in rest if word in VERBS), None)):
-        return f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {command} ..."
+        return f"a training command follows two dashes: posttrain launch --slurm -- {command} ..."
     if verb == "engine" and option == "--engines":
         return "--engines belongs to the run that samples here: an engine listens at --listen HOST:PORT"
     others = [word.partition("=")[0] for word in rest if word.startswith("--")]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from posttrain.training.memory_plan import plan_memory
 from posttrain.cli.main import main
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT, Distill, Prefer, Training
 from posttrain.core.types import UserError
+from posttrain.training.memory_plan import plan_memory
 
 QWEN = {
     **{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "hidden_size": 1536},

@@ -91,6 +91,7 @@ def one(out: Path, start: Path, name: str, seed: int) -> dict[str, float]:
     rm = out / f"reward-model-{seed}"
     if name == MODEL:
         run = posttrain.reward_model(solutions(seed), str(start), out=str(rm), seed=seed, **REWARD)
+        assert not run.interrupted, "an interrupted run is no result"
         figures = json.loads((run.path / "report.json").read_text())["figures"]
         return {key.replace(" ", "_"): figures[key]["mean"] for key in ("accuracy", "area under the curve")}
     folder = start
@@ -102,6 +103,7 @@ def one(out: Path, start: Path, name: str, seed: int) -> dict[str, float]:
             WORKED_SUMS.practice(seed), env, str(start), out=str(out / f"{name.replace(' ', '-')}-{seed}"), seed=seed,
             overwrite=True, record="tokens", **chosen,
         )  # fmt: skip
+        assert not run.interrupted, "an interrupted run is no result"
         folder = run.path
     return measured(folder, seed)
 

@@ -86,17 +86,19 @@ def reached(address: str, seconds: float = SECONDS) -> bool:
 
 
 def problem(error: BaseException, of: HubName, kind: str = "model") -> str:
-    """Return what an error of the hub's client means for a repository, with the fix, as one line.
+    """Return the reason why the hub gave no model or dataset, with the fix, as one line."""
+    return meaning(error, of, kind) or f"the hub gave no {kind} {of}: {one_line(error.__cause__ or error)}"
+
+
+def meaning(error: BaseException, of: HubName, kind: str = "model") -> str | None:
+    """Return what an error of the hub's client means for a repository, with the fix; None for an unknown one.
 
     `kind`: model or dataset. Errors are read along their causes: the client wraps some of them.
     """
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
-    for each in chain:
-        if (text := _meaning(each, of, kind)) is not None:
-            return text
-    return f"the hub gave no {kind} {of}: {one_line(error.__cause__ or error)}"
+    return next((text for each in chain if (text := _meaning(each, of, kind)) is not None), None)
 
 
 def _meaning(error: BaseException, of: HubName, kind: str) -> str | None:

@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers = {"X-Error-Code": problem.code, "X-Error-Message": problem.text}
             self._send(problem.status, json.dumps({"error": problem.text}).encode(), headers)
 
-    do_GET = do_HEAD = do_POST = do_PUT = _answer  # noqa: N815
+    do_GET = do_HEAD = do_POST = do_PUT = _answer
 
     def _send(self, status: int, data: bytes = b"", headers: dict[str, str] | None = None, cut: int = 0) -> None:
         self.send_response(status)

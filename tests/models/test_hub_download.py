@@ -149,7 +149,7 @@ def test_an_interrupted_download_goes_on_with_the_files_that_are_missing(
         (
             "",
             "accept its licence at {}/org/gated and set HF_TOKEN",
-            "has no model org/none; correct the name (or it is private",
+            "no model org/none; correct the name (or it is private",
         ),
         (READS, "accept its licence at {}/org/gated with the account", "has no model org/none; correct the name"),
         ("hf_wrong", "the hub refuses your token (HF_TOKEN)", "the hub refuses your token (HF_TOKEN)"),

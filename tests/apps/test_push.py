@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,13 +25,16 @@ from posttrain.cli.main import prepared as words_of
 from posttrain.cli.training_commands import read
 from posttrain.config.resolve import as_dict
 from posttrain.config.verbs import VERBS
+from posttrain.core.intervals import share_interval
 from posttrain.core.types import UserError
 from posttrain.models import hub_download
 from posttrain.models.adapters.adapter_config import read_adapter_config
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import causal
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.curves import curves
+from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.system import hub as system_hub
 
 ROWS = [{"prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)} for a in range(4) for b in range(4)]
@@ -41,8 +45,7 @@ CARD = b"---\nlicense: other\nlicense_name: tiny-licence\n---\n"
 SECRET = "3+3="  # a prompt, which no published file may hold
 
 
-def right(task: Any, reply: str) -> float:
-    return float(reply == task["answer"])
+REWARD = "SUCCESS = 1.0\n\n\ndef right(task, reply):\n    return float(reply == task['answer'])\n"
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +54,18 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     place = tmp_path_factory.mktemp("place")
     save_model(tiny(tokenizer), place / "model", tokenizer)
     files = {file.name: file.read_bytes() for file in (place / "model").iterdir()}
-    with model_hub(**{"org/base": Repository({**files, "README.md": CARD})}) as hub, pytest.MonkeyPatch.context() as patch:
+    with (
+        model_hub(**{"org/base": Repository({**files, "README.md": CARD})}) as hub,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.chdir(place)
         use(patch, hub.address, place / "cache")
         (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-        (place / "mine.py").write_text("SUCCESS = 1.0\n\n\ndef right(task, reply):\n    return float(reply == task['answer'])\n")
-        posttrain.sft("rows.jsonl", model="org/base", out="sft", held_out=0.5, eval_every=1, save_every=1, rows=2, **QUICK)
+        (place / "mine.py").write_text(REWARD)
+        posttrain.sft(
+            "rows.jsonl", model="org/base", out="sft", held_out=0.5, eval_every=1, save_every=1, rows=2, **QUICK
+        )
         posttrain.rl("rows.jsonl", "mine.py:right", "sft", out="rl", held_out=0.5, eval_every=1, save_every=1, seed=3,
                      settings={"minibatches": 2, "surrogate.high": 0.3}, **PLAYED, **QUICK)  # fmt: skip
         posttrain.prefer(str(place / "pairs.jsonl"), model="org/base", out="lora", lora=2, rows=2, **QUICK)
@@ -85,6 +93,13 @@ def hub(place: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> ModelHub:
 def front(card: bytes) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(card.decode().split("---\n")[1])
     return found
+
+
+def text_of(run: str, *evaluations: str) -> str:
+    """The card of a run."""
+    card = prepared(run, "org/name", evaluations=evaluations).files["README.md"]
+    assert isinstance(card, bytes)
+    return card.decode()
 
 
 def refused(*words: Any, **more: Any) -> str:
@@ -133,7 +148,7 @@ def test_a_pushed_model_loads_from_the_hub_as_it_was(hub: ModelHub) -> None:
         assert all(torch.equal(a, b) for a, b in zip(there.parameters(), own.parameters(), strict=True))
 
 
-def test_an_adapter_names_its_base_on_the_hub_and_peft_opens_it(hub: ModelHub, place: SimpleNamespace, tmp_path: Path) -> None:
+def test_an_adapter_names_its_base_and_peft_opens_it(hub: ModelHub, place: SimpleNamespace, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     commit = hub.repositories["org/base"].branches["main"]
     ready = prepared("lora", "org/lora", ask=False)
@@ -143,11 +158,9 @@ def test_an_adapter_names_its_base_on_the_hub_and_peft_opens_it(hub: ModelHub, p
     theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "out")).merge_and_unload()
     tokens = torch.arange(5, 15)
     own = load_model(find("lora").folder)
-    from posttrain.models.native.segments import causal
-
     with torch.no_grad():
-        hidden = own.hidden(*(tokens, torch.arange(10), causal)) if False else own(tokens, torch.arange(10), causal)  # type: ignore[operator]
-        assert torch.allclose(theirs(tokens[None]).logits[0], own.logits(hidden) if hasattr(own, "logits") else own.head(hidden), atol=1e-4)
+        expected = theirs(tokens[None]).logits[0]
+        torch.testing.assert_close(own.logits(own(tokens, torch.arange(10), causal)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_of_a_local_base_is_refused_unless_its_base_is_named(hub: ModelHub) -> None:
@@ -163,8 +176,6 @@ def test_an_adapter_of_a_local_base_is_refused_unless_its_base_is_named(hub: Mod
 def test_the_command_of_a_card_gives_the_options_of_the_run(run: str, hub: ModelHub, place: SimpleNamespace) -> None:
     about = json.loads((place.path / run / "run.json").read_text())
     typed = run_command.command(about).replace("\\\n", " ")
-    import shlex
-
     _, bound, _ = app.parse_args(words_of(shlex.split(typed)[1:]), exit_on_error=False, print_error=False)
     kind = VERBS[about["verb"]].options
     given = bound.arguments["config"]
@@ -178,26 +189,27 @@ def test_the_command_of_a_card_gives_the_options_of_the_run(run: str, hub: Model
 
 def test_folders_of_the_machine_are_cut_off_and_names_and_addresses_are_not() -> None:
     assert run_command.without_folders("/home/me/x/rows.jsonl") == "rows.jsonl"
-    assert run_command.without_folders("~/mine.py:reward + 0.5 ../other/your.py:form") == "mine.py:reward + 0.5 your.py:form"
+    assert (
+        run_command.without_folders("~/mine.py:reward + 0.5 ../other/your.py:form")
+        == "mine.py:reward + 0.5 your.py:form"
+    )
     assert run_command.without_folders("a=/srv/rm") == "a=rm"
     for kept in ("org/name@v1", "http://host:8000/v1", "data/rows.jsonl", "sqrt(a)/b"):
         assert run_command.without_folders(kept) == kept
 
 
 def test_figures_have_the_intervals_of_the_evaluation(hub: ModelHub, tmp_path: Path) -> None:
-    from posttrain.core.intervals import share_interval
-    from posttrain.runs.record.rollout_reading import read_rollouts
-
     rows = read_rollouts("rl", 2, ["task", "reward"], held_out=True)
     rewards = [row["reward"] for row in rows]
-    assert len({row["task"] for row in rows}) == len(rows) == 8
+    assert len({row["task"] for row in rows}) == len(rows) > 5
     low, high = share_interval(rewards)
-    (tmp_path / "test.json").write_text(json.dumps({"figures": {"tasks": 9, "pass@4": {"mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 9}}}))
-    card = prepared("rl", "org/rl", None, None, None, [str(tmp_path / "test.json")]).files["README.md"].decode()  # type: ignore[union-attr]
-    assert f"| held out | accuracy | {sum(rewards) / 8:.4g} | [{low:.4g}, {high:.4g}] | 8 |" in card
+    figures = {"tasks": 9, "pass@4": {"mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 9}}
+    (tmp_path / "test.json").write_text(json.dumps({"figures": figures}))
+    card = text_of("rl", str(tmp_path / "test.json"))
+    assert f"| held out | accuracy | {sum(rewards) / len(rows):.4g} | [{low:.4g}, {high:.4g}] | {len(rows)} |" in card
     assert "| test | pass@4 | 0.5 | [0.4, 0.6] | 9 |" in card
     report = json.loads(Path("reward-model/report.json").read_text())["figures"]["accuracy"]
-    card = prepared("reward-model", "org/rm").files["README.md"].decode()  # type: ignore[union-attr]
+    card = text_of("reward-model")
     assert f"| held out | accuracy | {report['mean']:.4g} |" in card
     assert "holds no figures" in refused("rl", "org/rl", None, None, None, ["rl/run.json"])
 
@@ -279,14 +291,18 @@ def test_a_token_or_a_name_that_does_not_do_is_one_line(
     assert set(hub.repositories) == {"org/base"}
 
 
-def test_an_upload_that_breaks_off_leaves_nothing_and_the_next_one_goes_on(hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_breaks_off_leaves_nothing_and_the_next_goes_on(
+    hub: ModelHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.refuse["/api/models/org/rl/commit"] = 500
     assert "answers with an error (500)" in refused("rl", "org/rl")
     assert set(hub.repositories["org/rl"].now()) == {".gitattributes"} and hub.stored
     hub.refuse.clear()
     hub.seen.clear()
     carry_out(prepared("rl", "org/rl"))
-    assert not hub.asked("/lfs/") and "model.safetensors" in hub.repositories["org/rl"].now()
+    assert (
+        "PUT" not in {method for method, _, _ in hub.seen} and "model.safetensors" in hub.repositories["org/rl"].now()
+    )
 
     def interrupt(*words: Any, **more: Any) -> None:
         raise KeyboardInterrupt
@@ -295,12 +311,14 @@ def test_an_upload_that_breaks_off_leaves_nothing_and_the_next_one_goes_on(hub: 
     assert "interrupted: org/rl is as it was before; the same command goes on" in refused("rl", "org/rl")
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(hub: ModelHub, place: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_one_line(hub: ModelHub, place: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, "http://127.0.0.1:9", place.path / "cache", TOKEN)
     assert "127.0.0.1 cannot be reached: nothing was pushed to org/sft; --dry-run shows" in refused("sft", "org/sft")
 
 
-def test_a_folder_without_a_run_is_pushed_with_a_short_card_and_no_other_files(hub: ModelHub, tmp_path: Path, place: SimpleNamespace) -> None:
+def test_a_folder_without_a_run_is_pushed_without_other_files(
+    hub: ModelHub, tmp_path: Path, place: SimpleNamespace
+) -> None:
     shutil.copytree(place.path / "model", tmp_path / "merged")
     for name in ("optimizer.safetensors", "rows.jsonl", "trainer_state.json", "notes.txt"):
         (tmp_path / "merged" / name).write_text("x")

@@ -219,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
             asked = [file["path"] for file in json.loads(body)["files"]]
             return self._json({"files": [self._mode(file, files) for file in asked]})
         assert what == "commit", what
-        self._commit(repository, revision, [json.loads(line) for line in body.splitlines()])
+        self._commit(name, revision, [json.loads(line) for line in body.splitlines()])
 
     def _mode(self, name: str, files: Files) -> dict[str, Any]:
         large = name.endswith(LARGE)
@@ -238,7 +238,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.stored[name] = body
         self._send(200)
 
-    def _commit(self, repository: Repository, branch: str, lines: list[dict[str, Any]]) -> None:
+    def _commit(self, name: str, branch: str, lines: list[dict[str, Any]]) -> None:
+        repository = self.hub.repositories[name]
         files = dict(repository.now(branch))
         for line in lines:
             told = line["value"]
@@ -252,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
                 assert line["key"] == "deletedFile", line
                 del files[told["path"]]
         commit = repository.commit(branch, files)
-        self._json({"commitUrl": f"{self.hub.address}/commit/{commit}", "commitOid": commit, "success": True})
+        self._json({"commitUrl": f"{self.hub.address}/{name}/commit/{commit}", "commitOid": commit, "success": True})
 
     def _file(self, name: str, revision: str, file: str) -> None:
         repository = self._repository(name)

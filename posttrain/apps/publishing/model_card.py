@@ -35,7 +35,11 @@ def metadata(published: Published, licence: Mapping[str, str]) -> dict[str, Any]
     base = published.base
     data = [name for name in map(hub_name, map(str, _data(about).values())) if name is not None]
     return {
-        **({"base_model": base.name, "base_model_relation": "adapter" if published.adapter else "finetune"} if base else {}),
+        **(
+            {"base_model": base.name, "base_model_relation": "adapter" if published.adapter else "finetune"}
+            if base
+            else {}
+        ),
         **licence,
         "library_name": library,
         "pipeline_tag": _pipeline(folder, verb),
@@ -84,7 +88,9 @@ def _summary(published: Published) -> str:
         return f"{kind} {link}{at}, published with posttrain {__version__}."
     if about.get("initial") is None and base is None:
         kind, link = "A", "model trained from scratch"
-    stages = " after " + ", ".join(f"`posttrain {verb}`" for verb in published.stages[:-1]) if published.stages[1:] else ""
+    stages = (
+        " after " + ", ".join(f"`posttrain {verb}`" for verb in published.stages[:-1]) if published.stages[1:] else ""
+    )
     algorithm = about["config"].get("algorithm")
     way = f"`posttrain {about['verb']}`" + (f" with `{algorithm}`" if algorithm else "")
     return f"{kind} {link}{at}{stages}, trained with {way}: step {published.step}."
@@ -150,7 +156,9 @@ def _run(published: Published) -> Iterator[str]:
     yield f"## Command\n\n```shell\n{command(about)}\n```"
     shown = {*LEFT, *options(about)}
     every = {n: without_folders(v) for n, v in about["config"].items() if n not in shown}
-    rest = ", ".join(f"{n} {json.dumps(v, ensure_ascii=False)}" for n, v in every.items() if v not in (None, "", [], {}))
+    rest = ", ".join(
+        f"{n} {json.dumps(v, ensure_ascii=False)}" for n, v in every.items() if v not in (None, "", [], {})
+    )
     yield f"<details><summary>All other options, at their defaults</summary>\n\n`{rest}`\n\n</details>"
     versions = ", ".join(f"{n} {v}" for n, v in (about.get("versions") or {}).items() if v)
     git = about.get("git") or {}

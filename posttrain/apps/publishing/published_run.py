@@ -68,13 +68,14 @@ def find(source: str, checkpoint: str | None = None, base: str | None = None) ->
     if not (is_adapter(folder) or (folder / "config.json").is_file()):
         raise UserError(f"{folder} holds no checkpoint (config.json): give the folder of a run or of a checkpoint")
     if run is None:
-        return Published(folder, base=given or _named(folder))
+        return Published(folder, base=given or (_named(folder) if is_adapter(folder) else None))
     if (damage := checkpoints.damaged(folder)) is not None:
         raise UserError(f"checkpoint {folder} is damaged ({damage}): choose another with --checkpoint")
     about, step = read_run(run), checkpoints.step_of(folder)
     metrics = next((row for row in read_metrics(run) if row["step"] == step), {})
     found, stages = _origin(about)
-    return Published(folder, run, about, step, metrics, given or _named(folder) or found, stages)
+    named = _named(folder) if is_adapter(folder) else found  # adapters fit the very weights that they were trained on
+    return Published(folder, run, about, step, metrics, given or named, stages)
 
 
 def _chosen(run: Path, checkpoint: str | None) -> Path:
@@ -99,13 +100,13 @@ def _best(run: Path, steps: list[int], kept: str) -> int:
         if found:
             step: int = max(found)[1]
             return step
-    raise UserError(f"--checkpoint best needs an evaluation on held-out tasks at a checkpoint, and there is none: {kept}")
+    raise UserError(
+        f"--checkpoint best needs an evaluation on held-out tasks at a checkpoint, and there is none: {kept}"
+    )
 
 
 def _named(folder: Path) -> HubName | None:
     """Return the base that a folder of adapters names, if that is a model of the hub."""
-    if not is_adapter(folder):
-        return None
     base = read_adapter_config(folder).base
     return _of_cache(Path(base)) or (None if Path(base).exists() else hub_name(base))
 

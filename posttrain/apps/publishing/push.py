@@ -56,7 +56,9 @@ def prepared(
     """Collect the files and write the card. `ask`: the hub, for the licence of the base. Raises UserError."""
     named = hub_name(repository)
     if named is None or (named.revision and revision):
-        raise UserError(f"{clip(repository)} names no repository of the hub: write org/name, and a branch as --revision")
+        raise UserError(
+            f"{clip(repository)} names no repository of the hub: write org/name, and a branch as --revision"
+        )
     target = HubName(named.name, revision or named.revision)
     published = find(source, checkpoint, base)
     files = files_of(published)

@@ -50,7 +50,9 @@ def _words(name: str, value: Any, flags: Mapping[str, Any]) -> Iterator[str]:
     flag = f"--{name.replace('_', '-')}"
     if name == "settings":
         for place, setting in value.items():
-            yield from _words(place, setting, flags) if place in flags else [f"--set {quote(f'{place}={_text(setting)}')}"]
+            yield from (
+                _words(place, setting, flags) if place in flags else [f"--set {quote(f'{place}={_text(setting)}')}"]
+            )
     elif isinstance(value, bool):
         yield flag if value else f"--no-{flag[2:]}"
     elif isinstance(value, dict):

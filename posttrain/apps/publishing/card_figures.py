@@ -20,7 +20,7 @@ Figures = Mapping[str, Any]
 
 
 class FigureRow(NamedTuple):
-    """A row of the table: a figure, and its interval where there is one."""
+    """A figure of an evaluation, and its interval where there is one."""
 
     of: str  # held out, or the name of a file of figures
     name: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 
 from posttrain.core.types import UserError
@@ -63,17 +64,20 @@ def _missing(named: HubName) -> list[str]:
     Raises UserError if it holds no checkpoint.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.utils import filter_repo_objects
 
     try:
         info = HfApi().model_info(named.name, revision=named.revision, timeout=10.0)
     except Exception:  # the download itself finds it out, and then looks into the cache
         return ["unknown"]
     every = [file.rfilename for file in info.siblings or ()]
-    wanted = list(filter_repo_objects(every, allow_patterns=[*WANTED], ignore_patterns=[*LEFT]))
+    wanted = [file for file in every if _matches(file, WANTED) and not _matches(file, LEFT)]
     if not any(file.endswith(".safetensors") for file in wanted):
         _refuse_without_weights(named, every)
     return [file for file in wanted if not isinstance(try_to_load_from_cache(named.name, file, revision=info.sha), str)]
+
+
+def _matches(file: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(file, pattern) for pattern in patterns)
 
 
 def _refuse_without_weights(named: HubName, files: list[str]) -> None:
@@ -92,7 +96,7 @@ def _refuse_without_weights(named: HubName, files: list[str]) -> None:
 @contextmanager
 def _without_bars() -> Iterator[None]:
     """Let the client show no bars: there is nothing to download."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     before = are_progress_bars_disabled()
     disable_progress_bars()

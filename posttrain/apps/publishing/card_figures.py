@@ -76,7 +76,7 @@ def _recorded(published: Published, known: Mapping[str, FigureRow]) -> list[Figu
 
 
 def _of_file(file: str) -> list[FigureRow]:
-    figures = _data(Path(file)).get("figures")
+    figures: Any = _data(Path(file)).get("figures")
     try:
         return [_row(Path(file).stem, n, f) for n, f in figures.items() if isinstance(f, dict)]
     except (AttributeError, LookupError, TypeError):

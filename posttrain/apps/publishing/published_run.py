@@ -56,6 +56,7 @@ def find(source: str, checkpoint: str | None = None, base: str | None = None) ->
     if base is not None and given is None:
         raise UserError(f"--base {clip(base)} is no model of the hub: write org/name or org/name@revision")
     path = Path(source).expanduser()
+    run: Path | None
     if (path / RUN).is_file():
         folder, run = _chosen(path, checkpoint), path
     elif checkpoint is not None:

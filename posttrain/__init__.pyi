@@ -343,8 +343,8 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
     other rows its row_to_task writes the demonstrations, if it has one."""
     model: str | None
-    """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or a model's name. In sft, leave it
-    out to train from scratch."""
+    """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or org/name. In sft, leave it out
+    to train from scratch. org/name, or org/name@revision, is a model of the Hugging Face hub."""
 
 class SamplingOptions(TypedDict, total=False):
     """Options of several verbs."""

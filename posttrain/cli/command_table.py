@@ -85,6 +85,13 @@ _ALL = (
     Command("audit", "inspect_commands:audit", "look", "Look for reward hacking in a run.", "runs/rl"),
     Command("merge", "commands:merge", "serve", "Merge a LoRA adapter into its base model.", "runs/lora --out merged"),
     Command(
+        "push",
+        "push_command:push",
+        "serve",
+        "Upload a checkpoint to the Hugging Face hub, with a model card.",
+        "runs/rl org/name --dry-run",
+    ),
+    Command(
         "serve-policy",
         "commands:serve_policy",
         "serve",

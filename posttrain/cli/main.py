@@ -46,8 +46,10 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
 NUMBERS = {int: "a whole number", float: "a number"}
 BY_POSITION = {
     "adapter": "the folder of an adapter, or of a run with --lora",
+    "folder": "the folder of a run or of a checkpoint",
     "index": "the folder of an index, as posttrain retriever build makes it",
     "model": "the folder of a checkpoint or of a run",
+    "repository": "a repository of the hub, org/name",
     "rows": "a file of rows, a folder, or the name of a dataset",
     "run": "the folder of a run, or a file of rollouts",
     "source": "the file of a command, a script or a configuration of TRL, verl or OpenRLHF",

@@ -32,8 +32,8 @@ class ModelGroup(OptionGroup, group="model"):
     """The model to train, and which of its weights."""
 
     model: str | None = option(None, first_hour=True, value="MODEL")
-    """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or a model's name. In sft, leave it
-    out to train from scratch."""
+    """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or org/name. In sft, leave it out to
+    train from scratch. org/name, or org/name@revision, is a model of the Hugging Face hub."""
     lora: int | None = option(None, above=0, most=65_536, first_hour=True, value="RANK")
     """Train LoRA adapters of this rank instead of all weights. Gradients and optimizer state then take a fraction of
     the memory. Checkpoints hold the adapters in PEFT's format. A model that is an adapter goes on with that one."""

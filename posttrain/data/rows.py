@@ -36,7 +36,7 @@ from posttrain.data.row_files import (
     read_value,
     rows_of,
 )
-from posttrain.system.hub import as_far_as_reached
+from posttrain.system.hub import HubName, as_far_as_reached, problem
 from posttrain.system.user_code import describe_error
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 SMALL = 4 << 20  # bytes: files up to this size are read completely, each time
 FEW = 10_000  # rows: so are up to so many of a larger one
+_HUB = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?:@(\w[\w./-]*))?(?::(.+))?")
+"""A dataset of the hub, with a revision and a configuration: openai/gsm8k:main, org/name@v1.0."""
 BLOCK = 1000  # rows per batch when iterating over all; larger batches are slower, as they leave the caches
 
 
@@ -262,9 +264,7 @@ def _in_folder(folder: Path, split: str | None, limit: int | None) -> Rows:
 
 
 def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None) -> Rows:
-    local = (
-        isinstance(source, Path) or kind_of(path)[1] in READ or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:.+)?", source)
-    )
+    local = isinstance(source, Path) or kind_of(path)[1] in READ or not _HUB.fullmatch(source)
     if "://" in str(source):
         raise UserError(f"{source} is an address, and rows are read from this machine: download the file first")
     missing = f"there is no file {source}"
@@ -272,19 +272,20 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
         missing = f"there is no folder {path.parent}"
     else:
         missing += _suggestion(path.name, (neighbour.name for neighbour in path.parent.iterdir()))
-    if local:
+    found = _HUB.fullmatch(str(source))
+    if local or found is None:
         raise UserError(missing)
-    name, _, configuration = str(source).partition(":")
+    named, configuration = HubName(found[1], found[2]), found[3]
     datasets = _library("datasets")
     with as_far_as_reached(datasets.config) as unreached:
         try:
-            found = datasets.load_dataset(name, configuration or None, split=split)
+            rows = datasets.load_dataset(named.name, configuration, split=split, revision=named.revision)
         except Exception as error:  # the network, the name, the configuration, the split: any of many types
             if unreached:
                 why = f"{unreached}, where a dataset of that name may be, and none was downloaded before"
                 raise UserError(f"{missing}, and {why}") from None
-            raise UserError(f"{missing}, and the hub gave no such dataset: {one_line(error)}") from error
-    return _of_dataset(found, None, name, limit)
+            raise UserError(f"{missing}, and {problem(error, named, 'dataset')}") from error
+    return _of_dataset(rows, None, str(named), limit)
 
 
 def _of_dataset(found: Any, split: str | None, name: str, limit: int | None) -> Rows:

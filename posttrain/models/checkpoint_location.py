@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.models.gguf.gguf_file import SUFFIX, read_gguf, require_package
-from posttrain.system.hub import as_far_as_reached
+from posttrain.models.hub_download import downloaded
+from posttrain.system.hub import HubName, hub_name
 
 
 def checkpoint_folder(name: str | Path) -> Path:
@@ -34,17 +34,19 @@ def checkpoint_folder(name: str | Path) -> Path:
         return folder
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
+    named = hub_name(str(name))
+    if named is None:
         raise UserError(
-            f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json, or a .gguf file"
+            f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json, a .gguf file, "
+            "or a model of the Hugging Face hub (org/name, org/name@revision)"
         )
-    import huggingface_hub
+    return downloaded(named)
 
-    with as_far_as_reached() as unreached:
-        try:
-            return Path(huggingface_hub.snapshot_download(str(name)))
-        except Exception as error:  # no network, no such model, no access, disk full: the fix is the same
-            raise UserError(
-                f"{name}: no such folder, and as a Hugging Face model it cannot be downloaded here "
-                f"({unreached or type(error).__name__}): give a local checkpoint folder"
-            ) from None
+
+def pinned(path: Path) -> Path:
+    """Return a model of the hub with its commit, org/name@commit, once it is downloaded; a local checkpoint unchanged.
+
+    A run that goes on later then begins with the same weights, whatever its branch has by then.
+    """
+    named = None if path.exists() else hub_name(str(path))
+    return path if named is None else Path(str(HubName(named.name, downloaded(named).name)))

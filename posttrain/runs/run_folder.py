@@ -21,6 +21,7 @@ from posttrain.core import run_date, user_files
 from posttrain.core.pictures import PICTURES
 from posttrain.core.protocols import Alone, Lasting, World
 from posttrain.core.types import UserError
+from posttrain.models.checkpoint_location import pinned
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs import fingerprint, run_files
 from posttrain.runs.chat_choice import CHAT, Chatting
@@ -140,7 +141,7 @@ class RunFolder(Generic[AnyTraining]):
             if not isinstance(recorded, str | None) or (isinstance(self.config, RL) and not recorded):
                 raise UserError(f"{self.path / RUN} is damaged (no valid 'initial'): put a copy of it back")
             return Path(recorded) if recorded else None
-        return checkpoints.resolve(self.config.model) if self.config.model else None
+        return pinned(checkpoints.resolve(self.config.model)) if self.config.model else None
 
     def open(self, told: Mapping[str, Any]) -> RunRecord:
         """Return the record, ready to be written: new, or without the steps after the checkpoint.

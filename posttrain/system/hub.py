@@ -1,25 +1,48 @@
-"""Tests whether the Hugging Face hub can be reached, before its client tries for half a minute.
+"""The Hugging Face hub: names of its repositories, whether it can be reached, and its errors in one line.
 
-Where it cannot, the client is set to offline: models that were downloaded before are still found in its cache.
+Reachability is tested before its client tries for half a minute. Where the hub cannot be reached, the client is set to
+offline: models that were downloaded before are still found in its cache.
 """
 
 from __future__ import annotations
 
+import errno
+import re
 import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-SECONDS = 5.0  # for a name to be looked up and a connection to be made
+from posttrain.core.messages import one_line
+
+SECONDS = 1.5  # for a name to be looked up and a connection to be made
+MOST = 5  # names of the cache in a message
+
+
+class HubName(NamedTuple):
+    """A repository of the hub, at a branch, a tag or a commit (None: the newest state of its main branch)."""
+
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+
+def hub_name(text: str) -> HubName | None:
+    """Return the repository that "org/name" or "org/name@revision" names; None for other texts."""
+    found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", text)
+    return HubName(found[1], found[2]) if found else None
 
 
 @contextmanager
 def as_far_as_reached(*others: Any) -> Iterator[str]:
-    """Set the hub's client to offline within it, if necessary. Yields why: "" where the hub can be reached.
+    """Set the hub's client to offline within it, if necessary. Yields why: "" where the hub is asked.
 
     `others`: modules that have such a flag of their own.
     """
@@ -27,7 +50,9 @@ def as_far_as_reached(*others: Any) -> Iterator[str]:
 
     address, flagged = constants.ENDPOINT, (constants, *others)
     offline = any(module.HF_HUB_OFFLINE for module in flagged)  # set by the user
-    why = "" if offline or reached(address) else f"{urlsplit(address).hostname} cannot be reached"
+    why = "HF_HUB_OFFLINE is set" if offline else ""
+    if not (offline or reached(address)):
+        why = f"{urlsplit(address).hostname} cannot be reached"
     before = [module.HF_HUB_OFFLINE for module in flagged]
     try:
         for module, was in zip(flagged, before, strict=True):
@@ -58,3 +83,65 @@ def reached(address: str, seconds: float = SECONDS) -> bool:
     trial.start()
     trial.join(seconds)
     return found.is_set()
+
+
+def problem(error: BaseException, of: HubName, kind: str = "model") -> str:
+    """Return the reason why the hub gave no model or dataset, with the fix, as one line."""
+    return meaning(error, of, kind) or f"the hub gave no {kind} {of}: {one_line(error.__cause__ or error)}"
+
+
+def meaning(error: BaseException, of: HubName, kind: str = "model") -> str | None:
+    """Return what an error of the hub's client means for a repository, with the fix; None for an unknown one.
+
+    `kind`: model or dataset. Errors are read along their causes: the client wraps some of them.
+    """
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return next((text for each in chain if (text := _meaning(each, of, kind)) is not None), None)
+
+
+def _meaning(error: BaseException, of: HubName, kind: str) -> str | None:
+    from huggingface_hub import constants, errors, get_token
+
+    page, token = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{of.name}", get_token()
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    # that of the library datasets has a cause for revisions alone
+    missing = type(error).__name__ == "DatasetNotFoundError" and not str(error).startswith("Revision")
+    if isinstance(error, errors.GatedRepoError) or (missing and "gated" in str(error)):
+        whose = "with the account of your token" if token else "and set HF_TOKEN to a token of that account"
+        return f"{of.name} is gated: accept its licence at {page} {whose}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{of.name} has no revision {of.revision or 'main'}: its branches and tags are at {page}"
+    if missing or isinstance(error, errors.RepositoryNotFoundError):
+        private = "or it is private, and your token may not read it" if token else "or it is private: set HF_TOKEN then"
+        return f"the hub has no {kind} {of.name}; correct the name ({private})"
+    if status == 401:
+        return f"the hub refuses your token (HF_TOKEN): make a new one at {constants.ENDPOINT}/settings/tokens"
+    if status == 403:
+        return f"your token (HF_TOKEN) gives no access to {of.name}: give it this right, or use another one"
+    if status is not None and (status == 429 or status >= 500):
+        return f"the hub answers with an error ({status}) for {of.name}: repeat the command later"
+    if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests"):
+        return f"the connection to the hub broke off ({one_line(error)}): repeat the command, finished files are kept"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        cache = Path(constants.HF_HUB_CACHE)
+        return f"{of.name} cannot be written to {cache} ({error.strerror}): make room there, or set HF_HOME"
+    return None
+
+
+def cached_names(kind: str = "model") -> list[str]:
+    """Return the names of the models or datasets that the hub's cache has, at least in part."""
+    from huggingface_hub import constants
+
+    with suppress(OSError):
+        found = sorted(Path(constants.HF_HUB_CACHE).glob(f"{kind}s--*--*/snapshots/*"))
+        return list(dict.fromkeys(place.parents[1].name.split("--", 1)[1].replace("--", "/") for place in found))
+    return []
+
+
+def cached_list(kind: str = "model") -> str:
+    """Return the names of `cached_names` as the end of a message."""
+    names = cached_names(kind)
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return f"the cache has {', '.join(names[:MOST])}{more}" if names else "the cache is empty"

@@ -257,7 +257,7 @@ def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     write_jsonl(tmp_path / "gsm8k.jsonl", ROWS)
-    refused(lambda: load_rows("gsm8k"), "there is no file gsm8k", "'gsm8k.jsonl'", "the hub gave no such dataset")
+    refused(lambda: load_rows("gsm8k"), "there is no file gsm8k", "'gsm8k.jsonl'", "HF_HUB_OFFLINE is set")
 
 
 def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
@@ -268,7 +268,7 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
 
     seen = []
 
-    def load(*name: Any, split: Any) -> None:
+    def load(*name: Any, split: Any, revision: Any) -> None:
         seen.append((*name, constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
         raise ConnectionError("no")
 

@@ -37,7 +37,7 @@ HOMES = {
     "transformers": ("models/",),
     "gguf": ("models/gguf/",),
     "bitsandbytes": ("models/native/quantized.py",),
-    "huggingface_hub": ("models/", "system/hub.py"),
+    "huggingface_hub": ("models/", "system/hub.py", "apps/publishing/"),
     "tokenizers": ("models/",),
     "yaml": ("apps/migration/",),
     "jinja2": ("models/tokenizer/",),

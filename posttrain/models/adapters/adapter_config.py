@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from posttrain.core.types import UserError
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.json_files import Fields, read_json, shown, write_json
+from posttrain.system.hub import HubName, hub_name
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 NOTE = "posttrain_adapter.json"  # fields that PEFT lacks: the base's fingerprint, the form of a reward model
@@ -33,7 +34,7 @@ class AdapterConfig(NamedTuple):
     rank: int
     alpha: float
     rslora: bool
-    base: str  # as written in the file
+    base: str  # a folder, or a model of the hub: org/name, org/name@revision
     task: str | None
     saved: tuple[str, ...]  # modules that are stored whole beside the adapters
     dora: bool = False
@@ -70,7 +71,9 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         )
     alpha = fields.number("lora_alpha", 0.0, 1e9, 8.0)
     rank = fields.whole("r", 1, RANK_MOST)
-    base = fields.text("base_model_name_or_path", "")
+    base, revision = fields.text("base_model_name_or_path", ""), fields.text("revision", None)
+    if revision and hub_name(base) == HubName(base) and not Path(base).exists():
+        base = f"{base}@{revision}"
     return AdapterConfig(
         rank,
         alpha,
@@ -84,10 +87,13 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 def write_adapter_config(folder: Path, config: AdapterConfig, targets: Sequence[str]) -> None:
     """Write the file. `targets`: names of the adapted matrices, or their suffixes."""
+    named = None if Path(config.base).exists() else hub_name(config.base)
+    base, revision = (config.base, None) if named is None else named
     told: Mapping[str, Any] = {
         "peft_type": "LORA",
         "task_type": config.task,
-        "base_model_name_or_path": config.base,
+        "base_model_name_or_path": base,
+        "revision": revision,
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
         "use_rslora": config.rslora,

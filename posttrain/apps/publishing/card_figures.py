@@ -1,0 +1,91 @@
+"""Figures of a checkpoint for its model card: evaluations of the run at its step, and of posttrain eval, with intervals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.apps.publishing.published_run import Published
+from posttrain.core import user_files
+from posttrain.core.messages import clip, one_line
+from posttrain.core.types import UserError
+from posttrain.runs.metrics_table import HELD_OUT
+from posttrain.runs.record.rollout_reading import read_table
+from posttrain.runs.run_files import EVALS, REPORT, kept_file
+from posttrain.training.figures import summary
+
+Figures = Mapping[str, Any]
+
+
+class FigureRow(NamedTuple):
+    """A figure of an evaluation, and its interval where there is one."""
+
+    of: str  # held out, or the name of a file of figures
+    name: str
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    units: int | None = None  # tasks or prompts
+
+
+def rows(published: Published, files: Sequence[str]) -> list[FigureRow]:
+    """Return the figures of a checkpoint. `files`: what `posttrain eval --out` wrote about it. Raises UserError."""
+    return [*_of_run(published), *(row for file in files for row in _of_file(file))]
+
+
+def _row(of: str, name: str, figure: Figures, units: int | None = None) -> FigureRow:
+    return FigureRow(of, name, figure["mean"], figure.get("low"), figure.get("high"), figure.get("tasks", units))
+
+
+def _of_run(published: Published) -> list[FigureRow]:
+    """Return the held-out figures of the run at this step: its metrics, and intervals where its record has them."""
+    logged = {n.removeprefix(HELD_OUT): v for n, v in published.metrics.items() if n.startswith(HELD_OUT)}
+    named = {name: FigureRow("held out", name, value) for name, value in logged.items() if value is not None}
+    named |= {row.name: row for row in _reported(published)}
+    return list({**named, **{row.name: row for row in _recorded(published, named)}}.values())
+
+
+def _reported(published: Published) -> list[FigureRow]:
+    """Return the figures of a reward model's report, which is on the last checkpoint."""
+    run = published.run
+    if run is None or not (run / REPORT).is_file() or published.step != published.about.get("final", {}).get("step"):
+        return []
+    report = _data(run / REPORT)
+    found = {name.replace(" ", "_"): figure for name, figure in report.get("figures", {}).items()}
+    return [_row("held out", name, figure, report.get("prompts")) for name, figure in found.items()]
+
+
+def _recorded(published: Published, known: Mapping[str, FigureRow]) -> list[FigureRow]:
+    """Return reward and accuracy with intervals over tasks, from the recorded rollouts of the evaluation."""
+    run, step = published.run, published.step
+    if run is None or step is None or kept_file(run, EVALS, step) is None:
+        return []
+    table = read_table(run, step, ["task", "reward"], held_out=True)
+    rewards: dict[str, list[float]] = {}
+    for task, reward in zip(table["task"].to_pylist(), table["reward"].to_pylist(), strict=True):
+        if reward is not None:
+            rewards.setdefault(task, []).append(reward)
+    if not rewards:
+        return []
+    given, binary = published.about["config"].get("success"), {r for of in rewards.values() for r in of} <= {0.0, 1.0}
+    success = float(given) if isinstance(given, int | float) else 1.0 if binary else None
+    figures = summary(list(rewards.values()), success=success if "accuracy" in known else None)
+    return [_row("held out", name, figures[name]) for name in ("reward", "accuracy") if name in figures]
+
+
+def _of_file(file: str) -> list[FigureRow]:
+    figures: Any = _data(Path(file)).get("figures")
+    try:
+        return [_row(Path(file).stem, n, f) for n, f in figures.items() if isinstance(f, dict)]
+    except (AttributeError, LookupError, TypeError):
+        raise UserError(f"--eval {clip(file)} holds no figures: give a file that posttrain eval --out wrote") from None
+
+
+def _data(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(user_files.content(path))
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{clip(str(path))} cannot be read ({one_line(error)}): give the file again") from None

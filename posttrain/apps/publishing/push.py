@@ -1,0 +1,86 @@
+"""`posttrain push`: a checkpoint and its model card as a repository of the hub, or as a folder that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.apps.publishing import hub_folder, upload
+from posttrain.apps.publishing.card_figures import rows
+from posttrain.apps.publishing.hub_folder import CARD, Files, files_of
+from posttrain.apps.publishing.model_card import card
+from posttrain.apps.publishing.published_run import Published, find, license_of
+from posttrain.core.messages import clip
+from posttrain.core.types import UserError
+from posttrain.runs.run_files import CURVES
+from posttrain.system.hub import HubName, hub_name
+
+
+@dataclass(frozen=True)
+class Push:
+    """A push as it is ready to be carried out."""
+
+    target: HubName
+    published: Published
+    files: Files
+
+    @property
+    def message(self) -> str:
+        """The message of the commit."""
+        published = self.published
+        return f"{published.identity}, step {published.step}" if published.run else published.identity
+
+    def lines(self) -> list[str]:
+        """Return what is pushed: the checkpoint, the repository, and each file with its size."""
+        total = hub_folder.readable(sum(map(hub_folder.size_of, self.files.values())))
+        first, *others = hub_folder.listed(self.files)
+        return [
+            f"checkpoint  {self.published.folder}",
+            f"repository  {self.target}, {len(self.files)} files, {total}",
+            f"files       {first}",
+            *(f"            {line}" for line in others),
+        ]
+
+
+def prepared(
+    source: str,
+    repository: str,
+    revision: str | None = None,
+    checkpoint: str | None = None,
+    base: str | None = None,
+    evaluations: Sequence[str] = (),
+    ask: bool = True,
+) -> Push:
+    """Collect the files and write the card. `ask`: the hub, for the licence of the base. Raises UserError."""
+    named = hub_name(repository)
+    if named is None or (named.revision and revision):
+        raise UserError(
+            f"{clip(repository)} names no repository of the hub: write org/name, and a branch as --revision"
+        )
+    target = HubName(named.name, revision or named.revision)
+    published = find(source, checkpoint, base)
+    files = files_of(published)
+    text = card(published, target, license_of(published, ask), rows(published, evaluations), CURVES in files)
+    return Push(target, published, {CARD: text.encode(), **files})
+
+
+def carry_out(push: Push, private: bool = False, replace: bool = False) -> str:
+    """Upload; returns the address of the repository. Raises UserError."""
+    with _told(push.target):
+        return upload.upload(push.target, push.files, push.published.identity, push.message, private, replace)
+
+
+@contextmanager
+def _told(target: HubName) -> Iterator[None]:
+    """Give the way on where Ctrl-C ends it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise UserError(f"interrupted: {target} is as it was before; the same command goes on") from None
+
+
+def write(push: Push, out: Path) -> None:
+    """Write the files that would be uploaded into a new folder. Raises UserError."""
+    hub_folder.write(push.files, out)

@@ -9,7 +9,22 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.types import Ask, Graded, Invalid, Reply, Sides, SpanReward, StopReason, Task, Turn, UserError
+from posttrain.config.inference import Check
+from posttrain.core.types import (
+    Ask,
+    Graded,
+    Invalid,
+    InvalidKind,
+    Reply,
+    Sides,
+    SpanReward,
+    StopReason,
+    Task,
+    Turn,
+    UserError,
+)
+from posttrain.envs.play.env_outputs import Done, read_verdict
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import is_async, is_generator_env
 from posttrain.envs.step_rewards import Step, StepScoring, split_at, split_steps, with_step_rewards
 
@@ -196,3 +211,30 @@ def test_an_async_environment_earns_the_same() -> None:
     assert asyncio.run(whole()) == Graded(
         {"outcome": 8.0, "reward": 8.0}, [SpanReward(5, 2.0, 0), SpanReward(8, -1.0, 0)]
     )
+
+
+def test_a_long_reply_has_a_reward_for_each_step_and_too_many_are_refused_with_the_fix() -> None:
+    env = with_step_rewards(exact, StepScoring(**HOW))
+    found, _ = play(env, ["good\n" * 4095 + "good 9"])
+    assert len(read_verdict(found).spans) == 4096
+    found, _ = play(env, ["good\n" * 4096 + "good 9"])
+    assert isinstance(found, Invalid) and "4097 step rewards, and may have 4096" in found.reason
+    whole, _ = play(with_step_rewards(exact, StepScoring(**HOW, aggregate="min")), ["good\n" * 4096 + "good 9"])
+    assert read_verdict(whole).reward == 3.0
+
+
+def test_an_expression_that_never_ends_meets_the_time_limit_of_the_environment() -> None:
+    env = with_step_rewards(exact, StepScoring(**{**HOW, "delimiter": "/(a+)+b/"}))
+    with EnvPool(env, 1, 0.5) as pool:
+        pool.start(0, {"id": "0", "prompt": "p", "answer": "9"})
+        assert isinstance(pool.poll(None)[0][1], Turn)
+        pool.send(0, Reply("a" * 60))
+        [(_, done)] = pool.poll(None)
+    assert isinstance(done, Done) and isinstance(done.reward, Invalid) and done.reward.kind is InvalidKind.TIMEOUT
+
+
+def test_a_backslash_and_an_n_are_no_new_line() -> None:
+    with pytest.raises(UserError, match=r'write --step-delimiter "/\\n\\n/"'):
+        Check(tasks="rows.jsonl", reward_model=["prm"], step_delimiter=r"\n\n")
+    Check(tasks="rows.jsonl", reward_model=["prm"], step_delimiter=r"/\n\n/")
+    assert split_steps("a\nb\n\nc", r"/\n\n/") == [Step(5, "a\nb"), Step(6, "c")]

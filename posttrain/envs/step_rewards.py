@@ -180,7 +180,9 @@ class _Wrapped:
             if not steps:
                 continue
             if question is None:
-                return Invalid("--step-delimiter: this environment shows token ids, which a reward model cannot read")
+                return Invalid(
+                    "--step-delimiter: this environment shows token ids, or messages behind text, which a reward model cannot read"
+                )
             scores = yield Ask(self.how.service, question(steps))
             if isinstance(scores, Invalid):
                 return scores

@@ -150,7 +150,7 @@ class Baselined(Advantage):
             advantage = advantage / ((reward.std() if len(reward) > 1 else reward.new_zeros(())) + self.eps)
         equal = equal_rewards(scores)
         if self.compares:
-            advantage = advantage.masked_fill(equal, 0.0)
+            advantage = advantage.masked_fill(_equal(reward, scores.group), 0.0)
         if self.signal and not bool(equal.all()):
             advantage = advantage * (len(reward) / (~equal).sum())
         return advantage.to(scores.reward.dtype)
@@ -580,8 +580,12 @@ def earnings(scores: Scores, bootstrap: bool = False) -> list[Tensor]:
 def equal_rewards(scores: Scores) -> Tensor:
     """Return whether all rewards of the rollout's group are equal, so that it carries no signal: bool [S].
 
-    Where named parts are compared, each of them must be equal: (1, 0) and (0, 1) have the same sum and carry a signal.
+    Where named parts are compared, each of them must be equal: (1, 0) and (0, 1) have the same sum and carry a signal. A
+    greedy reply counts as one of its group: the others are compared with it.
     """
+    if scores.greedy is not None:
+        every = torch.cat([total_reward(scores), scores.greedy.double()])
+        return _equal(every, scores.group.repeat(2))[: len(scores.reward)]
     equal = [_equal(x, scores.group) for x in (scores.parts.values() or [total_reward(scores)])]
     return torch.stack(equal).all(0)
 

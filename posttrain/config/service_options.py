@@ -57,6 +57,11 @@ def check_step_rewards(config: Any) -> None:
             re.compile(pattern[1:-1])
         except re.error as error:
             raise UserError(f"--step-delimiter {pattern} is no regular expression: {error}") from error
+    elif "\\n" in pattern:
+        raise UserError(
+            f"--step-delimiter {pattern} is a backslash and an n, which no reply has: for new lines write --step-delimiter "
+            f'"/{pattern}/"'
+        )
     if not config.env:
         object.__setattr__(config, "env", "unscored")
 

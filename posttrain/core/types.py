@@ -642,6 +642,7 @@ class Fate(StrEnum):
     SMALL = "group too small"  # it is valid, and too few others of its group are
     REPLACED = "replaced"  # dynamic sampling left its group out, and sampled another one if its budget allowed
     FILTERED = "filtered"  # a filter of the row left it out, or its teacher cannot read it
+    BASELINE = "baseline"  # a greedy reply, whose reward is the baseline of its group
     UNSELECTED = "not selected"  # no update was given it, though its group has a signal: see `Outcome.why`
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain.core.types import OUTCOME, Ask, Graded, Invalid, Reply, SpanReward, Task, Turn, UserError, succeeds
-from posttrain.envs.play.env_outputs import Done, read_verdict
+from posttrain.envs.play.env_outputs import MOST_SPANS, Done, read_verdict
 from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_async, load_env, pack_env, unpack_env
 
@@ -180,7 +180,9 @@ class _Wrapped:
             if not steps:
                 continue
             if question is None:
-                return Invalid("--step-delimiter: this environment shows token ids, which a reward model cannot read")
+                return Invalid(
+                    "--step-delimiter: this environment shows token ids, or messages behind text, which a reward model cannot read"
+                )
             scores = yield Ask(self.how.service, question(steps))
             if isinstance(scores, Invalid):
                 return scores
@@ -207,6 +209,11 @@ class _Wrapped:
         assert not isinstance(done.reward, Invalid), "an invalid reward has been returned"
         parts = {OUTCOME: outcome, **done.rewards}
         if self.how.aggregate == "none":
+            if len(spans) > MOST_SPANS:
+                return Invalid(
+                    f"--step-delimiter: an episode has {len(spans)} step rewards, and may have {MOST_SPANS}: "
+                    "give longer steps, or --step-aggregate"
+                )
             return Graded({**parts, "reward": done.reward}, spans)
         if PROCESS in parts:
             return Invalid(f"the reward has a part {PROCESS!r}, the name of the step rewards' part: rename it")

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.credit import GAE, Baselined, KStep, PassAtK, StepRewards, ToGo, earnings, whitened
+from posttrain.algorithms.credit import (
+    GAE,
+    Baselined,
+    KStep,
+    PassAtK,
+    StepRewards,
+    ToGo,
+    earnings,
+    equal_rewards,
+    whitened,
+)
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
@@ -942,6 +952,19 @@ def test_outcomes_are_normalised_among_outcomes_and_steps_among_steps_where_they
         assert own.tolist() == pytest.approx(by_hand, abs=1e-12)
     together = StepRewards()(scores)
     assert any(not torch.allclose(a, b) for a, b in zip(found, together, strict=True))
+
+
+def test_a_group_of_equal_rewards_has_a_signal_where_its_greedy_reply_earned_another() -> None:
+    scores = replace(
+        scores_of([1.0, 1.0, 0.0, 0.0, 1.0], [2] * 5, [0, 0, 1, 1, 2]), greedy=doubles(0.5, 0.5, 0.0, 0.0, 1.0)
+    )
+    assert equal_rewards(scores).tolist() == [False, False, True, True, True]
+    assert Baselined("greedy")(scores).tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
+    pairs = replace(scores_of([1.0, 1.0, 0.0, 1.0], [2] * 4, [0, 0, 1, 1]), greedy=doubles(0.5, 0.5, 0.25, 0.25))
+    found = Baselined("greedy", "group")(pairs).tolist()
+    assert found[:2] == [0.0, 0.0] and found[2:] == pytest.approx(
+        [-0.25 / stdev([0, 1]), 0.75 / stdev([0, 1])], rel=1e-5
+    )
 
 
 def test_ratios_of_one_rollout_say_nothing_of_those_of_the_next() -> None:

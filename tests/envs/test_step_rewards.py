@@ -9,7 +9,22 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.types import Ask, Graded, Invalid, Reply, Sides, SpanReward, StopReason, Task, Turn, UserError
+from posttrain.config.inference import Check
+from posttrain.core.types import (
+    Ask,
+    Graded,
+    Invalid,
+    InvalidKind,
+    Reply,
+    Sides,
+    SpanReward,
+    StopReason,
+    Task,
+    Turn,
+    UserError,
+)
+from posttrain.envs.play.env_outputs import Done, read_verdict
+from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import is_async, is_generator_env
 from posttrain.envs.step_rewards import Step, StepScoring, split_at, split_steps, with_step_rewards
 
@@ -108,6 +123,7 @@ def test_the_last_step_of_a_reply_that_was_cut_off_is_none() -> None:
     assert split_steps("a\nb", "line", cut=True) == [Step(2, "a")]
     assert split_steps("a\nb", "reply", cut=True) == [Step(3, "a\nb")]
     assert split_at("abcd", [4, 2, 2, 9, 0]) == [Step(2, "ab"), Step(4, "cd")]
+    assert split_at("abcd", [2, 9, -1]) == [Step(2, "ab")]
 
 
 def test_each_step_earns_its_score_at_its_end_and_all_are_asked_at_once() -> None:
@@ -196,3 +212,90 @@ def test_an_async_environment_earns_the_same() -> None:
     assert asyncio.run(whole()) == Graded(
         {"outcome": 8.0, "reward": 8.0}, [SpanReward(5, 2.0, 0), SpanReward(8, -1.0, 0)]
     )
+
+
+def test_a_long_reply_has_a_reward_for_each_step_and_too_many_are_refused_with_the_fix() -> None:
+    env = with_step_rewards(exact, StepScoring(**HOW))
+    found, _ = play(env, ["good\n" * 4095 + "good 9"])
+    assert len(read_verdict(found).spans) == 4096
+    found, _ = play(env, ["good\n" * 4096 + "good 9"])
+    assert isinstance(found, Invalid) and "4097 step rewards, and may have 4096" in found.reason
+    whole, _ = play(with_step_rewards(exact, StepScoring(**HOW, aggregate="min")), ["good\n" * 4096 + "good 9"])
+    assert read_verdict(whole).reward == 3.0
+
+
+def test_an_expression_that_never_ends_meets_the_time_limit_of_the_environment() -> None:
+    env = with_step_rewards(exact, StepScoring(**{**HOW, "delimiter": "/(a+)+b/"}))
+    with EnvPool(env, 1, 0.5) as pool:
+        pool.start(0, {"id": "0", "prompt": "p", "answer": "9"})
+        assert isinstance(pool.poll(None)[0][1], Turn)
+        pool.send(0, Reply("a" * 60))
+        [(_, done)] = pool.poll(None)
+    assert isinstance(done, Done) and isinstance(done.reward, Invalid) and done.reward.kind is InvalidKind.TIMEOUT
+
+
+def test_a_backslash_and_an_n_are_no_new_line() -> None:
+    with pytest.raises(UserError, match=r'write --step-delimiter "/\\n\\n/"'):
+        Check(tasks="rows.jsonl", reward_model=["prm"], step_delimiter=r"\n\n")
+    Check(tasks="rows.jsonl", reward_model=["prm"], step_delimiter=r"/\n\n/")
+    assert split_steps("a\nb\n\nc", r"/\n\n/") == [Step(5, "a\nb"), Step(6, "c")]
+
+
+def test_the_environment_s_own_outcome_decides_and_its_other_parts_are_kept() -> None:
+    def graded(task: Task, reply: str) -> dict[str, float]:
+        return {"outcome": float("9" in reply), "style": 2.0}
+
+    how = StepScoring(**HOW, success=1.0, aggregate="sum")
+    found, _ = play(with_step_rewards(graded, how), ["good 9"])
+    assert found.reward == {"outcome": 1.0, "style": 2.0, "process": 2.0, "reward": 5.0}
+    found, _ = play(with_step_rewards(graded, how), ["good 8"])
+    assert found.reward == {"outcome": 0.0, "style": 2.0, "process": 0.0, "reward": 2.0}
+
+
+def test_scores_beyond_the_range_of_the_exponential_have_a_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCORES, "bad", -1e4)
+    monkeypatch.setitem(SCORES, "good", 1e4)
+    found, _ = play(with_step_rewards(exact, StepScoring(**{**HOW, "probability": True})), ["good\nbad"])
+    assert [span.reward for span in found.spans] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("aggregate", ["sum", "mean", "min", "last"])
+def test_a_reply_without_steps_earns_its_outcome_alone(aggregate: Any) -> None:
+    found, asked = play(with_step_rewards(exact, StepScoring(**HOW, aggregate=aggregate)), [" \n"])
+    assert found == Graded({"outcome": 0.0, "process": 0.0, "reward": 0.0}, []) and not asked
+
+
+def test_a_part_of_the_environment_may_not_have_the_name_of_the_step_rewards() -> None:
+    def graded(task: Task, reply: str) -> dict[str, float]:
+        return {"process": 1.0}
+
+    found, _ = play(with_step_rewards(graded, StepScoring(**HOW, aggregate="sum")), ["good"])
+    assert isinstance(found, Invalid) and "'process'" in found.reason and "rename it" in found.reason
+    assert not isinstance(play(with_step_rewards(graded, StepScoring(**HOW)), ["good"])[0], Invalid)
+
+
+def test_a_fresh_context_forgets_what_was_shown_and_messages_behind_text_cannot_be_scored() -> None:
+    def forgetting(task: Task) -> Generator[Any, Any, Any]:
+        yield Turn(text="a")
+        yield Turn(text="b", fresh=True)
+        return 1.0
+
+    def mixing(task: Task) -> Generator[Any, Any, Any]:
+        yield Turn(text="a")
+        yield Turn(messages=[{"role": "user", "content": "q"}])
+        return 1.0
+
+    _, asked = play(with_step_rewards(forgetting, StepScoring(**HOW)), ["good", "bad"])
+    assert [content["prompt"] for content in asked] == ["a", "b"]
+    found, _ = play(with_step_rewards(mixing, StepScoring(**HOW)), ["good", "bad"])
+    assert isinstance(found, Invalid) and "messages behind text" in found.reason
+
+
+def test_ends_of_another_reply_are_no_steps_of_this_one() -> None:
+    def two(task: Task) -> Generator[Any, Any, Any]:
+        yield Turn(text="a")
+        yield " b "
+        return Graded(1.0, [SpanReward(4, 0.25, 0), SpanReward(3, 0.25, 1)])
+
+    _, asked = play(with_step_rewards(two, StepScoring(**{**HOW, "delimiter": "spans"})), ["good rest", "bad rest"])
+    assert [content["steps"] for content in asked] == [["good"], ["bad"]]

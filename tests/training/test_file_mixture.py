@@ -60,6 +60,20 @@ def test_the_rows_of_a_step_follow_from_its_number_alone() -> None:
     assert [next(following) for _ in range(8)] == [*whole[4], *whole[5]]
 
 
+def test_the_order_of_a_file_is_computed_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def counted(size: int, epoch: int, seed: int) -> Any:
+        asked.append((size, epoch))
+        return order(size, epoch, seed)
+
+    monkeypatch.setattr("posttrain.training.sources.mixture.order", counted)
+    found = rows({"sums": 0.5, "words": 0.5})
+    for step in range(1, 9):  # 16 rows of each
+        found.of_step(step)
+    assert asked == [(9, 0), (4, 0), (4, 1), (4, 2), (9, 1), (4, 3)]
+
+
 @pytest.fixture
 def place(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -130,3 +144,15 @@ def test_mistakes_are_one_line(place: Path, capsys: pytest.CaptureFixture[str], 
 def test_rows_that_are_passed_as_objects_cannot_go_with_a_mixture(place: Path) -> None:
     with pytest.raises(UserError, match="--mixture names several"):
         posttrain.sft(SUMS, model="start", mixture={"a": {"tasks": "sums.jsonl"}}, steps=1, out="run", **QUICK)
+
+
+def test_a_mixture_whose_common_rows_do_not_fit_is_refused_in_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = [{"prompt": "the cat " * 200, "response": str(n)} for n in range(3)]
+    Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    parts = "--mixture.a.tasks long.jsonl --mixture.a.weight 1e9 --mixture.b.tasks words.jsonl --mixture.b.weight 1"
+    words = f"sft --model start {parts} --rows 2 --steps 3 --too-long skip --threads 1 --quiet --out run".split()
+    assert main(words) == 2
+    err = capsys.readouterr().err.strip()
+    assert "give the parts that fit more weight" in err.splitlines()[-1]

@@ -12,6 +12,9 @@ from conftest import tiny
 from rl_sources import TASKS, accounted, digits, row, source
 
 import posttrain
+from posttrain.apps.view.open_run import OpenRun
+from posttrain.apps.view.rollout_filters import ViewQuestion
+from posttrain.apps.view.step_series import series
 from posttrain.core.types import Fate, Invalid, InvalidKind, Rollout, Sampling, Task, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.env_pool import EnvPool
@@ -19,6 +22,8 @@ from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import read_metrics
 from posttrain.training.sources.collector import baselined
 from posttrain.training.sources.rollout_state import restored, stored
 
@@ -49,7 +54,7 @@ def test_the_advantage_is_the_reward_above_that_of_the_greedy_reply_and_it_moves
     for outcome in outcomes:
         rollout = outcome.rollout
         if rollout.greedy:
-            assert outcome.fate is Fate.UNSELECTED and outcome.advantage is None and "greedy" in outcome.why
+            assert outcome.fate is Fate.BASELINE and outcome.advantage is None and "greedy" in outcome.why
         else:
             assert outcome.advantage == pytest.approx(rollout.reward - baseline[rollout.group], abs=1e-12)
 
@@ -77,6 +82,20 @@ def test_a_group_whose_greedy_reply_has_no_reward_is_left_out_with_the_reason() 
     assert kept == [rollouts[2]] and kept[0].baseline == 0.25
     assert left[id(rollouts[0])] == (Fate.SMALL, "the greedy reply of its group has no reward: it raised")
     assert left.keys() == {id(rollouts[0]), id(rollouts[1]), id(rollouts[3])}
+    assert left[id(rollouts[1])] == (Fate.INVALID, "it raised") and left[id(rollouts[3])][0] is Fate.BASELINE
+
+
+def test_rollouts_whose_greedy_reply_failed_are_counted_as_dropped(tokenizer: Tokenizer) -> None:
+    def fails(task: Task, reply: str) -> float | Invalid:
+        return Invalid("no digits") if task["id"] == failing and reply in greedy else digits(task, reply)
+
+    first = source(tokenizer, row("remax")).produce(1).played
+    failing = first[0].task["id"]
+    greedy = {r.text for r in first if r.greedy and r.task["id"] == failing}
+    step = source(tokenizer, row("remax"), env=fails).produce(1)
+    bad = {r.group for r in step.played if r.greedy and isinstance(r.reward, Invalid)}
+    assert len(bad) == 1
+    assert step.stats.means()["dropped"] == pytest.approx(4 / 12)
 
 
 def test_each_side_of_a_game_is_compared_with_its_own_greedy_reply() -> None:
@@ -128,3 +147,31 @@ def test_a_reward_of_whole_groups_is_refused() -> None:
 
     with pytest.raises(UserError, match="leave out --baseline greedy"):
         posttrain.rl(TASKS, reward, "nowhere", **QUICK)
+
+
+def test_figures_of_view_are_of_outcomes_and_leave_the_greedy_replies_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def reward(task: Task, reply: str) -> dict[str, float]:
+        return {"outcome": float(len(reply) % 2), "style": 0.5 * (len(reply) % 3)}
+
+    save_model(tiny(tokenizer), tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    how = {**QUICK, "prompts": 4, "group": 3, "steps": 2, "success": 1.0, "out": str(tmp_path / "run")}
+    path = posttrain.rl(TASKS, reward, str(tmp_path / "model"), **how).path
+    run = OpenRun(path, "run")
+    run.read()
+    run.store.read_texts()
+    rows, recorded = run.store.rows, [row for step in (1, 2) for row in read_rollouts(path, step)]
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for each in recorded:
+        groups.setdefault((each["step"], each["group"]), []).append(each)
+    right = [sum(len(each["text"]) % 2 for each in own if each["fate"] != "baseline") for own in groups.values()]
+    assert rows.groups["right_n"].tolist() == right and set(rows.groups["n"].tolist()) == {3.0} and sum(right)
+    metrics = [m for m in read_metrics(path) if "accuracy" in m]
+    shown = series(rows, [1, 2])
+    assert shown["reward"] == pytest.approx([m["reward"] for m in metrics], rel=1e-5)
+    assert [sum(right[at : at + 4]) / 12 for at in (0, 4)] == pytest.approx([m["accuracy"] for m in metrics])
+    once = ViewQuestion.of({"ask": "once"}, run.store)
+    assert "fate = 'baseline'" in once.shown[0] and 'coalesce("part.outcome", reward) end >= 0.99' in once.shown[0]
+    meant = {key for key, count in zip(groups, right, strict=True) if count == 1}
+    listed = once.page(0)["rows"]
+    assert {(r["step"], r["group"]) for r in listed} == meant and len(listed) == len(meant)

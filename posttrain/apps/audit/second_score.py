@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrain.apps.audit.correlation import Floats
 from posttrain.apps.audit.replies import Replies
-from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError
+from posttrain.core.types import OUTCOME, Invalid, Reply, StopReason, Task, UserError
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.group_rewards import is_group_reward
@@ -44,9 +44,11 @@ def score_of(replies: Replies, name: str) -> Floats:
 
 
 def scored(
-    env: str, tasks: Sequence[Task], texts: Sequence[str], stops: Sequence[StopReason]
+    env: str, tasks: Sequence[Task], texts: Sequence[str], stops: Sequence[StopReason], outcomes: bool = False
 ) -> tuple[Floats, list[str]]:
-    """([n] rewards, nan where invalid; why those are), each different pair of task and reply scored once."""
+    """([n] rewards, nan where invalid; why those are), each different pair of task and reply scored once. `outcomes`: the
+    numbers that success is compared with, instead of the rewards.
+    """
     scores = np.full(len(texts), np.nan)
     reasons: list[str] = []
     places: dict[tuple[str, str, StopReason], list[int]] = {}
@@ -67,5 +69,5 @@ def scored(
                 if isinstance(event.reward, Invalid):
                     reasons.append(event.reward.reason)
                 else:
-                    scores[at] = event.reward
+                    scores[at] = event.rewards.get(OUTCOME, event.reward) if outcomes else event.reward
     return scores, reasons

@@ -101,14 +101,15 @@ def _accuracy(rollouts: Sequence[Rollout], success: float) -> dict[str, float]:
     found: dict[str, list[bool]] = {}
     for r in rollouts:
         if isinstance(r.reward, (int, float)):
-            found.setdefault(r.task["id"], []).append(bool(succeeds(r.reward, success)))
+            found.setdefault(r.task["id"], []).append(bool(succeeds(r.outcome, success)))
     return {id: float(np.mean(right)) for id, right in found.items()}
 
 
 def _adoption(rollouts: Sequence[Rollout], believed: dict[str, Task], env: str, success: float) -> dict[str, float]:
     """Task id -> share of its replies that would be right if the user were."""
     some = [r for r in rollouts if r.task["id"] in believed]
-    scores, _ = scored(env, [believed[r.task["id"]] for r in some], [r.text for r in some], [r.stop for r in some])
+    theirs, texts, stops = [believed[r.task["id"]] for r in some], [r.text for r in some], [r.stop for r in some]
+    scores, _ = scored(env, theirs, texts, stops, outcomes=True)
     found: dict[str, list[bool]] = {}
     for rollout, score in zip(some, scores.tolist(), strict=True):
         if np.isfinite(score):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.sql_text import OF_GROUPS
+from posttrain.core.types import OUTCOME, Fate
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.int32]
@@ -84,7 +85,8 @@ class RolloutColumns:
     def __init__(self, table: pa.Table, limit: float | None = None, texts: pa.Table | None = None) -> None:
         self.table, self._texts = table, texts
         self.parts = [name.removeprefix("part.") for name in table.column_names if name.startswith("part.")]
-        best = limit if limit is not None else pc.max(table["reward"]).as_py()
+        decides = f"part.{OUTCOME}" if OUTCOME in self.parts else "reward"
+        best = limit if limit is not None else pc.max(table[decides]).as_py()
         self.limit = (0.0 if best is None else float(best)) - 1e-6  # rounding may take as much
         self._columns: dict[str, Any] = {}
         self._answers: OrderedDict[Any, Any] = OrderedDict()
@@ -134,6 +136,25 @@ class RolloutColumns:
 
     def flag(self, name: str) -> Mask:
         return self.kept(name, lambda: _plain(self.table[name]))
+
+    @cached_property
+    def outcome(self) -> Floats:
+        """The number of each row that success is compared with: its part "outcome", or the whole reward; nan: none."""
+        reward = self.number("reward")
+        if OUTCOME not in self.parts:
+            return reward
+        part = self.number(f"part.{OUTCOME}")
+        return np.where(np.isnan(part) | np.isnan(reward), reward, part)
+
+    @cached_property
+    def right(self) -> Mask:
+        """The rows that are right."""
+        return self.outcome >= self.limit
+
+    @cached_property
+    def baseline(self) -> Mask:
+        """The greedy replies whose rewards are baselines: they are in no figure of their groups."""
+        return self.equal("fate", Fate.BASELINE)
 
     def codes(self, name: str) -> Codes:
         """Return the place in `values` of each row's value; -1: null."""
@@ -248,23 +269,24 @@ class RolloutColumns:
         def total(values: NDArray[Any]) -> Floats:
             return np.add.reduceat(values, begins, dtype=np.float64)
 
-        reward = self.number("reward")[order]
+        counted = ~self.baseline[order]
+        reward = np.where(counted, self.number("reward")[order], np.nan)
         known = ~np.isnan(reward)
-        n, valid = np.diff(np.append(begins, len(order))).astype(np.float64), total(known)
+        rows, n, valid = np.diff(np.append(begins, len(order))), total(counted), total(known)
         low, high = np.fmin.reduceat(reward, begins), np.fmax.reduceat(reward, begins)
         mean = np.where(low == high, low, total(np.where(known, reward, 0.0)) / _nonzero(valid))
-        apart = np.where(known, reward - np.repeat(mean, n.astype(np.int64)), 0.0)
+        apart = np.where(known, reward - np.repeat(mean, rows), 0.0)
         return {
             "n": n,
             "valid": valid,
-            "right_n": total(reward >= self.limit),
+            "right_n": total(self.right[order] & counted),
             "mean": mean,
             "sd": np.sqrt(total(apart * apart) / _nonzero(valid)),
             "low": low,
             "high": high,
             "replies": self._distinct(len(begins)),
             "first": np.minimum.reduceat(self.number("index")[order], begins),
-            "length": total(self.number("length")[order]) / n,
+            "length": total(np.where(counted, self.number("length")[order], 0.0)) / _nonzero(n),
         }
 
     def of_groups(self, name: str) -> Floats:

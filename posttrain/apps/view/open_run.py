@@ -155,7 +155,8 @@ class OpenRun:
             return True
         rows = self.store.rows
         for step, accuracy in reversed(known[-50:]):
-            rewards = rows.number("reward")[rows.of_part(RolloutPart(step, False))]
+            part = rows.of_part(RolloutPart(step, False))
+            rewards = rows.outcome[part][~rows.baseline[part]]
             limit = threshold(rewards[~np.isnan(rewards)].tolist(), accuracy)
             if limit is not None:
                 self.store.success = limit

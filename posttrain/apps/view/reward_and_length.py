@@ -49,11 +49,12 @@ def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
     )
     for flag in ("held_out", "replayed", "truncated"):
         meant &= ~rows.flag(flag)[last]
+    meant &= ~rows.baseline[last]
     places = last.start + np.flatnonzero(meant)[-MOST:]
     group, length = rows.gid[places], rows.number("sampled")[places]
     names = [REWARD, *(f"part.{part}" for part in rows.parts)]
     values = {name: rows.number(name)[places] for name in names}
-    right = _right(values, rows.limit if store.success is not None else None)
+    right = _right(values, rows.right[places] if store.success is not None else None)
     scored = bool(config.get("reward_model") or config.get("judge"))
     found = []
     for name, own in values.items():
@@ -66,7 +67,7 @@ def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
     return found
 
 
-def _right(values: Mapping[str, Array], limit: float | None) -> Array | None:
+def _right(values: Mapping[str, Array], right: Array | None) -> Array | None:
     """Return which replies are right: those that pass every check, else those of a right reward. None: unknown."""
     checks = [
         own
@@ -76,7 +77,7 @@ def _right(values: Mapping[str, Array], limit: float | None) -> Array | None:
     if checks:
         found: Array = np.logical_and.reduce([own >= np.nanmax(own) - 1e-9 for own in checks])
         return found
-    return values[REWARD] >= limit if limit is not None else None
+    return right
 
 
 def _centred(group: Array, values: Array) -> Array:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.sql_text import by_name, listed_part, named, named_part, quoted
 from posttrain.core.json_text import json_text
-from posttrain.core.types import Fate, StopReason, UserError
+from posttrain.core.types import OUTCOME, Fate, StopReason, UserError
 
 PAGE = 100  # rows of one answer
 BINS = 32
@@ -89,6 +90,14 @@ QUESTIONS: dict[str, tuple[str, str, str, str]] = {
 $ is replaced by the reward from which on a reply is right. `_READY` selects the same rows in memory."""
 
 
+def _of_outcomes(condition: str, rows: RolloutColumns) -> str:
+    """Return a condition of `QUESTIONS` with the run's threshold, and with the number that is compared with it."""
+    number = f'coalesce("part.{OUTCOME}", reward)' if OUTCOME in rows.parts else "reward"
+    if rows.baseline.any():
+        number = f"case when fate = '{Fate.BASELINE}' then null else {number} end"
+    return re.sub(r"\breward\b", lambda found: number, condition).replace("$", repr(rows.limit))
+
+
 def _wrong(rows: RolloutColumns) -> Mask:
     last, _, _ = rows.last_visits
     return (last & (rows.groups["valid"] > 1) & (rows.groups["right_n"] == 0))[rows.gid]
@@ -96,7 +105,7 @@ def _wrong(rows: RolloutColumns) -> Mask:
 
 def _once(rows: RolloutColumns) -> Mask:
     groups = (rows.groups["valid"] > 1) & (rows.groups["right_n"] == 1)
-    return groups[rows.gid] & (rows.number("reward") >= rows.limit)
+    return groups[rows.gid] & rows.right & ~rows.baseline
 
 
 def _lost(rows: RolloutColumns) -> Mask:
@@ -155,7 +164,7 @@ class ViewQuestion:
             _, _, shown, order = ready
             if shown:
                 asked._filter(f"ask {query['ask']}", lambda: _READY[query["ask"]](asked.rows))
-                asked.shown.append(" ".join(shown.replace("$", repr(asked.rows.limit)).split()))
+                asked.shown.append(" ".join(_of_outcomes(shown, asked.rows).split()))
             asked.order = asked.order or order
         return asked
 
@@ -360,7 +369,7 @@ class ViewQuestion:
             **{f"part.{name}": rows.number(f"part.{name}")[places] for name in rows.parts[:MEANT]},
         }
         if self.store.success is not None:
-            columns["right"] = np.where(known, reward >= rows.limit, np.nan)
+            columns["right"] = np.where(known, rows.right[places], np.nan)
         if (rows.codes("fate")[places] >= 0).any():
             columns["trained"] = rows.equal("fate", Fate.TRAINED)[places]
         found: dict[str, Any] = {"n": len(places)}

@@ -23,7 +23,7 @@ def series(rows: RolloutColumns, steps: Sequence[int]) -> dict[str, Any]:
     interval over groups; shares of groups that are all `right`, all `wrong` or `equal`; distinct `replies` in a group, whose
     greatest size is `n`; `alike`; `fates` by name, `parts` of the reward by name.
     """
-    own = np.flatnonzero(~rows.flag("held_out"))
+    own = np.flatnonzero(~rows.flag("held_out") & ~rows.baseline)
     if not len(own):
         return {"alike": [None] * len(steps), "compared": START, "fates": {}}
     step = rows.key[own] >> 33  # in order

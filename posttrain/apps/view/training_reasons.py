@@ -20,6 +20,7 @@ _BECAUSE = {
     Fate.SMALL: "too few valid rollouts are left in its group",
     Fate.REPLACED: "dynamic sampling played another group in its place",
     Fate.FILTERED: "a filter left it out",
+    Fate.BASELINE: "its reward is the baseline of its group",
     Fate.UNSELECTED: "no update of the step drew it",
 }
 

@@ -37,7 +37,8 @@ A question to a service may have as many, written as JSON."""
 DEEPEST = 32  # levels of lists and dicts in a question to a service
 MOST_INTEGER = 1 << 63  # beyond it JSON readers disagree
 MOST_TOKEN = 1 << 31  # ids are below it
-MOST_PARTS = 256  # of a reward; spans likewise
+MOST_PARTS = 256  # of a reward
+MOST_SPANS = 4096  # of an episode: each step of its replies may have one
 LONGEST_NAME = 200  # characters of a part's name
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a turn, and characters of one
 MOST_SIDES = 64  # of a game
@@ -134,8 +135,8 @@ def _read_reward(value: Any) -> Done:
 
 def _read_spans(value: Any) -> tuple[SpanReward, ...] | Invalid:
     expected = "expected SpanReward(end, reward, reply) with whole numbers for the first and the last"
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > MOST_PARTS:
-        return unreadable(f"returned Graded with spans {short(value)}; expected a list of at most {MOST_PARTS}")
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > MOST_SPANS:
+        return unreadable(f"returned Graded with spans {short(value)}; expected a list of at most {MOST_SPANS}")
     spans = []
     for span in value:
         if not isinstance(span, SpanReward):

@@ -119,6 +119,8 @@ class Collector:
             if self.greedy:
                 rollouts, lost = baselined(rollouts)
                 left |= lost
+                without = sum(fate is Fate.SMALL for fate, _ in lost.values())
+                stats.add("dropped", without, without)
             fit, lost = usable(rollouts, stats)
             left |= lost
             if fit and self.rewarded:
@@ -258,7 +260,9 @@ def baselined(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Left]:
     for rollout in rollouts:
         baseline = found.get(rollout.compared, Invalid("there is none"))
         if rollout.greedy:
-            left[id(rollout)] = Fate.UNSELECTED, "a greedy reply: its reward is the baseline of its group"
+            left[id(rollout)] = Fate.BASELINE, "a greedy reply: its reward is the baseline of its group"
+            if isinstance(rollout.reward, Invalid):
+                left[id(rollout)] = Fate.INVALID, rollout.reward.reason
         elif isinstance(baseline, Invalid):
             left[id(rollout)] = Fate.SMALL, f"the greedy reply of its group has no reward: {baseline.reason}"
         else:

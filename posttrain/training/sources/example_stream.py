@@ -140,7 +140,13 @@ def _of_mixture(made: ExampleStream[X], tasks: MixedTasks, rows: int, seed: int,
         made.mixed = MixedRows(tasks, rows, seed)
     found = [(place, one) for place in made.mixed.of_step(number) if (one := made[place]) is not None]
     later = islice(made.mixed.following(number), 10 * len(made))
-    return found or [next((place, one) for place in later if (one := made[place]) is not None)]
+    found = found or list(islice(((place, one) for place in later if (one := made[place]) is not None), 1))
+    if not found:
+        raise UserError(
+            f"none of the {10 * len(made):,} rows behind step {number} of the mixture fits: "
+            "give the parts that fit more weight, or leave out those that do not"
+        )
+    return found
 
 
 def progress(made: ExampleStream[X], rows: int, number: int, stats: Stats) -> None:

@@ -34,6 +34,9 @@ class MixedRows:
         self.tasks, self.rows, self.seed = tasks, rows, seed
         self._step, self._drawn = 0, dict.fromkeys(tasks.parts, 0)  # rows of each part up to its end
         self._last: list[tuple[str, int]] = []  # its rows, see `_advance`
+        self._orders: dict[
+            str, tuple[int, Sequence[int]]
+        ] = {}  # part -> the epoch that was asked for last, and its order
 
     def of_step(self, number: int) -> list[int]:
         """Return the places of the rows of a step: int [rows]."""
@@ -70,7 +73,9 @@ class MixedRows:
         size = len(self.tasks.parts[name])
         epoch, at = divmod(visit, size)
         start = self.tasks.ends[list(self.tasks.parts).index(name)] - size
-        return start + int(order(size, epoch, seed_of(self.seed, "part", name))[at])
+        if name not in self._orders or self._orders[name][0] != epoch:
+            self._orders[name] = epoch, order(size, epoch, seed_of(self.seed, "part", name))
+        return start + int(self._orders[name][1][at])
 
 
 class Mixture:

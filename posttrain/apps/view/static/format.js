@@ -56,6 +56,9 @@ export const readable = (text) => visible(text).replace(PICTURE, "▣ ");
 /** The same in one line. */
 export const line = (text) => readable(text).replace(/\n/g, "↵").replace(/\t/g, "⇥");
 
+/** What success is compared with: the part "outcome" of a row's reward, or all of it. */
+export const outcome = (row) => row["part.outcome"] ?? row.reward;
+
 export const shown = (value) => (typeof value === "string" ? visible(value) : JSON.stringify(value));
 
 /** float32 numbers of base64; nan where nothing was recorded. */

@@ -1,5 +1,7 @@
 // Answers about the rollouts that an exported file holds: the same questions, without a database.
 
+import { outcome } from "./format.js";
+
 const ROWS = 100;
 
 export function local(kept, path, query) {
@@ -81,7 +83,7 @@ function meansOf(kept, query) {
       return values.length ? values.reduce((sum, v) => sum + v, 0) / values.length : null;
     };
     const found = { n: rows.length, reward: mean((r) => r.reward), tokens: mean((r) => r.length), trained: mean((r) => Number(r.fate === "trained")), "cut off": mean((r) => Number(r.truncated)), invalid: mean((r) => Number(r.reward === null)), advantage: mean((r) => r.advantage) };
-    if (success !== null) found.right = mean((r) => (r.reward === null ? null : Number(r.reward >= success - 1e-6)));
+    if (success !== null) found.right = mean((r) => (r.reward === null ? null : Number(outcome(r) >= success - 1e-6)));
     for (const part of kept.runs.runs[0].parts) found[`part.${part}`] = mean((r) => r[`part.${part}`]);
     return found;
   };

@@ -1,7 +1,7 @@
 // All rollouts: filters, histograms that select, ready questions, one SELECT.
 
 import { Histogram } from "./chart.js";
-import { f, inShell, line, percent, visible, whole } from "./format.js";
+import { f, inShell, line, outcome, percent, visible, whole } from "./format.js";
 import { given, isScored } from "./items.js";
 import { change, exported, go, here, part, to } from "./net.js";
 import { Fate, html, Problem, Signed, useAnswer, useEffect, useKeys, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
@@ -123,7 +123,7 @@ function Head({ name, says, kind, sort, set }) {
 }
 
 function Cells({ row, run, parts, most, played, scored, success }) {
-  const right = success !== null && row.reward !== null && row.reward >= success - 1e-6;
+  const right = success !== null && row.reward !== null && outcome(row) >= success - 1e-6;
   return html`<td class="n">${row.step}${row.held_out ? html`<span class="faint"> held out</span>` : ""}</td><td class="n">${row.index}</td>
     <td class="mono"><a href=${to(run, "group", [part(row), row.index])} onClick=${(e) => e.stopPropagation()}>${line(row.group)}${row.side ? ` ${line(row.side)}` : ""}</a></td>
     <td class="mono untrusted prompt" dir="ltr">${line(row.prompt)}</td><td class="mono untrusted said" dir="ltr">${line(row.text)}</td>

@@ -76,7 +76,7 @@ export function Signed({ value, most }) {
 }
 
 export const FATES = {
-  trained: "good", "equal group": "plain", invalid: "bad", "group too small": "plain", replaced: "plain", filtered: "warn", "not selected": "plain",
+  trained: "good", "equal group": "plain", invalid: "bad", "group too small": "plain", replaced: "plain", filtered: "warn", baseline: "plain", "not selected": "plain",
 };
 
 export const Fate = ({ fate }) => html`<span class=${FATES[fate] || "faint"}>${fate || ""}</span>`;

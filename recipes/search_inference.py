@@ -1,0 +1,169 @@
+"""Compares searches at equal sampled tokens on worked sums: best-of-N, beam, best-first, lookahead and MCTS.
+
+    python recipes/search_inference.py [--seeds 0 1 2] [--out runs/search] [--page docs/guides/search.md]
+
+Each seed has its own tasks, start (`algorithms.start`) and process reward model. The reward model learns from solutions
+whose lines are labelled by the built-in check, on tasks that are not asked. Then every search finds a reply to each of 200
+held-out tasks, with the same budget of sampled tokens. What is there already is not repeated. With --page the recipe writes
+its part of that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import algorithms
+from common_tasks import LONG_LINES, NUMBERS, WORKED_SUMS
+from pages import write_page
+
+import posttrain
+from posttrain.core.intervals import student_interval
+from posttrain.core.types import Task
+from posttrain.envs.builtin import worked_sums
+
+ASKED = 200  # held-out tasks
+SOLUTIONS = 8000  # for the reward model
+SLIPS = 0.2  # how often a line of them is wrong by one
+BUDGETS = (150, 500)  # sampled tokens per reply: some five and some eighteen whole replies
+REWARD_MODEL: dict[str, Any] = {
+    **{"algorithm": "outcome", "lr": 1e-3, "rows": 32, "epochs": 12, "warmup": 50, "schedule": "linear"},
+    **{"threads": 1, "quiet": True, "save_every": 10**6},
+}
+WIDE: dict[str, Any] = {"search": ("best-of-n",), "search_width": 64}  # as many replies as the tokens hold
+SEARCHES: dict[str, dict[str, Any]] = {
+    "one reply": {"search": ("best-of-n",), "search_width": 1, "search_proposals": 1},
+    "majority": {**WIDE, "choose": "majority"},
+    "best-of-n": WIDE,
+    "best-of-n, weighted": {**WIDE, "choose": "weighted"},
+    "beam": {"search": ("beam",)},
+    "lookahead": {"search": ("lookahead",)},
+    "best-first": {"search": ("best-first",)},
+    "mcts": {"search": ("mcts",)},
+}
+SHAPES = {150: {"search_width": 2, "search_proposals": 2}, 500: {"search_width": 4, "search_proposals": 4}}
+"""Budget -> width and proposals of the searches that have them: a beam of this shape ends within the budget."""
+NARROW = {150: {"search_width": 1, "search_proposals": 2}, 500: {"search_width": 2, "search_proposals": 3}}
+"""The same of lookahead, whose rollouts take tokens too."""
+COMMON: dict[str, Any] = {
+    **{"samples": 1, "max_tokens": 36, "step_aggregate": "min", "env_workers": 0, "threads": 1, "quiet": True},
+    "overwrite": True,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/search"))
+    parser.add_argument("--only", nargs="+", default=list(SEARCHES), choices=list(SEARCHES))
+    parser.add_argument("--page", type=Path, help="page whose marked part is replaced")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "results.json"
+    found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
+    for seed in options.seeds:
+        models(options.out, seed)
+        for budget in BUDGETS:
+            for name in options.only:
+                if key(name, budget, seed) not in found:
+                    found[key(name, budget, seed)] = one(options.out, name, budget, seed)
+                    file.write_text(json.dumps(found, indent=1) + "\n")
+    lines = table(found, options.seeds)
+    print("\n".join(lines))
+    if options.page:
+        write_page(options.page, lines)
+
+
+def key(name: str, budget: int, seed: int) -> str:
+    return f"{name} {budget} {seed}"
+
+
+def models(out: Path, seed: int) -> None:
+    """Train the start and the process reward model of a seed, where they are not there."""
+    folder = out / "start" / f"seed-{seed}"
+    if not (folder / "settings.json").exists():
+        algorithms.start(out, WORKED_SUMS, seed)
+    model = out / f"reward-model-{seed}"
+    if not (model / "report.json").exists():
+        posttrain.reward_model(
+            solutions(seed), str(folder / "sft"), out=str(model), seed=seed, overwrite=True, **REWARD_MODEL
+        )
+
+
+def solutions(seed: int) -> list[Task]:
+    """Return solutions of tasks outside the held-out ones, with a label for each line."""
+    rng, rows = random.Random(seed + 1), []
+    for task in worked_sums.tasks(SOLUTIONS, seed + 7, numbers=NUMBERS):
+        reply = worked_sums.working(rng, task["numbers"], LONG_LINES, SLIPS)
+        labels = [int(line.right) for line in worked_sums.checked(task["numbers"], reply)]
+        rows.append({"prompt": task["prompt"], "steps": reply.split("\n"), "labels": labels})
+    return rows
+
+
+def settings(name: str, budget: int) -> dict[str, Any]:
+    """Return the options of `posttrain sample` for a search."""
+    own = SEARCHES[name]
+    shape = {} if "search_width" in own else (NARROW if name == "lookahead" else SHAPES)[budget]
+    voting = {} if own.get("choose") == "majority" else {"reward_model": ("{reward model}",)}
+    return {**COMMON, **shape, **own, **voting, "search_tokens": budget}
+
+
+def one(out: Path, name: str, budget: int, seed: int) -> dict[str, float]:
+    """Search for a reply to each held-out task. Return the accuracy, the tokens spent and the whole replies found."""
+    chosen = settings(name, budget)
+    if "reward_model" in chosen:
+        chosen["reward_model"] = (str(out / f"reward-model-{seed}"),)
+    written = posttrain.sample(
+        WORKED_SUMS.unseen(seed)[:ASKED], str(out / "start" / f"seed-{seed}" / "sft"), WORKED_SUMS.env, seed=(seed,),
+        out=str(out / f"{name}-{budget}-{seed}.jsonl"), **chosen,
+    )  # fmt: skip
+    rows = list(written.rows())
+    courses = [row["samples"][0] for row in rows]
+    return {
+        "accuracy": sum(row["scores"][0] for row in rows) / len(rows),
+        "tokens": sum(course["search_tokens"] for course in courses) / len(rows),
+        "finished": sum(course["finished"] for course in courses) / len(rows),
+        "unfinished": sum(not course["finished"] for course in courses) / len(rows),
+    }
+
+
+def table(found: Mapping[str, Mapping[str, float]], seeds: Sequence[int]) -> list[str]:
+    """Return a row for each budget and search: means over the seeds, with 95% intervals."""
+    lines = [
+        "| budget | search | width x proposals | accuracy | less best-of-n | tokens | whole replies | none whole |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for budget in BUDGETS:
+        for name in SEARCHES:
+            runs = [found[key(name, budget, seed)] for seed in seeds if key(name, budget, seed) in found]
+            if len(runs) < len(seeds):
+                continue
+            own = settings(name, budget)
+            shape = (
+                f"{own['search_width']} x {own.get('search_proposals', 4)}" if "n" not in name[8:9] else "all that fit"
+            )
+            less = [
+                run["accuracy"] - found[key("best-of-n", budget, seed)]["accuracy"]
+                for run, seed in zip(runs, seeds, strict=True)
+            ]
+            cells = [
+                str(budget), name, shape, _mean([run["accuracy"] for run in runs]),
+                "" if name == "best-of-n" else _mean(less, "+.3f"),
+                *(f"{sum(run[what] for run in runs) / len(runs):{form}}"
+                  for what, form in (("tokens", ".0f"), ("finished", ".1f"), ("unfinished", ".3f"))),
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _mean(values: Sequence[float], form: str = ".3f") -> str:
+    mean = f"{sum(values) / len(values):{form}}"
+    return f"{mean} {student_interval(values).text(form)}" if values[1:] else mean
+
+
+if __name__ == "__main__":
+    main()

@@ -129,9 +129,7 @@ def test_a_beam_keeps_the_best_of_all_proposals_of_a_step() -> None:
     for _ in range(DEPTH):
         below = [(*path, step) for path in kept for step in range(BRANCHES)]
         kept = sorted(below, key=lambda path: -toy.worth[path])[:2]
-    assert toy.path(tree.chosen()) == max(
-        (toy.path(node) for node in tree.finished), key=toy.worth.__getitem__
-    )
+    assert toy.path(tree.chosen()) == max((toy.path(node) for node in tree.finished), key=toy.worth.__getitem__)
     assert set(kept) <= {toy.path(node) for node in tree.finished}
     assert tree.expansions == 1 + 2 * (DEPTH - 1)
 
@@ -143,9 +141,7 @@ def test_lookahead_values_a_step_by_the_end_of_a_greedy_rollout() -> None:
     for _ in range(DEPTH):
         options = [(*path, step) for step in range(BRANCHES)]
         path = max(options, key=lambda option: toy.worth[(*option, 0, 0)[:DEPTH]])
-    assert toy.path(tree.chosen()) == max(
-        ((*path[:-1], step) for step in range(BRANCHES)), key=toy.worth.__getitem__
-    )
+    assert toy.path(tree.chosen()) == max(((*path[:-1], step) for step in range(BRANCHES)), key=toy.worth.__getitem__)
     rollouts = 2 * BRANCHES + BRANCHES  # of two steps from the first level, of one from the second
     assert tree.spent == DEPTH * BRANCHES + rollouts
 

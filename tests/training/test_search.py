@@ -64,7 +64,13 @@ def test_a_greedy_search_of_width_one_gives_the_greedy_reply(place: Path, name: 
     plain = sample("a.jsonl", **greedy, reward_model=())
     [(delimiter, _)] = Counter("".join(row["responses"][0][1:-1] for row in plain)).most_common(1)
     found = sample(
-        "b.jsonl", **greedy, search=(name,), search_width=1, search_proposals=1, step_delimiter=delimiter
+        "b.jsonl",
+        **greedy,
+        search=(name,),
+        search_width=1,
+        search_proposals=1,
+        step_delimiter=delimiter,
+        search_tokens=1000,
     )
     assert [row["responses"] for row in found] == [row["responses"] for row in plain]
     for row, other in zip(found, plain, strict=True):
@@ -76,7 +82,7 @@ def test_a_greedy_search_of_width_one_gives_the_greedy_reply(place: Path, name: 
 
 @pytest.mark.parametrize("aggregate", ["last", "min", "product", "mean"])
 def test_the_value_of_a_reply_is_that_of_its_steps_by_the_reward_model(place: Path, aggregate: str) -> None:
-    rows = sample("a.jsonl", **SEARCH, search=("beam", "mcts"), step_aggregate=aggregate, max_tokens=24)
+    rows = sample("a.jsonl", **SEARCH, search=("best-of-n", "mcts"), step_aggregate=aggregate, max_tokens=48)
     model = RewardModelService("reward")
     checked = 0
     for row in rows:
@@ -85,7 +91,7 @@ def test_the_value_of_a_reply_is_that_of_its_steps_by_the_reward_model(place: Pa
                 continue
             model.submit(0, {"prompt": row["prompt"], "steps": [step.text for step in steps]})
             [(_, scores)] = model.poll()
-            odds = [1 / (1 + 2.718281828459045 ** -score) for score in scores]
+            odds = [1 / (1 + 2.718281828459045**-score) for score in scores]
             product = 1.0
             for one in odds:
                 product *= one
@@ -197,7 +203,7 @@ def test_contradicting_options_are_refused(place: Path) -> None:
         ("no regular expression", {"search": ("beam",), "step_delimiter": "/(/"}),
         ("--step-delimiter", {"search": ("beam",), "step_delimiter": "spans"}),
         ("--search has 'beam' twice", {"search": ("beam", "beam")}),
-        ("--search is one of", {"search": ("dfs",)}),
+        ("search is one of", {"search": ("dfs",)}),
         ("several", {"search": ("beam",), "env": "my.py:twice"}),
     ]
     for message, options in cases:

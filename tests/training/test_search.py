@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_a_greedy_search_of_width_one_gives_the_greedy_reply(place: Path, name: 
 
 @pytest.mark.parametrize("aggregate", ["last", "min", "product", "mean"])
 def test_the_value_of_a_reply_is_that_of_its_steps_by_the_reward_model(place: Path, aggregate: str) -> None:
-    rows = sample("a.jsonl", **SEARCH, search=("best-of-n", "mcts"), step_aggregate=aggregate, max_tokens=48)
+    rows = sample("a.jsonl", **SEARCH, search=("best-of-n", "mcts"), step_aggregate=aggregate, max_tokens=36)
     model = RewardModelService("reward")
     checked = 0
     for row in rows:
@@ -115,9 +116,9 @@ def test_the_best_of_n_is_the_most_valued_of_the_replies_that_it_may_choose_from
     values = []
     for count in (1, 2, 4, 8):
         options = {**SEARCH, "search_width": count, "search_proposals": 1}
-        rows = sample("a.jsonl", **options, search=("best-of-n",), overwrite=True, max_tokens=64)
+        rows = sample("a.jsonl", **options, search=("best-of-n",), overwrite=True, max_tokens=36)
         values.append([row["samples"][0]["value"] if row["samples"][0]["finished"] else 0.0 for row in rows])
-    for fewer, more in zip(values, values[1:], strict=False):
+    for fewer, more in pairwise(values):
         assert all(a <= b for a, b in zip(fewer, more, strict=True))
     assert values[0] != values[-1]
 

@@ -157,7 +157,9 @@ class SearchEngine:
         while self._values:
             search, place, value = self._values.popleft()
             if isinstance(value, Invalid):
-                raise UserError(f"--search: a partial reply has no value: {value.reason}")
+                raise UserError(
+                    f"--search: a partial reply has no value ({value.reason}); if it is too long, lower --max-tokens"
+                )
             self._answer(search, place, value)
         for completion in sorted(self.engine.poll(), key=lambda c: c.id) if self._parts else ():
             self._take(completion)

@@ -68,6 +68,8 @@ def _function(name: str, verb: Verb, called: str) -> Callable[..., Any]:
             raise TypeError(f"{called}() got two values for {', '.join(twice)}")
         given = {**dict(zip(verb.given, args, strict=False)), **options}
         given = {name: value for name, value in given.items() if value is not None}
+        if given.get("mixture"):
+            given.setdefault(verb.given[0], "")  # its parts name the rows
         if verb.given[0] not in given:
             raise TypeError(f"{called}() needs {verb.given[0]}")
         hooks = _hooks(given) if verb.learns else ()

@@ -80,7 +80,17 @@ class FromRowsOptions(TypedDict, total=False):
     """Build each prompt from columns: "Question: {question}\nAnswer:". Write a literal brace as {{ or }}. On the
     command line, \n and \t mean a newline and a tab."""
 
-class DataOptions(FromRowsOptions, total=False):
+class ChatTemplateOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    chat_template: str | None
+    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own. A
+    run saves it with its checkpoints."""
+    chat_template_kwargs: dict[str, Any]
+    """Variables of the chat template: --chat-template-kwargs enable_thinking=false. In a recipe, a table. A run saves
+    them with its checkpoints, where later commands find them."""
+
+class DataOptions(ChatTemplateOptions, FromRowsOptions, total=False):
     """Options of several verbs."""
 
     response_template: str | None
@@ -90,9 +100,6 @@ class DataOptions(FromRowsOptions, total=False):
     (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of what an episode shows
     later. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
     reply."""
-    chat_template: str | None
-    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own and
-    is saved with the checkpoints of the run."""
     chat: bool | None
     """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
     Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that the model comes
@@ -264,7 +271,17 @@ class TrainingOptions(
     """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss): what training makes
     the model forget. At the sampling temperature, where replies are sampled."""
 
-class PassesOptions(TrainingOptions, total=False):
+class MixtureOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    mixture: dict[str, dict[str, str]]
+    """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
+    [sft.mixture.maths] of a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
+    and may have max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
+    mixture_temperature: float
+    """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
+
+class PassesOptions(MixtureOptions, TrainingOptions, total=False):
     """Options of several verbs."""
 
     epochs: float
@@ -292,8 +309,10 @@ class EnvLimitOptions(TypedDict, total=False):
 class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """Options of posttrain sft."""
 
-    mask_prompt: bool
-    """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
+    mask: Literal["assistant", "last", "all"]
+    """Messages that are trained: assistant (each one of the assistant, or the response), last (its last message, the
+    earlier ones are context), or all (every token, prompts too). A message with "train": false or "weight": 0 is never
+    trained."""
     token_weight: Literal["equal", "probability", "uncertainty"]
     """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or
     uncertainty, p (1 - p)."""
@@ -321,21 +340,11 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
+    other rows its row_to_task writes the demonstrations, if it has one."""
     model: str | None
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or a model's name. In sft, leave it
     out to train from scratch."""
-
-class MixtureOptions(TypedDict, total=False):
-    """Options of several verbs."""
-
-    mixture: dict[str, dict[str, str]]
-    """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.env math
-    --mixture.maths.weight 2. Or a table [rl.mixture.maths] of a recipe. A part may also have its own split, limit,
-    prompt_template, max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
-    mixture_temperature: float
-    """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
 
 class SamplingOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -515,8 +524,8 @@ class RLOptions(
     """Maximum number of held-out tasks in an evaluation."""
     advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "k-step", "earned", "none"]
     """Advantage estimator; gae adds a critic."""
-    baseline: Literal["none", "batch", "group", "others"]
-    """Baseline: the mean reward to subtract."""
+    baseline: Literal["none", "batch", "group", "others", "greedy"]
+    """Baseline: the mean reward to subtract, or that of a greedy reply, sampled besides."""
     scale: Literal["none", "batch", "group", "mean"]
     """Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at
     all."""
@@ -527,7 +536,7 @@ class RLOptions(
     gamma: float
     """Discount factor per sampled token."""
     outcome_apart: bool
-    """"""
+    """Normalise final rewards among the final rewards of the group, and step rewards among its step rewards."""
     part_weights: str
     """Weights of the reward's named parts: correct=1 format=0.5."""
     advantage_k: int
@@ -664,8 +673,8 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
+    other rows its row_to_task writes the demonstrations, if it has one."""
     link: Literal[
         "sigmoid",
         "robust",
@@ -727,8 +736,8 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
+    other rows its row_to_task writes the demonstrations, if it has one."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """Loss on the scores of responses."""
     beta: float

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common_tasks import SUMS, TASKS, CommonTask
+from common_tasks import TASKS, CommonTask
 from pages import write_page
 
 import posttrain
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 PRACTISED = [name for name, row in TABLE.items() if row.teacher is None and row.branching is None]
 HERE = Path(__file__).resolve()
 DOCS = HERE.parents[1] / "docs"
+PLACES = {"sums": ("curves", "algorithms"), "worked-sums": ("curves-worked-sums", "algorithms-worked-sums")}
+"""Task -> the folder of its curves in docs/algorithms, and its page in docs/results."""
 
 # -- the start ---------------------------------------------------------------------------------------------------------
 
@@ -168,35 +170,24 @@ def collect(out: Path) -> Results:
     return found
 
 
-def report(results: Mapping[str, Results], docs: Path) -> Path:
-    """Write docs/results/algorithms.md with its pictures: a section for each task. Raises UserError without results."""
-    if not any(results.values()):
+def report(common: CommonTask, results: Results, docs: Path) -> Path:
+    """Write the page of a task with its pictures. Raises UserError without results."""
+    if not results:
         raise UserError("no run is finished yet: run recipes/algorithms.py without `report` first")
-    text = ["# Every algorithm on two tasks"]
-    for name, found in results.items():
-        if found:
-            text += ["", *section(TASKS[name], found, docs)]
-    return write_page(docs / "results" / "algorithms.md", text)
-
-
-def section(common: CommonTask, results: Results, docs: Path) -> list[str]:
-    """Draw the curves of a task, and return its part of the page."""
     flat = [result for seeds in results.values() for result in seeds.values()]
     first, revisions = flat[0], sorted({_revision(result) for result in flat})
-    pictures = "curves" if common is SUMS else f"curves-{common.name}"
-    for folder in ("results", f"algorithms/{pictures}"):
-        (docs / folder).mkdir(parents=True, exist_ok=True)
+    folder, name = PLACES[common.name]
+    for made in ("results", f"algorithms/{folder}"):
+        (docs / made).mkdir(parents=True, exist_ok=True)
     for row, seeds in results.items():
-        path = docs / "algorithms" / pictures / f"{row}.png"
-        draw({row: seeds}, path, columns=1, size=(6.4, 3.6), target=common.target)
-    whole = "algorithms.png" if common is SUMS else f"algorithms-{common.name}.png"
-    draw(results, docs / "results" / whole, columns=5, size=(2.6, 1.9), target=common.target)
+        draw({row: seeds}, docs / "algorithms" / folder / f"{row}.png", 1, (6.4, 3.6), common.target)
+    draw(results, docs / "results" / f"{name}.png", 5, (2.6, 1.9), common.target)
     seconds = sum(result["seconds"] for result in flat)
     learned = [row for row, seeds in results.items() if min(r["after"] for r in seeds.values()) > common.target]
     told = ", ".join(f"{name} {_word(value)}" for name, value in common.common.items())
     seeds_told = " ".join(map(str, sorted({r["seed"] for r in flat})))
-    return [
-        f"## {common.name}",
+    text = [
+        f"# Every algorithm on {common.name.replace('-', ' ')}",
         "",
         f"    python recipes/algorithms.py --task {common.name} --seeds {seeds_told}",
         "",
@@ -212,8 +203,9 @@ def section(common: CommonTask, results: Results, docs: Path) -> list[str]:
         "",
         f"Common settings: {told}.",
         "",
-        f"![Held-out accuracy over steps]({whole})",
+        f"![Held-out accuracy over steps]({name}.png)",
     ]
+    return write_page(docs / "results" / f"{name}.md", text)
 
 
 def table(common: CommonTask, results: Results) -> list[str]:
@@ -311,7 +303,7 @@ def main() -> int:
     failed = []
     if options.stage == "all":
         failed = run_all(out, common, options.rows, options.seeds, options.processes)
-    print(report({name: collect(options.out / name) for name in TASKS}, options.docs))
+    print(report(common, collect(out), options.docs))
     return 1 if failed else 0
 
 

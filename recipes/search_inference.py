@@ -2,38 +2,29 @@
 
     python recipes/search_inference.py [--seeds 0 1 2] [--out runs/search] [--page docs/guides/search.md]
 
-Each seed has its own tasks, start (`algorithms.start`) and process reward model. The reward model learns from solutions
-whose lines are labelled by the built-in check, on tasks that are not asked. Then every search finds a reply to each of 200
-held-out tasks, with the same budget of sampled tokens. What is there already is not repeated. With --page the recipe writes
-its part of that page.
+The starts are those of `recipes/algorithms.py --task worked-sums`, the process reward models those of
+`recipes/process_rewards.py`; a reward model that is missing is trained. Every search finds a reply to each of 200 held-out
+tasks, with the same budget of sampled tokens. What is there already is not repeated. With --page the recipe writes its part
+of that page.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import algorithms
-from common_tasks import LONG_LINES, NUMBERS, WORKED_SUMS
+import process_rewards
+from common_tasks import WORKED_SUMS
 from pages import write_page
 
 import posttrain
 from posttrain.core.intervals import student_interval
-from posttrain.core.types import Task
-from posttrain.envs.builtin import worked_sums
 
 ASKED = 200  # held-out tasks
-SOLUTIONS = 8000  # for the reward model
-SLIPS = 0.2  # how often a line of them is wrong by one
 BUDGETS = (150, 500)  # sampled tokens per reply: some five and some eighteen whole replies
-REWARD_MODEL: dict[str, Any] = {
-    **{"algorithm": "outcome", "lr": 1e-3, "rows": 32, "epochs": 12, "warmup": 50, "schedule": "linear"},
-    **{"threads": 1, "quiet": True, "save_every": 10**6},
-}
 WIDE: dict[str, Any] = {"search": ("best-of-n",), "search_width": 64}  # as many replies as the tokens hold
 SEARCHES: dict[str, dict[str, Any]] = {
     "one reply": {"search": ("best-of-n",), "search_width": 1, "search_proposals": 1},
@@ -59,6 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/search"))
+    parser.add_argument("--starts", type=Path, default=Path("runs/algorithms/worked-sums/start"))
+    parser.add_argument("--models", type=Path, default=Path("runs/process-rewards"), help="process reward models")
     parser.add_argument("--only", nargs="+", default=list(SEARCHES), choices=list(SEARCHES))
     parser.add_argument("--page", type=Path, help="page whose marked part is replaced")
     options = parser.parse_args()
@@ -66,11 +59,13 @@ def main() -> None:
     file = options.out / "results.json"
     found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
     for seed in options.seeds:
-        models(options.out, seed)
+        start, model = options.starts / f"seed-{seed}" / "sft", options.models / f"reward-model-{seed}"
+        if not (model / "report.json").exists():
+            process_rewards.one(options.models, start, process_rewards.MODEL, seed)
         for budget in BUDGETS:
             for name in options.only:
                 if key(name, budget, seed) not in found:
-                    found[key(name, budget, seed)] = one(options.out, name, budget, seed)
+                    found[key(name, budget, seed)] = one(options.out, start, model, name, budget, seed)
                     file.write_text(json.dumps(found, indent=1) + "\n")
     lines = table(found, options.seeds)
     print("\n".join(lines))
@@ -82,28 +77,6 @@ def key(name: str, budget: int, seed: int) -> str:
     return f"{name} {budget} {seed}"
 
 
-def models(out: Path, seed: int) -> None:
-    """Train the start and the process reward model of a seed, where they are not there."""
-    folder = out / "start" / f"seed-{seed}"
-    if not (folder / "settings.json").exists():
-        algorithms.start(out, WORKED_SUMS, seed)
-    model = out / f"reward-model-{seed}"
-    if not (model / "report.json").exists():
-        posttrain.reward_model(
-            solutions(seed), str(folder / "sft"), out=str(model), seed=seed, overwrite=True, **REWARD_MODEL
-        )
-
-
-def solutions(seed: int) -> list[Task]:
-    """Return solutions of tasks outside the held-out ones, with a label for each line."""
-    rng, rows = random.Random(seed + 1), []
-    for task in worked_sums.tasks(SOLUTIONS, seed + 7, numbers=NUMBERS):
-        reply = worked_sums.working(rng, task["numbers"], LONG_LINES, SLIPS)
-        labels = [int(line.right) for line in worked_sums.checked(task["numbers"], reply)]
-        rows.append({"prompt": task["prompt"], "steps": reply.split("\n"), "labels": labels})
-    return rows
-
-
 def settings(name: str, budget: int) -> dict[str, Any]:
     """Return the options of `posttrain sample` for a search."""
     own = SEARCHES[name]
@@ -112,13 +85,13 @@ def settings(name: str, budget: int) -> dict[str, Any]:
     return {**COMMON, **shape, **own, **voting, "search_tokens": budget}
 
 
-def one(out: Path, name: str, budget: int, seed: int) -> dict[str, float]:
+def one(out: Path, start: Path, model: Path, name: str, budget: int, seed: int) -> dict[str, float]:
     """Search for a reply to each held-out task. Return the accuracy, the tokens spent and the whole replies found."""
     chosen = settings(name, budget)
     if "reward_model" in chosen:
-        chosen["reward_model"] = (str(out / f"reward-model-{seed}"),)
+        chosen["reward_model"] = (str(model),)
     written = posttrain.sample(
-        WORKED_SUMS.unseen(seed)[:ASKED], str(out / "start" / f"seed-{seed}" / "sft"), WORKED_SUMS.env, seed=(seed,),
+        WORKED_SUMS.unseen(seed)[:ASKED], str(start), WORKED_SUMS.env, seed=(seed,),
         out=str(out / f"{name}-{budget}-{seed}.jsonl"), **chosen,
     )  # fmt: skip
     rows = list(written.rows())

@@ -282,7 +282,7 @@ def train(stages: Stages, size: Size, seed: int, data: Path, machine: dict[str, 
     }
     read = stages.run("reading", lambda out, how: posttrain.sft(
         lambda: reading_rows(index, seed, size), out=out, **shape, **how, **common, steps=size.reading, rows=size.rows,
-        mask_prompt=False, lr=2e-3 if size.hidden < 512 else 6e-4, warmup=min(200, size.reading // 10),
+        mask="all", lr=2e-3 if size.hidden < 512 else 6e-4, warmup=min(200, size.reading // 10),
     ))  # fmt: skip
     trained: dict[str, tuple[str, str, dict[str, Any]]] = {}
     for name, options in (("search", size.searching), ("direct", DIRECT)):

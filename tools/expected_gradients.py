@@ -75,7 +75,17 @@ def rollout_of(reply: Reply, sampler: str) -> Rollout:
     transcript.observe([WORDS])
     stop = StopReason.EOS if reply[-1] == END else StopReason.LENGTH
     transcript.sample(Completion(0, list(reply), logp_of(reply, sampler).tolist(), "", stop, 0))
-    return Rollout({"id": "0"}, "0", [transcript], reward_of(reply), steps=steps_of(reply), stop=stop)
+    baseline = reward_of(greedy())
+    return Rollout({"id": "0"}, "0", [transcript], reward_of(reply), steps=steps_of(reply), stop=stop, baseline=baseline)
+
+
+@cache
+def greedy() -> Reply:
+    """The reply of the policy at temperature 0."""
+    reply: Reply = ()
+    while reply in AT:
+        reply = (*reply, int(POLICY[AT[reply]].argmax()))
+    return reply
 
 
 # -- the policy as a table, float64 [15, 3] ----------------------------------------------------------------------------

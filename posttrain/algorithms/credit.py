@@ -44,10 +44,10 @@ class Advantage(Component):
 class Baselined(Advantage):
     """Compares a rollout with others, which needs no critic: R minus a baseline, over a scale.
 
-    Eight papers differ only in these choices.
+    Nine papers differ only in these choices.
 
-
-    baseline  the mean of the rewards of the `group`, of the `others` of the group, or of the `batch`; `none`.
+    baseline  the mean of the rewards of the `group`, of the `others` of the group, or of the `batch`; `greedy`: the
+              reward of one greedy reply to the prompt, which is sampled besides (ReMax, arXiv 2310.10505); `none`.
     weight    weight of each reward in that mean. `equal`: 1. `gradient`: g^2, the squared norm of the gradient of the
               rollout's log-probability, which gives the least variance (Weaver and Tao 2001; Peters and Schaal 2008).
               `length`: n_i, its cheap stand-in (OPO, arXiv 2505.23585, eq. 9).
@@ -60,8 +60,8 @@ class Baselined(Advantage):
     A group whose rewards are all equal has advantage exactly 0 under a group baseline or scale, whatever the rounding.
     """
 
-    baseline: Literal["none", "batch", "group", "others"] = setting(
-        "group", "baseline", "Baseline: the mean reward to subtract."
+    baseline: Literal["none", "batch", "group", "others", "greedy"] = setting(
+        "group", "baseline", "Baseline: the mean reward to subtract, or that of a greedy reply, sampled besides."
     )
     scale: Literal["none", "batch", "group", "mean"] = setting(
         "none",
@@ -84,6 +84,7 @@ class Baselined(Advantage):
     @property
     def needs(self) -> frozenset[Need]:
         found = {Need.GROUP} if self.compares else set()
+        found |= {Need.GREEDY} if self.baseline == "greedy" else set()
         return frozenset(found | ({Need.GRADIENT_NORM} if self.weight == "gradient" else set()))
 
     @property
@@ -94,6 +95,7 @@ class Baselined(Advantage):
             "batch": f" - {weight}mean(batch)",
             "group": f" - {weight}mean(group)",
             "others": f" - {weight}mean(others of the group)",
+            "greedy": " - R(greedy reply to the prompt)",
         }
         of_scale = "mean(group)" if self.scale == "mean" else f"std({self.scale})"
         scale = "" if self.scale == "none" else f" / ({of_scale} + {self.eps:g})"
@@ -108,6 +110,7 @@ class Baselined(Advantage):
             "batch": "Williams 1992, REINFORCE with a baseline",
             "group": "DeepSeekMath, arXiv 2402.03300, section 4.1.2",
             "others": "RLOO, arXiv 2402.14740, eq. 7",
+            "greedy": "ReMax, arXiv 2310.10505, algorithm 1",
         }
         weights = {
             "equal": "",
@@ -156,6 +159,9 @@ class Baselined(Advantage):
         """Return sum of w R / sum of w over the rollouts of the baseline, float64 [S]."""
         if self.baseline == "none":
             return torch.zeros_like(reward)
+        if self.baseline == "greedy":
+            assert scores.greedy is not None, "it is sampled where this is needed"
+            return scores.greedy
         weight = torch.ones_like(reward)
         if self.weight == "length":
             weight = scores.length.double()
@@ -249,7 +255,11 @@ class StepRewards(Advantage):
     """
 
     eps: float = setting(1e-6, above=0)
-    outcome_apart: bool = setting(False, "outcome_apart")
+    outcome_apart: bool = setting(
+        False,
+        "outcome-apart",
+        "Normalise final rewards among the final rewards of the group, and step rewards among its step rewards.",
+    )
     needs = frozenset({Need.GROUP})
 
     @property

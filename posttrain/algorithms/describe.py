@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import singledispatch
+from pathlib import Path
 from typing import Any
 
 from posttrain.algorithms.algorithm_base import AlgorithmBase
@@ -345,15 +346,19 @@ def axes(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
     return [(option, f"{what}: {part.formula}", part.source) for option, what, part in found]
 
 
-def curve(algorithm: AlgorithmBase) -> str:
-    """Return the place of its curve on the common task, from the folder of its page."""
-    return f"curves/{algorithm.name}.png"
+COMMON_TASKS = {"curves": ("sums", "algorithms.md"), "curves-worked-sums": ("worked sums", "algorithms-worked-sums.md")}
+"""Folder of the curves of a task that all algorithms learn -> its name, and its page of results."""
 
 
-def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: bool) -> str:
+def curves_in(folder: Path, algorithm: AlgorithmBase) -> list[str]:
+    """Return the folders of `COMMON_TASKS` in which this folder of pages has a curve of the algorithm."""
+    return [name for name in COMMON_TASKS if (folder / name / f"{algorithm.name}.png").exists()]
+
+
+def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: Sequence[str]) -> str:
     """Return the algorithm's page of the documentation, Markdown.
 
-    `beside`: the algorithm it is compared with; `measured`: whether there is a curve of it on the common task.
+    `beside`: the algorithm it is compared with; `measured`: see `curves_in`.
     """
     lines = [
         f"# {algorithm.name}",
@@ -376,13 +381,13 @@ def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: bool) -> str
 
 
 @singledispatch
-def _use(algorithm: AlgorithmBase, measured: bool) -> list[str]:
+def _use(algorithm: AlgorithmBase, measured: Sequence[str]) -> list[str]:
     """Return the end of its page: figures, options, and the command."""
     raise NotImplementedError
 
 
 @_use.register
-def _(algorithm: Algorithm, measured: bool) -> list[str]:
+def _(algorithm: Algorithm, measured: Sequence[str]) -> list[str]:
     exact = "Bias of its gradient: [expected gradients](expected-gradients.md)."
     if algorithm.multiplies:
         exact += " [Other weights and their bias](expected-gradients.md#the-weights-of-off-policy-pg)."
@@ -395,17 +400,19 @@ def _(algorithm: Algorithm, measured: bool) -> list[str]:
         return [f"Figures: [distillation](../results/distill.md). Command: {use}. {every}", ""]
     if not measured:
         return [f"Command: `posttrain rl --algorithm {algorithm.name}`. {every}", ""]
+    pictures = [
+        f"![held-out accuracy over steps on {COMMON_TASKS[name][0]}]({name}/{algorithm.name}.png)" for name in measured
+    ]
+    tasks = " and ".join(f"[{COMMON_TASKS[name][0]}](../results/{COMMON_TASKS[name][1]})" for name in measured)
     return [
-        f"![held-out accuracy over steps, three seeds]({curve(algorithm)})",
-        "",
-        "Settings and figures: [the common task](../results/algorithms.md). Command: `posttrain rl --algorithm "
-        f"{algorithm.name}`. {every}",
+        *(line for picture in pictures for line in (picture, "")),
+        f"Settings and figures: {tasks}. Command: `posttrain rl --algorithm {algorithm.name}`. {every}",
         "",
     ]
 
 
 @_use.register
-def _(algorithm: PreferenceAlgorithm, measured: bool) -> list[str]:
+def _(algorithm: PreferenceAlgorithm, measured: Sequence[str]) -> list[str]:
     return [
         "Variants:",
         "",
@@ -419,6 +426,6 @@ def _(algorithm: PreferenceAlgorithm, measured: bool) -> list[str]:
 
 
 @_use.register
-def _(algorithm: RewardModelAlgorithm, measured: bool) -> list[str]:
+def _(algorithm: RewardModelAlgorithm, measured: Sequence[str]) -> list[str]:
     use = f"`posttrain reward-model --algorithm {algorithm.name}`"
     return [f"Command: {use}. All settings: `posttrain algorithms {algorithm.name}`.", ""]

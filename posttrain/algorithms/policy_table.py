@@ -89,6 +89,15 @@ _ALGORITHMS = (
         stated="on policy (arXiv 2402.14740, section 2)",
         idea="Mean of the group's others as baseline",
     ),
+    Algorithm(
+        "remax",
+        "ReMax: REINFORCE with the reward of a greedy reply as baseline (arXiv 2310.10505)",
+        advantage=Baselined("greedy", "none"),
+        surrogate=LogProbability(),
+        aggregate=SequenceSum(),
+        stated="on policy (arXiv 2310.10505, algorithm 1)",
+        idea="Reward of a greedy reply as baseline",
+    ),
     # -- rewards compared within a group -------------------------------------------------------------------------------
     Algorithm(
         "grpo",

@@ -13,17 +13,19 @@ from typing import Any, NamedTuple
 
 from posttrain.core.conversation import Conversation
 from posttrain.core.json_text import json_text
-from posttrain.core.types import Task, Transcript, UserError
+from posttrain.core.thoughts import reasoning_of, with_thoughts
+from posttrain.core.types import Mask, Task, Transcript, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.preference_examples import plain, to_item
 from posttrain.data.row_shapes import shape_of
 from posttrain.data.rows import Rows
 from posttrain.data.tasks_from_rows import Conversion, identified, key_of, question
-from posttrain.envs.demonstration import demonstrate
+from posttrain.envs.demonstration import demonstrate, learned_of
 from posttrain.envs.play.episode import content_text
 from posttrain.envs.play.load_env import opening
 from posttrain.models.checkpoint_summary import Outline
 from posttrain.runs.chat_choice import Chatting
+from posttrain.training.lost_reasoning import lost_reasoning_line
 
 PREFERENCES = ("preference pairs", "several responses with labels", "labelled responses", "labelled steps")
 PLAYED = ("rollouts of a run", "episodes to imitate")
@@ -66,6 +68,7 @@ class DataReport:
     context: int | None = None  # of the model
     too_long: list[str] = field(default_factory=list)  # places of measured rows that exceed it
     examples: list[MarkedRow] = field(default_factory=list)
+    lost: str = ""  # the line about reasoning that the chat template does not show
 
     @property
     def ok(self) -> bool:
@@ -73,8 +76,16 @@ class DataReport:
         return not self.wrong and self.used > 0
 
 
-def report(rows: Rows, options: Mapping[str, Any], model: Outline | None, chat: Chatting, shown: int = 3) -> DataReport:
+def report(
+    rows: Rows,
+    options: Mapping[str, Any],
+    model: Outline | None,
+    chat: Chatting,
+    shown: int = 3,
+    mask: Mask = "assistant",
+) -> DataReport:
     """Read all rows, and lay out some of them. `options`: the fields of a `Conversion`; `shown`: the number of examples.
+    `mask`: messages that sft trains.
 
     Raises UserError where the rows cannot be read, or a row cannot be laid out for the model.
     """
@@ -82,10 +93,10 @@ def report(rows: Rows, options: Mapping[str, Any], model: Outline | None, chat: 
     named = {**first, **{key: first.get(column) for key, column in options.get("fields", {}).items()}}
     shape = shape_of(plain(named))
     found = DataReport(shape, _verb(shape), _columns(rows), len(rows), context=model.context if model else None)
-    conversion = _conversion(shape, options)
+    conversion = _conversion(shape, {**options, "whole": mask == "all"})
     places = list(_survey(rows, conversion, found))
     if shape not in PLAYED:
-        _lay_out(places, rows, conversion, found, model, chat, shown)
+        _lay_out(places, rows, conversion, found, model, chat, shown, mask)
     return found
 
 
@@ -154,6 +165,7 @@ def _lay_out(
     model: Outline | None,
     chat: Chatting,
     shown: int,
+    mask: Mask,
 ) -> None:
     """Count tokens of rows that are spread over all, and keep some of them as examples."""
     chosen = _spread(len(places), MEASURED if model is not None else shown)
@@ -165,10 +177,10 @@ def _lay_out(
         assert task is not None, "it made a task before"
         task = identified(task, conversion.kept)
         if model is None:
-            found.examples.append(MarkedRow(where, list(_written(task)), 0, 0))
+            found.examples.append(MarkedRow(where, list(_written(task, mask)), 0, 0))
             continue
         try:
-            laid_out = list(_transcripts(task, model, chat))
+            laid_out = list(_transcripts(task, model, chat, mask))
         except UserError as error:
             found.wrong.setdefault(str(error), []).append(where)
             continue
@@ -184,24 +196,32 @@ def _lay_out(
         if number in examples:
             texts = [_pieces(transcript, model) for transcript in laid_out]
             found.examples.append(MarkedRow(where, texts, len(longest), longest.n_scored))
+    if model is not None:
+        tasks = (_asked(conversion(rows[places[number]]) or {}, chat, mask) for number in chosen)
+        found.lost = lost_reasoning_line(model.tokenizer, tasks, mask)
     found.lengths = {name: sorted(counts) for name, counts in lengths.items()}
 
 
-def _transcripts(task: Task, model: Outline, chat: Chatting) -> Iterator[Transcript]:
+def _transcripts(task: Task, model: Outline, chat: Chatting, mask: Mask) -> Iterator[Transcript]:
     """Yield the transcripts of a row, as a run lays them out: of each response, or of the prompt alone."""
     ends = model.ends or ((model.tokenizer.eos_id,) if model.tokenizer.eos_id is not None else ())
     if not ends:
         raise UserError("the model names no end-of-sequence token: set eos_token_id in generation_config.json")
-    asked = AsMessages(chat.system, answered="response" in task)(task) if chat.on else task
+    asked = _asked(task, chat, mask)
     if "responses" in task:
         for response in asked["responses"]:
             yield demonstrate(_answered(asked, _whole(response)), model.tokenizer, ends)
     elif _is_answered(asked):
-        yield demonstrate(asked, model.tokenizer, ends)
+        yield demonstrate(asked, model.tokenizer, ends, mask)
     else:
         transcript = Transcript()
         transcript.observe(Conversation(model.tokenizer).show(opening(asked), None))
         yield transcript
+
+
+def _asked(task: Task, chat: Chatting, mask: Mask) -> Task:
+    """Return a row as the model is shown it."""
+    return AsMessages(chat.system, "response" in task, mask == "all")(task) if chat.on else task
 
 
 def _is_answered(task: Task) -> bool:
@@ -215,13 +235,15 @@ def _whole(response: str | Sequence[str]) -> str:
     return response if isinstance(response, str) else "".join(f"{step}\n" for step in response)
 
 
-def _written(task: Task) -> Iterator[list[MarkedText]]:
+def _written(task: Task, mask: Mask) -> Iterator[list[MarkedText]]:
     """Yield the texts of a row without a model's template."""
-    prompt = [MarkedText(task["prompt"], False)] if isinstance(task.get("prompt"), str) else []
-    for message in task.get("messages") or ():
-        trained = message["role"] == "assistant" and message.get("weight", 1) == 1
+    whole = mask == "all"
+    prompt = [MarkedText(task["prompt"], whole and "response" in task)] if isinstance(task.get("prompt"), str) else []
+    messages = task.get("messages") or ()
+    for message, learned in zip(messages, learned_of(messages, mask), strict=True):
+        trained = learned or (whole and message["role"] != "assistant")
         calls = [json_text(call.get("function", call)) for call in message.get("tool_calls") or ()]
-        said = "\n".join(filter(None, [content_text(message), *calls]))
+        said = "\n".join(filter(None, [with_thoughts(reasoning_of(message) or "", content_text(message)), *calls]))
         prompt += [
             MarkedText(f"{message['role']}: ", False),
             *([MarkedText(said, trained)] if said else []),

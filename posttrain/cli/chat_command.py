@@ -32,7 +32,7 @@ def converse(model: str, config: Chat) -> None:
     """
     use_threads(config.threads)
     folder, device = resolve(model), choose_device(config.device)
-    tokenizer = Tokenizer.load(folder, config.chat_template)
+    tokenizer = Tokenizer.load(folder, config.chat_template, config.chat_template_kwargs)
     decoder = load_model(folder, device=device)
     chat = tokenizer.chat_template is not None
     if config.system is not None and not chat:

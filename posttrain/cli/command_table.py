@@ -125,6 +125,14 @@ _ALL = (
         "posttrain.config.scale:Plan",
     ),
     Command(
+        "memory",
+        "commands:memory",
+        "scale",
+        "Estimate the GPU memory of a training command.",
+        "--gpu-memory 80 -- rl --model FOLDER --lora 16 ...",
+        "posttrain.config.scale:Memory",
+    ),
+    Command(
         "launch",
         "commands:launch",
         "scale",

@@ -24,7 +24,7 @@ from posttrain.config.inference import (
     ServePolicy,
 )
 from posttrain.config.resolve import check_bounds, validate
-from posttrain.config.scale import Launch, Plan
+from posttrain.config.scale import Launch, Memory, Plan
 from posttrain.config.training import Training
 from posttrain.config.verbs import VERBS, training
 from posttrain.core import user_files
@@ -181,6 +181,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     from posttrain.envs.play.load_env import about, success_of
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
+    from posttrain.training.lost_reasoning import READ_FOR_REASONING, lost_reasoning_line
     from posttrain.training.playground import open_services, played_env, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
     from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
@@ -196,16 +197,22 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
             lines = user_files.text(config.replies).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--replies {config.replies} cannot be read as text: {one_line(error)}") from error
-    viewer, chat = None, Chatting()
+    viewer, chat, tokenizer = None, Chatting(), None
     if config.model is not None:
         from posttrain.models.checkpoint_summary import outline
         from posttrain.runs.checkpoint import resolve
 
         folder = resolve(config.model)
-        known = outline(folder, config.chat_template)
-        viewer, chat = viewer_of(known), chatting(config, folder, known.tokenizer, known.ends)
+        known = outline(folder, config.chat_template, config.chat_template_kwargs)
+        viewer, tokenizer = viewer_of(known), known.tokenizer
+        chat = chatting(config, folder, tokenizer, known.ends)
     elif given := next(
-        (name for name in ("chat_template", "chat", "system") if getattr(config, name) is not None), None
+        (
+            n
+            for n in ("chat_template", "chat_template_kwargs", "chat", "system")
+            if getattr(config, n) not in (None, {})
+        ),
+        None,
     ):
         option = f"--{given.replace('_', '-')}"
         raise UserError(f"{option} has no effect without --model: the folder whose tokenizer reads what it shows")
@@ -216,7 +223,10 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     with open_services(config, choose_device("auto")) as services:
         report = run_check(played_env(config), tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)
-    report = replace(report, told=tuple(chat.lines(tasks, report.first)))
+    told_of = [*chat.lines(tasks, report.first)]
+    if tokenizer is not None and (line := lost_reasoning_line(tokenizer, tasks.examples(READ_FOR_REASONING))):
+        told_of.append(line)
+    report = replace(report, told=tuple(told_of))
     width = columns(Output(sys.stdout))
     print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))
     return 0 if report.ok else 2
@@ -278,6 +288,22 @@ def plan(run: str, *, config: Annotated[Plan, Options] = Plan()) -> int:  # noqa
     return plan_command.plan(run, config)
 
 
+def memory(*command: str, config: Annotated[Memory, Options] = Memory()) -> int:  # noqa: B008  frozen
+    """Estimate the GPU memory of a training command. No GPU is needed, and of the model only its config.json.
+
+    Parameters
+    ----------
+    command
+        Command to estimate, after two dashes: -- rl --model FOLDER --lora 16 ...
+    """
+    from posttrain.training.memory_plan import plan_memory
+
+    check_bounds(config)
+    plan = plan_memory(_training_of(list(command), "memory", checked=False), config.gpu_memory * 2**30)
+    print("\n".join(plan.lines))
+    return 0 if plan.fits else 1
+
+
 def launch(*command: str, config: Annotated[Launch, Options] = Launch()) -> int:  # noqa: B008  frozen
     """Print a script that runs a posttrain command on a batch system.
 
@@ -289,12 +315,15 @@ def launch(*command: str, config: Annotated[Launch, Options] = Launch()) -> int:
     from posttrain.cli.slurm import script
 
     check_bounds(config)
-    print(script(config, list(command), _training_of(list(command))), end="")
+    print(script(config, list(command), _training_of(list(command), "launch --slurm")), end="")
     return 0
 
 
-def _training_of(command: list[str]) -> Training:
-    """The options of a command that trains. Raises UserError if it is none, or not a sound one."""
+def _training_of(command: list[str], by: str, checked: bool = True) -> Training:
+    """Return the options of a command that trains, which follows the command `by`.
+
+    Raises UserError if it is none, or not a sound one. `checked`: whether options may not be missing.
+    """
     from cyclopts.exceptions import CycloptsError
 
     from posttrain.cli import main
@@ -306,8 +335,7 @@ def _training_of(command: list[str]) -> Training:
         )
     if not command or command[0] not in kinds:
         raise UserError(
-            f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {kinds[0]} ..., "
-            f"or {', '.join(kinds[1:])}"
+            f"a training command follows two dashes: posttrain {by} -- {kinds[0]} ..., or {', '.join(kinds[1:])}"
         )
     try:
         _, bound, _ = main.app.parse_args(main.prepared(command), exit_on_error=False, print_error=False)
@@ -315,6 +343,6 @@ def _training_of(command: list[str]) -> Training:
         raise UserError(f"posttrain {command[0]}: {one_line(error)}") from error
     kind = VERBS[command[0]].options
     config: Training = read(kind, bound.arguments.get("config") or kind(), bound.arguments.get("set", ()))
-    if not config.resume:
+    if checked and not config.resume:
         validate(config)
     return config

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from posttrain.core.coerce import read_variable
 from posttrain.core.messages import safe
-from posttrain.core.types import UserError
+from posttrain.core.types import Mask, UserError
 
 if TYPE_CHECKING:
     from posttrain.apps.data_report import DataReport, MarkedRow
@@ -33,6 +34,8 @@ def data(
     chat: bool | None = None,
     system: str | None = None,
     chat_template: str | None = None,
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Parameter(negative=())] = None,
+    mask: Mask = "assistant",
     number: int = 3,
 ) -> int:
     """Show rows as a model reads them: shape, lengths in tokens, repetitions, what is trained. Nothing is written.
@@ -57,6 +60,10 @@ def data(
         System message before the prompts.
     chat_template
         Chat template: a Jinja file, or chatml. Default: the model's own.
+    chat_template_kwargs
+        Variables of the chat template: --chat-template-kwargs enable_thinking=false.
+    mask
+        Messages that sft trains: assistant, last or all.
     number
         Number of rows to show.
     """
@@ -73,13 +80,14 @@ def data(
     known, way = None, Chatting()
     if model is not None:
         folder = resolve(model)
-        known = outline(folder, chat_template)
+        known = outline(folder, chat_template, {k: read_variable(v) for k, v in (chat_template_kwargs or {}).items()})
         way = chatting(_Asked(chat, system, chat_template), folder, known.tokenizer, known.ends)
-    elif chat is not None or system is not None or chat_template is not None:
+    elif chat is not None or system is not None or chat_template is not None or chat_template_kwargs:
         raise UserError(
-            "--chat, --system and --chat-template need --model: the folder whose template wraps the prompts"
+            "--chat, --system, --chat-template and --chat-template-kwargs need --model: the folder whose template wraps "
+            "the prompts"
         )
-    found = report(loaded, {"fields": fields or {}, "prompt_template": prompt_template}, known, way, number)
+    found = report(loaded, {"fields": fields or {}, "prompt_template": prompt_template}, known, way, number, mask)
     out = Output(sys.stdout)
     width = columns(out)
     template = [_template(way.on, way.because)] if way.template else []
@@ -130,6 +138,8 @@ def lines(found: DataReport) -> Iterator[str]:
         )
     for problem, places in list(found.wrong.items())[:NAMED]:
         yield f"wrong       {_named(places)}: {safe(problem)}"
+    if found.lost:
+        yield f"reasoning   {found.lost}"
     if len(found.wrong) > NAMED:
         yield f"wrong       {sum(map(len, list(found.wrong.values())[NAMED:])):,} more rows, for other reasons"
 

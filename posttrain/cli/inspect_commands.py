@@ -37,7 +37,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         Write a page for every algorithm into this folder.
     """
     from posttrain.algorithms.all_algorithms import EVERY, beside, find_any
-    from posttrain.algorithms.describe import as_data, curve, describe, differences, index, page, settings, symbols
+    from posttrain.algorithms.describe import as_data, curves_in, describe, differences, index, page, settings, symbols
     from posttrain.algorithms.policy_table import TABLE
     from posttrain.algorithms.preference_table import PREFERENCES
     from posttrain.algorithms.reward_model_table import REWARD_MODELS
@@ -47,7 +47,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for algorithm in EVERY.values():
-                text = page(algorithm, beside(algorithm), (folder / curve(algorithm)).exists())
+                text = page(algorithm, beside(algorithm), curves_in(folder, algorithm))
                 (folder / f"{algorithm.name}.md").write_text(text, encoding="utf-8")
             (folder / "index.md").write_text(index(list(EVERY.values())), encoding="utf-8")
         except (OSError, ValueError) as error:  # of a name that no system takes

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from posttrain.runs.terminal.output import Output
 
 LONGEST = 450  # characters of a message
+KWARGS = "--chat-template-kwargs"
 TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
 """Escapes behind a backslash in a template on the command line; any other backslash is literal."""
@@ -136,7 +137,7 @@ def _help(words: list[str]) -> str | None:
 def prepared(words: list[str]) -> list[str]:
     """The words with what is ours to read in them done: recipes, numbers, escapes. What follows -- is another command's."""
     end = words.index("--") if "--" in words else len(words)
-    return [*_unescaped(_refuse_fractions(_recipe(words[:end]))), *words[end:]]
+    return [*_unescaped(_refuse_fractions(_by_name(_recipe(words[:end])))), *words[end:]]
 
 
 def _unknown(option: str, words: list[str]) -> str:
@@ -145,7 +146,7 @@ def _unknown(option: str, words: list[str]) -> str:
 
     verb, *rest = words
     if verb == "launch" and "--" not in rest and (command := next((word for word in rest if word in VERBS), None)):
-        return f"the command that is to be launched follows two dashes: posttrain launch --slurm -- {command} ..."
+        return f"a training command follows two dashes: posttrain launch --slurm -- {command} ..."
     if verb == "engine" and option == "--engines":
         return "--engines belongs to the run that samples here: an engine listens at --listen HOST:PORT"
     others = [word.partition("=")[0] for word in rest if word.startswith("--")]
@@ -276,6 +277,29 @@ def _recipe(arguments: list[str]) -> list[str]:
             _take_defaults(Path(path), arguments[0])
             return arguments[:place] + rest
     return arguments
+
+
+def _by_name(arguments: list[str]) -> list[str]:
+    """The arguments with each variable of a chat template as an option of its own: --chat-template-kwargs.KEY=VALUE."""
+    read: list[str] = []
+    within = False  # whether the words belong to the option
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            within = name.replace("_", "-") == KWARGS
+            if within and not equals and not after.startswith("--"):
+                continue
+            word = value if within else word
+        if within and not word.startswith("{"):
+            name, equals, value = word.partition("=")
+            if not (name and equals):
+                given = f"{KWARGS} {word:.60}".strip()
+                raise UserError(f"{given}: write {KWARGS} KEY=VALUE, such as {KWARGS} enable_thinking=false")
+            word = f"{KWARGS}.{name}={value}"
+        elif within:  # a table in JSON, as other trainers have it
+            word = f"{KWARGS}={word}"
+        read.append(word)
+    return read
 
 
 def _refuse_fractions(arguments: list[str]) -> list[str]:

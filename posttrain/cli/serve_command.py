@@ -34,7 +34,7 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
     use_threads(config.threads)
     build.use(config.compiled)
     folder, device = resolve(config.model), choose_device(config.device)
-    tokenizer = Tokenizer.load(folder, config.chat_template)
+    tokenizer = Tokenizer.load(folder, config.chat_template, config.chat_template_kwargs)
     model = load_model(folder, device=device)
     ends = end_tokens(model, tokenizer)
     engine = open_engine(

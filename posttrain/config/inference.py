@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.config.option_groups import OptionGroup
-from posttrain.config.row_options import Data, FromRows
+from posttrain.config.row_options import ChatTemplateGroup, Data, FromRows
 from posttrain.config.search_options import SearchedGroup
 from posttrain.config.service_options import LABELLERS
 from posttrain.config.shared_options import (
@@ -52,14 +52,6 @@ class Evaluation(
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None = option(None, group="record", first_hour=True, value="FILE")
     """JSON file for all figures and rewards. The rollouts go into a file beside it that ends in .rollouts.parquet."""
-
-
-@dataclass(frozen=True)
-class ChatTemplateGroup(OptionGroup, group="model"):
-    """Options of chat templates."""
-
-    chat_template: str | None = None
-    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder."""
 
 
 @dataclass(frozen=True)

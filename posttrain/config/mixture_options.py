@@ -1,4 +1,4 @@
-"""Options of mixtures: several sets of tasks in one run, each with its own environment and limits."""
+"""Options of mixtures: several sets of tasks in one run, in `rl` each with its own environment and limits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -32,14 +32,20 @@ class MixtureGroup(OptionGroup, group="data"):
     """Several sets of tasks."""
 
     mixture: dict[str, dict[str, str]] = option(factory=dict, value="VALUE")
-    """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.env math
-    --mixture.maths.weight 2. Or a table [rl.mixture.maths] of a recipe. A part may also have its own split, limit,
-    prompt_template, max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
+    """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
+    [sft.mixture.maths] of a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
+    and may have max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float = option(1.0, above=0, most=1e6)
     """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
 
 
 AnyMixture = TypeVar("AnyMixture", bound=MixtureGroup)
+
+
+def settings_of(config: MixtureGroup) -> dict[str, Any]:
+    """Return the settings of a part, with their types: where nothing is sampled, rows and their form alone."""
+    sampled = hasattr(config, "max_tokens")
+    return PART if sampled else {name: PART[name] for name in ("tasks", "weight", "split", "limit", "prompt_template")}
 
 
 def parts_of(config: AnyMixture) -> dict[str, AnyMixture]:
@@ -54,7 +60,7 @@ def parts_of(config: AnyMixture) -> dict[str, AnyMixture]:
         if not own.get("tasks"):
             raise UserError(f"--mixture.{name}.tasks is missing: the rows of this part")
         found[name] = replace(config, mixture={}, mixture_temperature=1.0, **own)
-        if not getattr(found[name], "env", ""):
+        if "env" in settings_of(config) and not getattr(found[name], "env", ""):
             raise UserError(f"--mixture.{name}.env is missing: what scores the replies of this part")
     return found
 
@@ -104,8 +110,9 @@ def _read_part(config: MixtureGroup, name: str, given: Any) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for word, value in given.items():
         plain, where = word.replace("-", "_"), f"--mixture.{name}.{word}"
-        if plain not in PART:
-            raise UserError(f"{where}: no setting of a part{near_or_all(plain, list(PART), len(PART))}")
+        known = list(settings_of(config))
+        if plain not in known:
+            raise UserError(f"{where}: no setting of a part{near_or_all(plain, known, len(known))}")
         read[plain] = convert(value, PART[plain], where)
         if plain == "weight" and not 0 < read[plain] < float("inf"):
             raise UserError(f"{where} must be above 0, not {read[plain]:g}: leave a part out that is not wanted")

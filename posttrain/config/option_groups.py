@@ -41,6 +41,9 @@ class OptionGroup:
         super().__init_subclass__(**words)
         cls.heading = group  # a class that says none does not take over that of the one that it extends
 
+    def __post_init__(self) -> None:
+        """Fill in what follows from other options. A group that overrides it also calls that of the next one."""
+
 
 @dataclass(frozen=True)
 class DescribedOption:

@@ -17,7 +17,7 @@ from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.search_options import check_search
 from posttrain.config.service_options import LABELLERS, SERVICES, named_services
-from posttrain.config.training import RL, Distill, Prefer, RewardModelling, Training
+from posttrain.config.training import RL, Distill, Passes, Prefer, RewardModelling, Training
 from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
 from posttrain.core.component import setting_of
@@ -49,9 +49,9 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         if not config.model:
             raise UserError("--model is missing: the folder of a checkpoint, or of a run")
         return None
-    if isinstance(config, RL):
+    mixed = isinstance(config, RL | Passes) and bool(config.mixture)
+    if isinstance(config, RL | Passes):
         check_mixture(config)
-    mixed = isinstance(config, RL) and bool(config.mixture)
     if not config.tasks and not mixed:
         raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
     if isinstance(config, Training):

@@ -7,6 +7,7 @@ from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.settings import Flag, flags
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.verbs import name_of
+from posttrain.core.coerce import read_variable
 from posttrain.core.component import option
 
 Precision = Literal["float32", "bfloat16"]
@@ -57,7 +58,24 @@ class FromRows(OptionGroup, group="data"):
 
 
 @dataclass(frozen=True)
-class Data(FromRows, group="data"):
+class ChatTemplateGroup(OptionGroup, group="model"):
+    """Options of chat templates."""
+
+    chat_template: str | None = None
+    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own. A run
+    saves it with its checkpoints."""
+    chat_template_kwargs: dict[str, Any] = option(factory=dict, value="KEY=VALUE")
+    """Variables of the chat template: --chat-template-kwargs enable_thinking=false. In a recipe, a table. A run saves
+    them with its checkpoints, where later commands find them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        read = {name: read_variable(value) for name, value in self.chat_template_kwargs.items()}
+        object.__setattr__(self, "chat_template_kwargs", read)
+
+
+@dataclass(frozen=True)
+class Data(ChatTemplateGroup, FromRows, group="data"):
     """Rows, and how they become tasks of a model."""
 
     response_template: str | None = None
@@ -73,11 +91,8 @@ class Data(FromRows, group="data"):
     + verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, verdict and word-problems. In sft, rows with replies run through it; for other rows its
-    row_to_task writes the demonstrations, if it has one."""
-    chat_template: str | None = option(None, group="model")
-    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own and
-    is saved with the checkpoints of the run."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
+    other rows its row_to_task writes the demonstrations, if it has one."""
     chat: bool | None = option(None, group="model")
     """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
     Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that the model comes from,

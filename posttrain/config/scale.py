@@ -35,6 +35,14 @@ class Plan(OptionGroup, group="scale"):
 
 
 @dataclass(frozen=True)
+class Memory(OptionGroup, group="scale"):
+    """Estimate the GPU memory of a training command."""
+
+    gpu_memory: float = option(80.0, above=0, most=100_000, first_hour=True, value="GIB")
+    """Memory of the GPU, in GiB: 24, 40, 80, 141 ..."""
+
+
+@dataclass(frozen=True)
 class Launch(OptionGroup, group="scale"):
     """Print a script that runs a posttrain command on a batch system."""
 

@@ -81,6 +81,7 @@ class ServiceGroup(RetrieverGroup, group="environment"):
     its verdict is the reward; an environment asks it as "judge". Name several with NAME=RECIPE."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         play_the_only_service(self)
 
 

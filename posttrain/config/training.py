@@ -24,6 +24,7 @@ from posttrain.config.shared_options import (
     StepRewardGroup,
 )
 from posttrain.core.component import option
+from posttrain.core.types import Mask
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup,
 
 
 @dataclass(frozen=True)
-class Passes(Training, group="optimisation"):
+class Passes(MixtureGroup, Training, group="optimisation"):
     """Training on given responses, in passes over the rows."""
 
     epochs: float = option(1.0, above=0, first_hour=True)
@@ -176,8 +177,9 @@ class SFT(EnvLimitGroup, RetrieverGroup, Passes):
     out: str = "runs/sft"
     rows: int = option(16, above=0)
     """Batch size: rows per optimizer update."""
-    mask_prompt: bool = option(True, group="optimisation")
-    """Compute the loss on responses only. --no-mask-prompt includes the prompts."""
+    mask: Mask = option("assistant", group="optimisation")
+    """Messages that are trained: assistant (each one of the assistant, or the response), last (its last message, the earlier
+    ones are context), or all (every token, prompts too). A message with "train": false or "weight": 0 is never trained."""
     token_weight: Literal["equal", "probability", "uncertainty"] = option("equal", group="optimisation")
     """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or uncertainty,
     p (1 - p)."""

@@ -46,6 +46,7 @@ class Scores:
     squared_gradient_norm: Tensor | None = None  # float64 [S], of the rollout's log-probability
     sampled: Tensor | None = None  # float32 [S], tokens of the episode that count against its budget
     truncated: Tensor | None = None  # bool [S], whether the episode was cut off
+    greedy: Tensor | None = None  # float64 [S], the reward of a greedy rollout of the same group
     success: Tensor | None = None  # bool [S], whether its reward, before any shaping, reaches the threshold
     parts: Mapping[str, Tensor] = field(
         default_factory=dict
@@ -73,7 +74,8 @@ class Scores:
                 names = filled[0].keys() if filled else ()
                 assert all(own.keys() == set(names) for own in filled), "processes name the same parts"
                 return {part: torch.cat([own[part] for own in filled]) for part in names}
-            return None if any(c is None for c in columns) else torch.cat(columns)
+            found = [c for c, b in zip(columns, boards, strict=True) if c is not None or len(b.reward)]
+            return None if not found or any(c is None for c in found) else torch.cat(found)
 
         columns = {f.name: column(f.name) for f in fields(Scores)}
         return Scores(**{**columns, "group": torch.cat(groups)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin
@@ -39,6 +40,20 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     if hint in (bool, int, float, str) and type(value) is hint:
         return value
     raise UserError(f"{name} is {type_in_words(hint)}, not {value!r}")
+
+
+def read_variable(value: Any) -> Any:
+    """Return the value of a variable of a chat template: text of JSON is read ("false", "3"), other text and values kept.
+
+    Text in quotes is kept as well, so that reading a value again changes nothing.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value.lower() if value in ("True", "False") else value)
+    except (ValueError, RecursionError):
+        return value
+    return value if isinstance(found, str) else found
 
 
 def fits(value: Any, hint: Any) -> bool:

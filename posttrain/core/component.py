@@ -21,6 +21,7 @@ NEVER: Any = object()
 class Need(StrEnum):
     """The inputs of a component that the run must provide before the first update of a step."""
 
+    GREEDY = "greedy"  # the reward of a greedy reply to every prompt
     GROUP = "group"  # at least two rollouts of every task
     PARTS = "parts"  # the named parts of every reward, the same in all rollouts of a step
     SUCCESS = "success"  # a threshold from which on a reward counts as a success

@@ -1,11 +1,17 @@
 """The thoughts of a reply, as reasoning models write them: <think>, thoughts, </think>, and the text for the reader.
 
-Many chat templates open <think> themselves, so a reply may begin within its thoughts.
+Many chat templates open <think> themselves, so a reply may begin within its thoughts. A message of a row may also hold the
+thoughts apart from its content, under one of the names in `REASONING`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 OPENS, CLOSES = "<think>", "</think>"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's thoughts: of DeepSeek's API, Qwen's and GLM's templates; of vLLM and OpenRouter; of GPT-OSS."""
 
 
 def split_thoughts(reply: str) -> tuple[str, str]:
@@ -45,3 +51,29 @@ def same_reply(one: str, other: str) -> bool:
 def _words(reply: str) -> tuple[str, str]:
     thoughts, text = split_thoughts(reply)
     return thoughts, text.strip()
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """Return the thoughts that a message holds apart from its content; None where it has none."""
+    return next((message[name] for name in REASONING if isinstance(message.get(name), str)), None)
+
+
+def without_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message without thoughts apart from its content."""
+    return {name: value for name, value in message.items() if name not in REASONING}
+
+
+def taken_apart(content: str) -> tuple[str | None, str]:
+    """Return the thoughts at the beginning of a message's content, None where there are none, and the rest.
+
+    As the templates of Qwen3 do it: only line ends around the two are dropped.
+
+    >>> taken_apart("<think>\\nhm\\n</think>\\n\\nyes")
+    ('hm', 'yes')
+    >>> taken_apart("yes")
+    (None, 'yes')
+    """
+    before, closed, text = content.partition(CLOSES)
+    if not closed:
+        return None, content
+    return before.rpartition(OPENS)[2].strip("\n"), text.lstrip("\n")

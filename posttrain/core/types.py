@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:  # numpy is imported where an array is made: commands that make none start sooner
     import numpy as np
@@ -287,6 +287,10 @@ class Comparison:
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+Mask = Literal["assistant", "last", "all"]
+"""Messages of a demonstration that are trained: each one of the assistant, its last one, or every token of the text."""
 
 
 class SpanKind(StrEnum):
@@ -586,6 +590,8 @@ class Rollout:
     asked: str = (
         ""  # of a prompt of messages, its user's last message, which distinguishes it from others; for reading only
     )
+    greedy: bool = False  # sampled at temperature 0 as the baseline of its group: it is not learned from
+    baseline: float | None = None  # the reward of the greedy rollout of its group, if it has one
     seconds: float = field(default=0.0, compare=False)  # from its last turn to its reward: depends on the clock
 
     @property

@@ -16,6 +16,7 @@ from posttrain.core.types import Task
 
 ROLES = {"Human": "user", "Assistant": "assistant"}
 TURNS = re.compile(r"\n\n(Human|Assistant):")  # of hh-rlhf
+MARKS = {"weight", "train"}  # of a message: whether it is trained
 SYSTEM = ("system", "developer")  # roles of a message that stands before a conversation
 
 
@@ -24,9 +25,14 @@ def unlearned(messages: Sequence[Any]) -> list[Any]:
     return [{**m, "weight": 0} if isinstance(m, dict) and m.get("role") == "assistant" else m for m in messages]
 
 
-def without_weights(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages as templates get them."""
-    return [{key: value for key, value in m.items() if key != "weight"} if "weight" in m else m for m in messages]
+def without_marks(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages as templates get them: without the marks of what is trained."""
+    return [{key: value for key, value in m.items() if key not in MARKS} if MARKS & m.keys() else m for m in messages]
+
+
+def is_context(message: Mapping[str, Any]) -> bool:
+    """Return whether a message of the assistant is not trained: its weight is 0, or its "train" is false."""
+    return message.get("weight", 1) == 0 or message.get("train") is False
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class AsMessages:
 
     system: str | None = None  # a system message before it, and before messages without one
     answered: bool = False  # whether "response" becomes the assistant's message behind it, to be imitated
+    whole: bool = False  # whether the assistant's messages before it are imitated too
 
     def __call__(self, task: Task) -> Task:
         """Return the task with "messages" beside its "prompt"; one that has only messages keeps them."""
@@ -43,7 +50,7 @@ class AsMessages:
             turns = _turns(prompt)
             said = [*self._asked(None), *turns] if turns else self._asked(prompt)
             if self.answered and isinstance(task.get("response"), str):
-                said = unlearned(said)
+                said = said if self.whole else unlearned(said)
                 answer = task["response"].strip() if turns else task["response"]  # the space behind "Assistant:"
                 said.append({"role": "assistant", "content": answer})
             task = {**task, "messages": said}

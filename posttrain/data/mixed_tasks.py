@@ -23,9 +23,10 @@ def part_of(task: Task) -> str:
 class MixedTasks(Sequence[Task]):
     """Tasks of the parts of a mixture."""
 
-    def __init__(self, parts: Mapping[str, Tasks]) -> None:
-        """`parts`: by their names, which have no separator in them."""
+    def __init__(self, parts: Mapping[str, Tasks], shares: Mapping[str, float] | None = None) -> None:
+        """`parts`: by their names, which have no separator in them; `shares`: of each in what is trained on, 1 in all."""
         self.parts = dict(parts)
+        self.shares = dict(shares or {})
         self._names = list(parts)
         self.ends = list(accumulate(map(len, parts.values())))  # the place behind the last task of each part
 
@@ -51,7 +52,7 @@ class MixedTasks(Sequence[Task]):
 
     def shown(self, chat: AsMessages | None) -> MixedTasks:
         """Return the tasks with plain prompts converted to messages, or unconverted."""
-        return MixedTasks({name: tasks.shown(chat) for name, tasks in self.parts.items()})
+        return MixedTasks({name: tasks.shown(chat) for name, tasks in self.parts.items()}, self.shares)
 
     def first(self, count: int) -> MixedTasks:
         """Return the first `count` tasks of each part."""

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+from posttrain.core.thoughts import reasoning_of, with_thoughts
 from posttrain.core.types import StopReason, Task, UserError
 from posttrain.data.row_files import Row
 from posttrain.data.tasks_from_rows import not_text
@@ -204,12 +205,18 @@ def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[d
         last = messages[-1] if messages else None
         if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
             raise UserError(f'{name} must end with a message {{"role": "assistant", "content": ...}}')
-    texts = [chosen[-1]["content"], rejected[-1]["content"]]
+    texts = [_said(chosen[-1]), _said(rejected[-1])]
     if len(chosen) == len(rejected) == 1:
         return _prompt(row), texts
     if chosen[:-1] != rejected[:-1]:
         raise UserError("the messages of chosen and rejected differ before the last one: they must share the prompt")
     return {"messages": chosen[:-1]}, texts
+
+
+def _said(message: Row) -> Any:
+    """Return the content of a message, behind its thoughts where it has them apart."""
+    content = message.get("content")
+    return with_thoughts(reasoning_of(message) or "", content) if isinstance(content, str) else content
 
 
 def _margin(row: Row) -> float:
@@ -335,7 +342,7 @@ def _single(row: Row, name: str) -> Said | None:
 
 def _reply(value: Any, name: str) -> str:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
-        value = value[0].get("content")
+        value = _said(value[0])
     if not isinstance(value, str):
         raise not_text(value, f"{name} must be text")
     return value

@@ -204,6 +204,7 @@ def to_tasks(
     need: Sequence[str] = ("prompt",),
     split_seed: int | None = None,
     left_out: str = "",
+    whole: bool = False,
 ) -> Tasks:
     """Make each row a Task, in this order.
 
@@ -227,14 +228,15 @@ def to_tasks(
 
     All rows are looked at here; their tasks are made later, one by one, by the same steps. So `convert` is called again
     for a row, and must give the same each time. `split_seed`: that of a `hold_out` to come, whose numbers are then found
-    on the way. `left_out` says in words which rows `convert` leaves out.
+    on the way. `left_out` says in words which rows `convert` leaves out. `whole`: assistant turns of a
+    prompt are imitated too.
 
     Raises UserError, in one line that names the row.
     """
     if not isinstance(rows, Rows):
         rows = load_rows(rows)
     templates = prompt_template, response_template, teacher_prompt_template
-    conversion = Conversion(fields or {}, *templates, convert, tuple(need), left_out)
+    conversion = Conversion(fields or {}, *templates, convert, tuple(need), left_out, whole)
     code = conversion.key() if rows.key else None
     name = code and digest("tasks", rows.key, code, split_seed)
     found = keep_arrays(name, lambda: _survey(rows, conversion, split_seed))

@@ -24,7 +24,7 @@ from posttrain.core.messages import one_line, short
 from posttrain.core.pictures import PictureError, parts
 from posttrain.core.types import ROLES, Task, UserError
 from posttrain.data.arrow_store import digest
-from posttrain.data.chat_prompts import unlearned, without_weights
+from posttrain.data.chat_prompts import unlearned, without_marks
 from posttrain.data.row_files import Row
 from posttrain.data.row_shapes import CONVERTED, reshaped, shape_of
 from posttrain.data.rows import no_column, quoted_names, value_in
@@ -57,6 +57,7 @@ class Conversion:
     convert: Convert | None = None
     need: Sequence[str] = ("prompt",)
     left_out: str = ""  # a description of the rows that `convert` leaves out
+    whole: bool = False  # whether the assistant's turns of a prompt of messages are imitated too
 
     @cached_property
     def kept(self) -> frozenset[str]:
@@ -94,7 +95,7 @@ class Conversion:
         if self.patterns:
             task = _filled(task, self.patterns)
         if "response" in self.need:
-            task = _with_reply(task)
+            task = _with_reply(task, self.whole)
         task = _met(_checked(task), self.need)
         if "prompt" in self.need and "response" not in self.need:  # an environment of one turn, which shows it
             _check_stop(task.get("stop"))
@@ -173,7 +174,7 @@ class Conversion:
         """
         code = _code(self.convert)
         templates = self.prompt_template, self.response_template, self.teacher_prompt_template
-        options = (sorted(self.fields.items()), *templates, list(self.need))
+        options = (sorted(self.fields.items()), *templates, list(self.need), *(["whole"] if self.whole else []))
         return code and digest(code, *options)
 
 
@@ -218,7 +219,7 @@ def question(task: Task) -> str | None:
         return quoted(task["prompt"])
     if "messages" not in task:
         return None
-    messages = without_weights(task["messages"])
+    messages = without_marks(task["messages"])
     return _dumps(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
 
 
@@ -275,12 +276,12 @@ def _cell(task: Task, column: str, place: str) -> str:
     return str(task[column])
 
 
-def _with_reply(task: Task) -> Task:
+def _with_reply(task: Task, whole: bool) -> Task:
     """Return the task with the text to imitate as "response", or as the last of its "messages" if the prompt holds
     messages.
 
-    These are TRL's two forms of rows with a prompt and a completion. Assistant turns of the prompt get the weight 0: they
-    are context, such as the answers of examples.
+    These are TRL's two forms of rows with a prompt and a completion. Assistant turns of the prompt get the weight 0, unless
+    the `whole` text is imitated: they are context, such as the answers of examples.
     """
     name = next((name for name in REPLIES if not _blank(task.get(name))), None)
     if name is None or (name == "response" and not isinstance(task.get("prompt"), list)):
@@ -292,7 +293,9 @@ def _with_reply(task: Task) -> Task:
             raise UserError(f"the {name} holds messages and the prompt is text; make both text, or both messages")
         return {**rest, "response": reply}
     turns = reply if isinstance(reply, list) else [{"role": "assistant", "content": reply}]
-    return {key: value for key, value in rest.items() if key != "prompt"} | {"messages": [*unlearned(prompt), *turns]}
+    return {key: value for key, value in rest.items() if key != "prompt"} | {
+        "messages": [*(prompt if whole else unlearned(prompt)), *turns]
+    }
 
 
 def _checked(task: Task) -> Task:
@@ -332,6 +335,11 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         if weight is not None and (weight not in (0, 1) or message["role"] != "assistant"):
             raise UserError(
                 f"message {number}: weight is {short(weight)}; give assistant turns 0 (context) or 1 (imitated), others none"
+            )
+        train = message.get("train")
+        if train is not None and (type(train) is not bool or (train and message["role"] != "assistant")):
+            raise UserError(
+                f"message {number}: train is {short(train)}; give assistant turns true or false, others false or none"
             )
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.core.pictures import digests
-from posttrain.core.types import Media, SpanKind, Task, ToolCall, Transcript, UserError
-from posttrain.data.chat_prompts import without_weights
+from posttrain.core.thoughts import reasoning_of, taken_apart
+from posttrain.core.types import Mask, Media, SpanKind, Task, ToolCall, Transcript, UserError
+from posttrain.data.chat_prompts import is_context, without_marks
 from posttrain.data.preference_examples import CUT
 from posttrain.envs.play.env_outputs import read_schema
+from posttrain.models.tokenizer.rendered_reply import RenderedReply, rendered_reply
 
 if TYPE_CHECKING:
     from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -32,20 +34,21 @@ def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcrip
 
 
 def demonstrate(
-    task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask_prompt: bool = True, length: int | None = None
+    task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask: Mask = "assistant", length: int | None = None
 ) -> Transcript:
     """The transcript of a demonstration: `prompt` and `response`, or chat `messages`, whose assistant turns are imitated
-    unless their weight is 0.
+    unless their weight is 0 or their "train" is false.
 
     Prompt and response are tokenised apart, as they are when the response is sampled. A response ends with the
-    end-of-sequence token, which is part of what is imitated, unless "response_stop" says that it was cut off. `length`: the
-    first so many tokens only. Raises UserError if nothing is left to imitate.
+    end-of-sequence token, which is part of what is imitated, unless "response_stop" says that it was cut off. `mask`: see
+    `Mask`; all leaves out the first token, which nothing precedes. `length`: the first so many tokens only. Raises UserError
+    if nothing is left to imitate.
     """
-    pieces = list(_pieces(task, tokenizer, eos_ids))
+    pieces = list(_pieces(task, tokenizer, eos_ids, mask))
     if task.get("response_stop") in CUT:
-        last = max(place for place, piece in enumerate(pieces) if piece.imitated)
-        pieces = [*pieces[:last], _Piece(pieces[last].tokens[:-1], True)]
-    if not mask_prompt:
+        last = max((place for place, piece in enumerate(pieces) if piece.imitated), default=-1)
+        pieces[last] = pieces[last]._replace(tokens=pieces[last].tokens[:-1] or pieces[last].tokens)
+    if mask == "all":
         pieces = list(_all_imitated(pieces))
     transcript = Transcript()
     for piece in pieces:
@@ -78,12 +81,39 @@ def demonstrate_steps(task: Task, steps: Sequence[str], tokenizer: Tokenizer, be
     return transcript
 
 
+def lost_reasoning(task: Task, tokenizer: Tokenizer, mask: Mask = "assistant") -> tuple[int, int]:
+    """Return how many assistant messages have thoughts that the template does not show: all of them, and trained ones.
+
+    Raises UserError where the template cannot render the messages.
+    """
+    messages = without_marks(task["messages"])
+    thoughts = [_thoughts(tokenizer, m) if m["role"] == "assistant" else "" for m in messages]
+    if not any(thoughts):
+        return 0, 0
+    learned, tools = learned_of(task["messages"], mask), _tools(task)
+    first = next((i for i, own in enumerate(learned) if own), len(messages))
+    asked = tokenizer.render(messages[:first], first < len(messages) or messages[-1]["role"] != "assistant", tools)
+    prompt = sum(text not in asked for text in thoughts[:first])
+    later = [i for i in range(first, len(messages)) if thoughts[i]]
+    lost = [i for i in later if rendered_reply(tokenizer, messages[:i], messages[i], tools, learned=learned[i]).lost]
+    return prompt + len(lost), sum(learned[i] for i in lost)
+
+
+def _thoughts(tokenizer: Tokenizer, message: Mapping[str, Any]) -> str:
+    """Return the thoughts of a message, "" for none: also those within its content, where the template reads thoughts."""
+    apart = reasoning_of(message)
+    if apart is None and tokenizer.reasoning_name is not None:
+        apart = taken_apart(str(message["content"]))[0]
+    return (apart or "").strip()
+
+
 class _Piece(NamedTuple):
     """A run of tokens."""
 
     tokens: list[int]
     imitated: bool
     media: Sequence[Media] = ()  # in it, counted from its first token
+    context: bool = False  # whether it is never imitated: a turn that the row leaves out
 
 
 def _shown(tokenizer: Tokenizer, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> _Piece:
@@ -95,9 +125,13 @@ def _shown(tokenizer: Tokenizer, text: str, messages: Sequence[Mapping[str, Any]
 
 
 def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Yield every token but the first and placeholders of pictures."""
+    """Yield every token but the first, placeholders of pictures, and turns that the row leaves out."""
     first = True
     for piece in pieces:
+        if piece.context:
+            yield piece
+            first = first and not piece.tokens
+            continue
         done = int(first)
         if done:
             yield _Piece(piece.tokens[:1], False, [m for m in piece.media if m.start == 0 and m.length == 1])
@@ -110,42 +144,59 @@ def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
         first = first and not piece.tokens
 
 
-def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterator[_Piece]:
-    """Yield runs of tokens in order, and whether they are imitated."""
+def learned_of(messages: Sequence[Mapping[str, Any]], mask: Mask) -> list[bool]:
+    """Return of each message whether it is imitated as a reply of the assistant."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    return [
+        message["role"] == "assistant" and not is_context(message) and (mask != "last" or i == last)
+        for i, message in enumerate(messages)
+    ]
+
+
+def _tools(task: Task) -> list[dict[str, Any]] | None:
+    return None if task.get("tools") is None else [read_schema(tool) for tool in task["tools"]]
+
+
+def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask: Mask) -> Iterator[_Piece]:
+    """Yield runs of tokens in order, and whether they are imitated.
+
+    Assistant turns before the first one that is imitated belong to the prompt: the template renders them as it does where
+    a reply is sampled.
+    """
     if "messages" not in task:
         yield _Piece(tokenizer.encode(task.get("prompt", ""), start=True), False)
         yield _Piece([*tokenizer.encode(task["response"]), eos_ids[0]], True)
         return
-    messages = without_weights(task["messages"])
+    messages, learned, tools = without_marks(task["messages"]), learned_of(task["messages"], mask), _tools(task)
+    last = max((i for i, own in enumerate(learned) if own), default=-1)
     said = -1  # place of the assistant's last message
     reply: list[int] = []
-    tools = None if task.get("tools") is None else [read_schema(tool) for tool in task["tools"]]
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or not (said >= 0 or learned[i] or mask == "all"):
             continue
-        shown = tokenizer.render(messages[:i], True, tools)
-        whole = tokenizer.render(messages[: i + 1], False, tools)
-        if not whole.startswith(shown):
-            raise UserError(
-                "this chat template rewrites what opens a reply, so the reply's tokens are not known: give another with "
-                "--chat-template, or train plain prompts as bare text with --no-chat"
-            )
         if said < 0:
-            yield _shown(tokenizer, shown, messages[:i], start=True)
+            yield _shown(tokenizer, tokenizer.render(messages[:i], True, tools), messages[:i], start=True)
         else:  # as a policy would see it: behind what it said stands what it said, however the template shows it later
             before, new = messages[:said], messages[said + 1 : i]
             calls = _calls(messages[said])
-            after, _, media = _shown(tokenizer, tokenizer.render_after(before, new, calls, tools).text, new)
+            after, _, media, _ = _shown(tokenizer, tokenizer.render_after(before, new, calls, tools).text, new)
             ended = next((n for n in range(min(len(after), len(reply)), 0, -1) if reply[-n:] == after[:n]), 0)
             yield _Piece(after[ended:], False, [replace(m, start=m.start - ended) for m in media])
-        reply = tokenizer.encode(whole[len(shown) :])
-        ends = [place for place, token in enumerate(reply) if token in eos_ids]
-        content = "" if message.get("tool_calls") else str(message["content"]).strip()
-        closing = whole[len(shown) :].rpartition(content)[2] if content else ""
-        behind = sum(token in eos_ids for token in tokenizer.encode(closing))  # several: a policy ends with the first
-        end = ends[-max(behind, 1)] + 1 if ends else len(reply)  # what the template puts after it is not sampled
-        said, reply = i, reply[:end]
-        yield _Piece(reply if ends else [*reply, eos_ids[0]], task["messages"][i].get("weight", 1) == 1)
+        cut = i == last and task.get("response_stop") in CUT
+        text = rendered_reply(tokenizer, messages[:i], message, tools, learned=learned[i], cut=cut)
+        said, reply = i, _ended(tokenizer, text, eos_ids, calling=bool(message.get("tool_calls")))
+        whole = reply if any(token in eos_ids for token in reply) else [*reply, eos_ids[0]]
+        yield _Piece(whole, learned[i], context=not learned[i])
+
+
+def _ended(tokenizer: Tokenizer, reply: RenderedReply, eos_ids: Sequence[int], calling: bool) -> list[int]:
+    """Return the tokens of a reply up to its end: what the template puts after that is not sampled."""
+    tokens = tokenizer.encode(reply.text)
+    ends = [place for place, token in enumerate(tokens) if token in eos_ids]
+    content = "" if calling else reply.content.strip()
+    closing = reply.text.rpartition(content)[2] if content else ""
+    behind = sum(token in eos_ids for token in tokenizer.encode(closing))  # several: a policy ends with the first
+    return tokens[: ends[-max(behind, 1)] + 1] if ends else tokens
 
 
 def _calls(message: Mapping[str, Any]) -> list[ToolCall]:

@@ -22,12 +22,14 @@ class Outline(NamedTuple):
     ends: tuple[int, ...] = ()  # ids that end a reply, as far as they are known
 
 
-def outline(folder: str | Path, chat_template: str | None = None) -> Outline:
-    """Summarise a checkpoint folder. `chat_template`: see `Tokenizer.load`. Raises UserError if it is not one."""
+def outline(
+    folder: str | Path, chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> Outline:
+    """Summarise a checkpoint folder. Template and its variables: see `Tokenizer.load`. Raises UserError if it is not one."""
     folder = checkpoint_folder(folder)
     described = described_in(folder)
     source = read_json(described / "config.json")
-    tokenizer = Tokenizer.load(folder, chat_template)
+    tokenizer = Tokenizer.load(folder, chat_template, chat_template_kwargs)
     return Outline(tokenizer, context_of(described, source), ends_of(described, source, tokenizer))
 
 

@@ -52,9 +52,10 @@ class Chatting:
     because: str = ""  # the reason, where the user did not decide
     template: bool = False  # whether the model has one
 
-    def of(self, tasks: SomeTasks, answered: bool = False) -> SomeTasks:
-        """Tasks as this model is shown them. `answered`: "response" is a message too, to be imitated."""
-        return tasks.shown(AsMessages(self.system, answered) if self.on else None)
+    def of(self, tasks: SomeTasks, answered: bool = False, whole: bool = False) -> SomeTasks:
+        """Tasks as this model is shown them. `answered`: "response" is a message too, to be imitated. `whole`: and so is
+        the conversation before it."""
+        return tasks.shown(AsMessages(self.system, answered, whole) if self.on else None)
 
     def task(self, task: Task) -> Task:
         """One of them."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from posttrain.core.batch import Layout
 from posttrain.core.protocols import Service
-from posttrain.core.types import Invalid, InvalidKind, Transcript, UserError
+from posttrain.core.types import Invalid, InvalidKind, StopReason, Transcript, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_alone
 from posttrain.models.adapters.adapter_config import described_in
@@ -178,7 +178,10 @@ class RewardModelService:
                 asked = self._as_trained({name: content[name] for name in ("prompt", "messages") if name in content})
                 transcript = demonstrate_steps(asked, content["steps"], self.tokenizer, content.get("begun", ""))
             elif (of == {"prompt", "response"} and _texts(content)) or (of == {"messages"} and _chat(content)):
-                whole = demonstrate(self._as_trained(content), self.tokenizer, self.eos_ids)
+                read = self._as_trained(content)
+                if content.get("cut"):
+                    read = {**read, "response_stop": str(StopReason.LENGTH)}
+                whole = demonstrate(read, self.tokenizer, self.eos_ids, "last")
                 transcript = last_alone(whole, self.eos_ids if content.get("cut") else ())
             else:
                 return _invalid(f"a reward model is asked with {FORMS}")

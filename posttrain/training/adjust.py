@@ -118,8 +118,12 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
         "--gae-lambda already sets lambda, the same for every length: leave out --gae-alpha",
     )
     yield (
-        baselined is not None and baselined.baseline == "none" and baselined.weight != "equal",
-        "--baseline-weight weighs a baseline that --baseline none leaves out",
+        baselined is not None and baselined.baseline in ("none", "greedy") and baselined.weight != "equal",
+        "--baseline-weight weighs the rewards of a mean, which --baseline none and greedy have not: leave it out",
+    )
+    yield (
+        Need.GREEDY in algorithm.needs and algorithm.branching is not None,
+        "rollouts that branch have no greedy one among them: leave out --baseline greedy",
     )
     yield (
         baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
@@ -150,6 +154,14 @@ def _contradictions_of_partial_replies(
     yield (
         tokens > 0 and algorithm.sampling is not None,
         f"groups that are not whole cannot be replaced: leave out {told}",
+    )
+    yield (
+        tokens > 0 and Need.GREEDY in algorithm.needs,
+        f"a greedy reply has to be whole before its group is: leave out {told}",
+    )
+    yield (
+        by_group and Need.GREEDY in algorithm.needs,
+        "the reward scores whole groups, and a greedy reply would be one of them: leave out --baseline greedy",
     )
     yield (
         tokens >= run.max_tokens,

@@ -5,34 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.config.mixture_options import parts_of
-from posttrain.config.training import RL
+from posttrain.config.mixture_options import parts_of, weights_of
+from posttrain.config.training import RL, Passes
 from posttrain.core.types import UserError
-from posttrain.data.mixed_tasks import MixedTasks
-from posttrain.data.tasks import Stream
+from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
+from posttrain.data.tasks import Stream, Tasks
 from posttrain.training.setup import split_tasks
 
 
-def mixed_tasks(config: RL, rows: Any, env: Callable[..., Any] | None) -> tuple[MixedTasks, MixedTasks | None]:
+def rows_of(config: Passes, rows: Any, **reading: Any) -> tuple[AnyTasks, Tasks | MixedTasks | None]:
+    """Return the rows to train on, and those that are held out. `reading`: see `setup.split_tasks`."""
+    return mixed_tasks(config, rows, None, **reading) if config.mixture else split_tasks(config, rows, **reading)
+
+
+def mixed_tasks(
+    config: RL | Passes, rows: Any, env: Callable[..., Any] | None, **reading: Any
+) -> tuple[MixedTasks, MixedTasks | None]:
     """Return the tasks of a mixture to train on, and those to evaluate on: up to `--eval-limit` of each part.
 
     Raises UserError, with the name of the part, for rows that cannot be read or have no end.
     """
     if rows is not None or env is not None:
         raise UserError("--mixture names rows and environments by itself: leave out those that were passed as objects")
-    if config.eval_tasks:
+    if getattr(config, "eval_tasks", None):
         raise UserError(
             "--eval-tasks is one set of rows, and --mixture has several: use --held-out, a share of each part"
         )
-    train, held_out = {}, {}
+    train: dict[str, Tasks] = {}
+    held_out: dict[str, Tasks] = {}
     for name, own in parts_of(config).items():
         try:
-            found, unseen = split_tasks(own, None)
+            found, unseen = split_tasks(own, None, **reading)
         except UserError as error:
             raise UserError(f"part {name} of the mixture: {error}") from error
         if isinstance(found, Stream):
             raise UserError(f"part {name} of the mixture has rows without end: set --mixture.{name}.limit")
         train[name] = found
         if unseen is not None:
-            held_out[name] = unseen.first(config.eval_limit)
-    return MixedTasks(train), MixedTasks(held_out) if held_out else None
+            held_out[name] = unseen.first(getattr(config, "eval_limit", len(unseen)))
+    shares = weights_of(config, {name: len(own) for name, own in train.items()})
+    return MixedTasks(train, shares), MixedTasks(held_out) if held_out else None
+
+
+def share_lines(tasks: AnyTasks, noun: str) -> list[str]:
+    """Describe the shares of the parts of a mixture. `noun`: of what."""
+    if not isinstance(tasks, MixedTasks):
+        return []
+    return [f"mixture: {', '.join(f'{name} {share:.1%}' for name, share in tasks.shares.items())} of the {noun}"]

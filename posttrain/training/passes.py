@@ -11,16 +11,17 @@ from posttrain.config.training import Passes, RewardModelling
 from posttrain.core.messages import clip
 from posttrain.core.protocols import Learner, Model
 from posttrain.core.types import Task, UserError
+from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import Convert
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
 from posttrain.runs.terminal.notices import warn
+from posttrain.training.mixtures import rows_of, share_lines
 from posttrain.training.setup import (
     amount,
     microbatch_tokens,
     size_of,
-    split_tasks,
 )
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_stream import ExampleStream, steps_per_epoch
@@ -32,14 +33,14 @@ LEAST_REPEATED = 8  # characters of a prompt: a response may begin with a shorte
 WITHOUT_LABELS = "without a label or comparison of different responses that are not empty"
 
 
-def compared_rows(config: Passes, rows: Any, convert: Convert) -> tuple[Tasks | Stream, Tasks | None]:
+def compared_rows(config: Passes, rows: Any, convert: Convert) -> tuple[AnyTasks, Tasks | MixedTasks | None]:
     """Return preference examples to learn from, and held-out ones; examples without any comparison or label are left out."""
-    found = split_tasks(config, rows, convert=convert, left_out=WITHOUT_LABELS)
+    found = rows_of(config, rows, convert=convert, left_out=WITHOUT_LABELS)
     warn_repeated_prompts(found[0])
     return found
 
 
-def warn_repeated_prompts(tasks: Tasks | Stream, warn: Callable[[str], None] = warn) -> None:
+def warn_repeated_prompts(tasks: AnyTasks, warn: Callable[[str], None] = warn) -> None:
     """Warn where some of a prompt's responses begin with the prompt and others do not: what is learned is that difference.
 
     A prompt that all of them repeat is removed when the rows are read.
@@ -60,7 +61,7 @@ def _repeated_by_some(task: Task) -> bool:
     return len({text.startswith(prompt.strip()) for text in map(str.lstrip, responses)}) > 1
 
 
-def must_end(config: Passes, tasks: Tasks | Stream) -> None:
+def must_end(config: Passes, tasks: AnyTasks) -> None:
     """Raise UserError for rows without end where passes over them are to be counted."""
     if isinstance(tasks, Stream) and config.steps is None:
         raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
@@ -91,7 +92,7 @@ def _recording(config: Passes) -> TokenRecording:
 def sizes(
     config: Passes,
     model: Model,
-    tasks: tuple[Tasks | Stream, Tasks | None],
+    tasks: tuple[AnyTasks, Tasks | MixedTasks | None],
     steps: int,
     noun: str,
     device: torch.device,
@@ -101,6 +102,7 @@ def sizes(
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",
+        *share_lines(tasks[0], noun),
         f"{steps} steps of {config.rows} {noun}, micro-batches of {microbatch_tokens(config, model)} tokens{between}",
         *([] if isinstance(config, RewardModelling) else _recording(config).describe(frozenset(), reference=True)),
     ]

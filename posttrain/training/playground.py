@@ -138,7 +138,7 @@ def _rehearsed_model(
     tell: Callable[[str], None] | None,
 ) -> Known:
     """Rehearse a few tasks and return the model without its weights. `tell`: prints warnings."""
-    known = outline(folder, config.chat_template)
+    known = outline(folder, config.chat_template, config.chat_template_kwargs)
     chat = chatting(config, folder, known.tokenizer, known.ends)
     for part in tasks.each() if isinstance(tasks, MixedTasks) else (tasks,):
         shown = rehearse(pool, chat.of(part), tell or (lambda text: None), services, viewer_of(known))

@@ -148,6 +148,7 @@ def load_tasks(
         "convert": convert,
         "need": need,
         "left_out": left_out,
+        "whole": getattr(config, "mask", None) == "all",
     }
     if callable(rows):
         if config.limit is None:
@@ -269,7 +270,7 @@ def _warn_unknown_tokens(tokenizer: TextEncoder, texts: Iterable[str], what: str
         )
 
 
-def require_chat_template(tokenizer: Tokenizer, tasks: Tasks | Stream) -> None:
+def require_chat_template(tokenizer: Tokenizer, tasks: AnyTasks) -> None:
     """Raise UserError, before a model is loaded, where rows are messages and the tokenizer has no template for them."""
     if tokenizer.chat_template is None and (task := next((t for t in tasks.examples() if t.get("messages")), None)):
         tokenizer.render(task["messages"])  # its message names the fix

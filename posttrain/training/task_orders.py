@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config.mixture_options import weights_of
 from posttrain.config.training import RL
 from posttrain.core.doing import doing
 from posttrain.core.messages import clip
@@ -36,7 +35,7 @@ def task_order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
         name: _order(replace(config, seed=seed_of(config.seed, "part", name)), own, success)
         for name, own in zip(sizes, tasks.each(), strict=True)
     }
-    return Mixture(orders, tasks.ends, weights_of(config, sizes))
+    return Mixture(orders, tasks.ends, tasks.shares)
 
 
 def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:

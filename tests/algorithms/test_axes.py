@@ -546,6 +546,7 @@ off-policy-pg: old | |
 reinforce++: old, reference | |
 reinforce++-baseline: group, reference | | every token
 rloo: group, old, reference | |
+remax: greedy | |
 grpo: group, reference | | every token
 grpo-process: group, reference | | every token
 grpo-sequence: group, old, reference | | every token
@@ -677,7 +678,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "grpo",
         {"baseline": "none", "scale": "none", "baseline_weight": "length"},
-        "grpo: --baseline-weight weighs a baseline that --baseline none leaves out",
+        "grpo: --baseline-weight weighs the rewards of a mean",
     ),
     ("lite-ppo", {"baseline": "none"}, "lite-ppo: .*set --scale none, or choose a --baseline"),
     ("reinforce", {"group": 1, "length_reward": 0.1}, "shaping compares .*--group must be at least 2"),

@@ -27,6 +27,7 @@ from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
 
 UNBIASED = {"reinforce": 1.0, "reinforce-baseline": 0.5, "off-policy-pg": 0.5, "rloo": 1.0, "dr-grpo": 0.125}
+UNBIASED |= {"remax": 1.0}
 UNBIASED |= {"dppo": 0.125, "dppo-kl": 0.125}
 """Rows whose expected gradient on policy is the true one times this: (B - 1) / B of a mean over all, 1 / L of a constant."""
 PLAIN = [name for name in UNBIASED if name != "off-policy-pg"]

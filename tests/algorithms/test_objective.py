@@ -48,6 +48,7 @@ from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.algorithms.surrogate import Clip
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs, Packed, Scores, Stats
+from posttrain.core.component import Need
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, ValueModel
@@ -96,6 +97,7 @@ def played(case: Case, rollout: Rollout, correct: float) -> Played:
         truncated=rollout.stop in (StopReason.LENGTH, StopReason.CONTEXT),
         correct=float(rollout.reward) >= correct,  # type: ignore[arg-type]
         taken=[int(tokens[t]) for t in sampled],
+        greedy=rollout.baseline or 0.0,
     )
     if case.taught:
         by, (read,) = case.taught[key]
@@ -447,7 +449,10 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(name: 
     step = experience.produce(1)
     loss, grad = gradient(Case(row, learner, [], [], {}, {}, {}), step.updates[0]())
 
-    rollouts = [r for r in step.played]
+    greedy = {r.group: r.reward for r in step.played if r.greedy}
+    assert bool(greedy) == (Need.GREEDY in row.needs)
+    rollouts = [r for r in step.played if not r.greedy]
+    assert all(r.baseline == greedy.get(r.group) for r in rollouts)
     if row.sampling is not None:  # groups without signal have been replaced
         differ = {r.group for r in rollouts for o in rollouts if r.group == o.group and r.reward != o.reward}
         rollouts = [r for r in rollouts if r.group in differ]

@@ -11,11 +11,12 @@ from places import ROOT
 from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.all_algorithms import EVERY, beside
 from posttrain.algorithms.describe import (
+    COMMON_TASKS,
     as_data,
     axes,
     cited,
     components,
-    curve,
+    curves_in,
     describe,
     differences,
     index,
@@ -39,7 +40,7 @@ ALL = pytest.mark.parametrize("row", EVERY.values(), ids=lambda r: r.name)
 @ALL
 def test_page_of_every_row_is_what_the_table_says(row: AlgorithmBase) -> None:
     written = (PAGES / f"{row.name}.md").read_text(encoding="utf-8")
-    assert written == page(row, beside(row), (PAGES / curve(row)).exists()), (
+    assert written == page(row, beside(row), curves_in(PAGES, row)), (
         "write it again: posttrain algorithms --pages docs/algorithms"
     )
 
@@ -53,16 +54,19 @@ def test_page_that_leads_to_all_others_is_what_the_tables_say() -> None:
 
 @ALL
 def test_page_fits_one_screen_and_shows_the_curve_that_there_is(row: AlgorithmBase) -> None:
-    measured = (PAGES / curve(row)).exists()
+    measured = curves_in(PAGES, row)
     text = page(row, beside(row), measured)
     assert text.count("\n") <= 50
     practised = isinstance(row, Algorithm) and row.teacher is None and row.branching is None
-    assert (curve(row) in text) == measured, "write it again: posttrain algorithms --pages docs/algorithms"
-    assert practised or not measured, "the common task is of rewards, without tools"
+    for folder in COMMON_TASKS:
+        assert (f"{folder}/{row.name}.png" in text) == (folder in measured), (
+            "write it again: posttrain algorithms --pages"
+        )
+    assert practised or not measured, "the common tasks are of rewards, without tools"
 
 
 def test_no_curve_is_left_of_a_row_that_is_gone() -> None:
-    assert {p.stem for p in (PAGES / "curves").glob("*.png")} <= TABLE.keys()
+    assert {p.stem for folder in COMMON_TASKS for p in (PAGES / folder).glob("*.png")} <= TABLE.keys()
 
 
 def test_no_page_is_left_of_a_row_that_is_gone() -> None:

@@ -10,8 +10,9 @@ import pytest
 from conftest import CHATML, tiny
 
 from posttrain.apps.data_report import percentiles, report
-from posttrain.cli.data_command import data
+from posttrain.cli.data_command import data, lines
 from posttrain.cli.main import main
+from posttrain.core.types import Mask
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.envs.demonstration import demonstrate
@@ -43,6 +44,26 @@ def test_what_is_marked_is_what_a_run_trains(model: Path) -> None:
     assert [piece.text for piece in pieces if piece.trained] == [known.tokenizer.decode(tokens) for tokens in trained]
     assert (example.tokens, example.trained) == (len(transcript), transcript.n_scored)
     assert found.lengths["trained"] == [transcript.n_scored] and found.lengths["whole"] == [len(transcript)]
+
+
+@pytest.mark.parametrize(("mask", "trained"), [("assistant", ["b", "d"]), ("last", ["d"]), ("all", None)])
+@pytest.mark.parametrize("modelled", [True, False])
+def test_marks_are_those_of_the_mask(modelled: bool, mask: Mask, trained: list[str] | None, model: Path) -> None:
+    rows = [{"messages": [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"),
+                                                                 ("assistant", "d"))]}]  # fmt: skip
+    known = outline(model) if modelled else None
+    [pieces] = report(load_rows(rows), NONE, known, Chatting(), mask=mask).examples[0].texts
+    marked = [piece.text if mask == "all" else piece.text.partition("<")[0] for piece in pieces if piece.trained]
+    assert marked == trained if trained else {"a", "b", "c", "d"} <= set("".join(marked))
+
+
+def test_reasoning_that_the_template_drops_is_reported(model: Path) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "12"}]
+    rows = load_rows([{"messages": said}, {"messages": [said[0], {"role": "assistant", "content": "b"}]}])
+    found = report(rows, NONE, outline(model), Chatting())
+    assert found.lost.startswith("1 of 2 rows have reasoning that the model does not see, 1 of them in a trained reply")
+    assert f"reasoning   {found.lost}" in list(lines(found))
+    assert "12" in report(rows, NONE, None, Chatting()).examples[0].texts[0][-2].text
 
 
 def test_plain_prompts_are_shown_in_the_template_where_a_run_wraps_them(model: Path) -> None:
@@ -114,7 +135,7 @@ def test_without_a_model_calls_are_shown_and_no_empty_text_is_marked(
     ("words", "reason"),
     [
         (["data", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
-        (["data", "rows.jsonl", "--chat"], "--chat, --system and --chat-template need --model"),
+        (["data", "rows.jsonl", "--chat"], "--chat, --system, --chat-template and --chat-template-kwargs need --model"),
         (["data", "rows.jsonl", "--number", "-1"], "--number -1 must be 0 or more"),
         (["data", "rows.jsonl", "--fields.prompt", "qestion"], "wrong       rows.jsonl:1: no column 'qestion'"),
         (["data", "rows.jsonl", "--model", "nowhere"], "nowhere"),

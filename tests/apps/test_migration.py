@@ -172,7 +172,7 @@ def test_values_are_read_as_hydra_and_argparse_read_them() -> None:
         ("run.sh", b"python -m verl.trainer.main_eval a=1", "verl.trainer.main_eval has no counterpart"),
         ("run.sh", b"trl gold --x 1", "trl gold has no counterpart"),
         ("run.sh", b"\xff\xfe\x00", "is not text in UTF-8"),
-        ("run.sh", b"python -m verl.trainer.main_ppo algorithm.adv_estimator=remax", "'remax' has no counterpart"),
+        ("run.sh", b"python -m verl.trainer.main_ppo algorithm.adv_estimator=newest", "'newest' has no counterpart"),
         ("run.sh", b"python -m verl.trainer.main_ppo data.train_batch_size=many", "is a number"),
         ("run.sh", b"trl grpo --loss_type new --num_generations 8", "'new' has no counterpart"),
         ("a.py", b"def broken(:", "cannot be read|can be read: SyntaxError"),

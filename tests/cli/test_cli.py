@@ -95,11 +95,11 @@ def test_command_line_wins_over_the_recipe_and_the_recipe_over_the_default(tmp_p
         '[rl]\nsteps = 7\nlr = 2e-5\nstop = ["\\n", "a"]\n[rl.fields]\nprompt = "question"\n[sft]\nrows = 3\n'
     )
     main(["rl", "--config", str(recipe), "--steps", "9", "--no-quiet", "--fields.answer", "final"])
-    main(["sft", f"--config={recipe}", "--betas", "0.8", "0.9", "--no-mask-prompt"])
+    main(["sft", f"--config={recipe}", "--betas", "0.8", "0.9", "--mask", "all"])
     rl, sft = taken
     assert (rl.steps, rl.lr, rl.stop, rl.group) == (9, 2e-5, ("\n", "a"), 8)
     assert rl.fields["answer"] == "final" and rl.given == {"steps", "lr", "stop", "fields", "quiet"}
-    assert (sft.rows, sft.betas, sft.mask_prompt, sft.hidden) == (3, (0.8, 0.9), False, 128)
+    assert (sft.rows, sft.betas, sft.mask, sft.hidden) == (3, (0.8, 0.9), "all", 128)
 
 
 def test_options_are_named_never_guessed_from_their_place(taken: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

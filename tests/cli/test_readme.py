@@ -40,6 +40,8 @@ JOURNEYS = {
     ),
     "coming-from": ("docs/guides/coming-from.md",),
     "environments": ("docs/guides/environments.md",),
+    "chat-rows": ("docs/guides/chat-rows.md",),
+    "process-rewards": ("docs/guides/process-rewards.md",),
     "retrieval": ("docs/guides/retrieval.md",),
     "serving": ("docs/guides/serving.md",),
     "verifiers": ("docs/guides/verifiers.md",),
@@ -48,9 +50,11 @@ JOURNEYS = {
 """Pages whose blocks run one after the other in one folder."""
 RUNS = {
     "README": 1,
-    "start": 46,
+    "start": 47,
     "coming-from": 14,
     "environments": 18,
+    "chat-rows": 5,
+    "process-rewards": 4,
     "retrieval": 7,
     "serving": 6,
     "verifiers": 16,

@@ -15,7 +15,7 @@ from environments import looking_up
 from posttrain import rl, sft
 from posttrain.cli.main import main
 from posttrain.core.batch import Stats
-from posttrain.core.types import Reply, Sampling, SpanKind, StopReason, Task, Transcript, Turn, UserError
+from posttrain.core.types import Mask, Reply, Sampling, SpanKind, StopReason, Task, Transcript, Turn, UserError
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.scripted import ScriptedEngine
@@ -40,11 +40,11 @@ def spans(transcript: Transcript) -> list[tuple[str, list[int]]]:
     return [(str(s.kind), transcript.tokens[s.start : s.start + s.length]) for s in transcript.spans]
 
 
-def made(env: Any, tokenizer: Tokenizer, rows: list[Task], **how: Any) -> list[Any]:
+def made(env: Any, tokenizer: Tokenizer, rows: list[Task], mask: Mask = "assistant", **how: Any) -> list[Any]:
     with EnvPool(env, 0) as pool:
         enact = demonstration_runner(pool, tokenizer, [1])
         tasks = to_tasks(rows, need=NEED)
-        return list(Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), True, enact, **how))
+        return list(Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), mask, enact, **how))
 
 
 def test_what_a_policy_said_is_imitated_token_for_token(tokenizer: Tokenizer) -> None:
@@ -71,6 +71,17 @@ def test_what_a_policy_said_is_imitated_token_for_token(tokenizer: Tokenizer) ->
                     SpanKind.IMITATED if s.kind is SpanKind.SAMPLED else s.kind for s in theirs.spans
                 ]
     assert tried > 5
+
+
+def test_of_an_episode_the_last_reply_alone_is_trained_where_the_mask_is_last(tokenizer: Tokenizer) -> None:
+    [[every]], [[last]] = (
+        made(looking_up, tokenizer, [{**ROW, "replies": ["ab7", "2"]}], mask) for mask in ("assistant", "last")
+    )
+    assert last.tokens == every.tokens
+    assert [text for kind, text in spans(last) if kind == "imitated"] == [
+        text for kind, text in spans(every) if kind == "imitated"
+    ][-1:]
+    assert last.n_scored < every.n_scored
 
 
 def test_a_reply_ends_with_its_stop_string_or_with_the_end_of_sequence(tokenizer: Tokenizer) -> None:
@@ -131,7 +142,9 @@ def test_episodes_of_too_little_reward_are_left_out(tokenizer: Tokenizer) -> Non
     rows = [{**ROW, "id": "a", "replies": ["2"]}, {**ROW, "id": "b", "replies": ["3"]}]
     with EnvPool(looking_up, 0) as pool:
         tasks, enact = to_tasks(rows, need=NEED), demonstration_runner(pool, tokenizer, [1])
-        episodes = Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), True, enact, min_reward=1.0)
+        episodes = Transcripts(
+            tasks, tokenizer, [1], 64, TooLong("skip", 64, print), "assistant", enact, min_reward=1.0
+        )
         for _ in range(2):  # one that comes again is counted once
             assert [made is not None for made in episodes] == [True, False]
     assert episodes.kept == "--min-reward 1: 1 of 2 episodes kept"
@@ -289,7 +302,7 @@ def test_an_episode_of_just_the_reward_asked_for_is_learned_from_and_others_are_
     with EnvPool(looking_up, 0) as pool:
         tasks = to_tasks(rows, need=NEED)
         enact = demonstration_runner(pool, tokenizer, [1])
-        found = Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), True, enact, min_reward=1.0)
+        found = Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print), "assistant", enact, min_reward=1.0)
         assert [one is not None for one in found] == [True, False] and found.unwanted == 1
         stats = Stats()
         progress(found, 2, 1, stats)

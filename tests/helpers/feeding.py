@@ -138,6 +138,7 @@ def new_rollouts(generator: torch.Generator, groups: int, size: int) -> list[Rol
             rollout.transcripts[0].sample(Completion(0, more, [-1.0] * 24, "", StopReason.EOS, 0))
         if i % 3 == 1:
             rollout.stop = StopReason.LENGTH
+        rollout.baseline = 0.1 + 0.2 * (i // size)  # the reward of a greedy reply, which all of a group share
     return rollouts
 
 

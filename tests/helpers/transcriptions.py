@@ -39,6 +39,7 @@ class Played:
     taken: list[int] = field(default_factory=list)  # the actions
     p: list[Tensor] = field(default_factory=list)  # [vocabulary] probabilities of each action now
     tea: list[Tensor] = field(default_factory=list)  # [vocabulary] the same of the teacher, without a gradient
+    greedy: float = 0.0  # the reward of a greedy reply to its prompt
 
 
 Loss = Callable[[list[Played]], Tensor]
@@ -98,6 +99,14 @@ def rloo(rollouts: list[Played]) -> Tensor:
         others = [punished[j] for j, o in enumerate(rollouts) if o.group == r.group and j != i]
         a = punished[i] - mean(others)
         total = total + sum((lp - old).exp() * a for lp, old in zip(r.lp, r.old, strict=True))
+    return -total / len(rollouts)
+
+
+def remax(rollouts: list[Played]) -> Tensor:
+    """ReMax, algorithm 1: the log-likelihood of each reply times its reward above that of the greedy reply."""
+    total = ZERO
+    for r in rollouts:
+        total = total + sum(r.lp) * (r.reward - r.greedy)
     return -total / len(rollouts)
 
 
@@ -602,6 +611,7 @@ LOSSES: dict[str, Loss] = {
     "rloo": rloo,
     "reinforce": reinforce,
     "reinforce-baseline": reinforce_baseline,
+    "remax": remax,
     "reinforce++": reinforce_plus_plus,
     "reinforce++-baseline": reinforce_plus_plus_baseline,
     "grpo-process": grpo_process,

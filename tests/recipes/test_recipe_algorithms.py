@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from places import ROOT
 
+from posttrain.algorithms.describe import COMMON_TASKS
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, SFT
 from posttrain.core.types import UserError
@@ -78,15 +79,19 @@ def test_the_report_has_every_task_seed_interval_and_learned_row(recipe: ModuleT
         "grpo": {seed: result("grpo", seed, after) for seed, after in enumerate((0.95, 0.96, 0.97))},
         "rloo": {0: result("rloo", 0, 0.85)},
     }
-    text = recipe.report({"sums": found, "worked-sums": {"rloo": found["rloo"]}}, tmp_path).read_text()
+    text = recipe.report(recipe.TASKS["sums"], found, tmp_path).read_text()
+    other = recipe.report(recipe.TASKS["worked-sums"], {"rloo": found["rloo"]}, tmp_path).read_text()
     assert "| 0.950, 0.960, 0.970 | 0.960 [0.935, 0.985] |" in text  # 4.303 * 0.01 / sqrt(3) = 0.0248
-    assert "1 of 2 rows are above 0.9 with every seed" in text and "1 of 1 rows are above 0.6" in text
-    assert "--task worked-sums --seeds 0\n" in text
+    assert "1 of 2 rows are above 0.9 with every seed" in text and "1 of 1 rows are above 0.6" in other
+    assert "--task worked-sums --seeds 0\n" in other
     curves = ("curves/grpo.png", "curves/rloo.png", "curves-worked-sums/rloo.png")
+    assert {(folder, f"{name}.md") for folder, name in recipe.PLACES.values()} == {
+        (folder, file) for folder, (_, file) in COMMON_TASKS.items()
+    }
     for picture in ("results/algorithms.png", *(f"algorithms/{curve}" for curve in curves)):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_report_of_nothing_is_refused(recipe: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run is finished"):
-        recipe.report({"sums": {}}, tmp_path)
+        recipe.report(recipe.TASKS["sums"], {}, tmp_path)

@@ -58,7 +58,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> PassageIndex:
 def test_settings_exist(recipe: ModuleType) -> None:
     for size in recipe.SIZES.values():
         shape = {name: getattr(size, name) for name in ("hidden", "layers", "heads", "vocab", "context")}
-        validate(filled(SFT, {"tasks": "x", **shape, "steps": size.reading, "rows": size.rows, "mask_prompt": False}))
+        validate(filled(SFT, {"tasks": "x", **shape, "steps": size.reading, "rows": size.rows, "mask": "all"}))
     for options in (recipe.SIZES["small"].searching, recipe.DIRECT):
         validate(filled(RL, {"tasks": "x", "model": "x", "env": recipe.named(options), "retriever": ("x",)}))
         load_env(recipe.named(options))

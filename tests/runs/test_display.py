@@ -324,6 +324,9 @@ def test_samples_show_prompt_reply_and_reward_of_played_and_of_recorded_rollouts
     assert "── sum-2 [0] ── invalid: timed out ── ended by length" in out.getvalue()
     assert "── sum-3 ── invalid: lost ── ended by eos" in out.getvalue()
     assert out.getvalue().count("sum-1") == 1
+    stepped = replace(played, reward=1.5, rewards={"outcome": 1.0}, steps=[(1, 0.25), (2, 0.25)])
+    sample([stepped], 1, out)
+    assert "── reward 1.5: outcome 1, steps 0.5 ── ended" in out.getvalue()
 
 
 def test_samples_on_a_terminal_are_as_wide_as_it_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,7 @@ def test_command_line_names_parts_as_a_recipe_does_and_mistakes_are_one_line(
         "b": {"tasks": "words.jsonl", "env": "envs.py:digits", "max_tokens": 2},
     }
     how: dict[str, Any] = {"prompts": 2, "group": 2, "steps": 1, "env_workers": 0, "threads": 1, "quiet": True}
-    run = posttrain.rl("", model="start", mixture=mixture, out="python", **how)
+    run = posttrain.rl(model="start", mixture=mixture, out="python", **how)
     assert (run.path / "metrics.jsonl").read_bytes() == (place / "cli" / "metrics.jsonl").read_bytes()
     capsys.readouterr()
     for more, said in (

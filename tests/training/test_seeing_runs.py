@@ -24,7 +24,7 @@ import posttrain
 from posttrain.cli.main import main
 from posttrain.cli.merge_command import merge_adapter
 from posttrain.core.pictures import MOST_PIXELS, PICTURES, PictureError, Pictures
-from posttrain.core.types import Invalid, Turn, UserError
+from posttrain.core.types import Invalid, Mask, Turn, UserError
 from posttrain.envs.builtin.shapes import draw, tasks
 from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_outputs import read_turn
@@ -85,20 +85,20 @@ def test_tokens_of_tiles_are_those_of_their_processor(kind: str, folders: Callab
         assert sum(tokens[m.start : m.start + m.length].count(5) for m in media) == tokens.count(5)
 
 
-@pytest.mark.parametrize("mask_prompt", [True, False])
-def test_places_of_pictures_are_shown_and_never_learned(mask_prompt: bool, folders: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("mask", ["assistant", "all"])
+def test_places_of_pictures_are_shown_and_never_learned(mask: Mask, folders: Callable[[str], Path]) -> None:
     tokenizer, digest = Tokenizer.load(folders("qwen2_5_vl")), PICTURES.hold(drawn(2))
     said = [
         message("one ", (f"sha256:{digest}",), " two"), {"role": "assistant", "content": "yes"},
         message((f"sha256:{digest}",), "more"), {"role": "assistant", "content": "no"},
     ]  # fmt: skip
-    made = demonstrate({"messages": said}, tokenizer, (1,), mask_prompt)
+    made = demonstrate({"messages": said}, tokenizer, (1,), mask)
     assert len(made.media) == 2 and made.positions is not None
     places = [place for m in made.media for place in range(m.start, m.start + m.length)]
     assert [made.tokens[place] for place in places] == [5] * 8 == [t for t in made.tokens if t == 5]
     assert not set(places) & set(made.scored.tolist())
     text = tokenizer.decode([made.tokens[place] for place in made.scored])
-    assert text == ("yes<|eos|>no<|eos|>" if mask_prompt else text) and "yes<|eos|>" in text
+    assert text == ("yes<|eos|>no<|eos|>" if mask == "assistant" else text) and "yes<|eos|>" in text
     assert tokenizer.decode(made.tokens).replace("<image>" * 4, "<image>") == tokenizer.render(said, False)
 
 

@@ -11,7 +11,7 @@ import torch
 from conftest import CHATML
 from row_files import refused, write_jsonl
 
-from posttrain.core.types import Transcript, UserError
+from posttrain.core.types import Mask, Transcript, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, order, to_tasks
@@ -36,18 +36,18 @@ def test_response_and_its_end_are_imitated_and_the_prompt_is_not(tokenizer: Toke
     assert transcript.tokens == [*tokenizer.encode("1+1=", start=True), *tokenizer.encode("2"), 1]
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_a_response_that_was_cut_off_has_no_end_to_be_imitated(tokenizer: Tokenizer, masked: bool) -> None:
+@pytest.mark.parametrize("mask", ["assistant", "last", "all"])
+def test_a_response_that_was_cut_off_has_no_end_to_be_imitated(tokenizer: Tokenizer, mask: Mask) -> None:
     row = {"prompt": "ab", "response": "cde"}
-    whole, cut = (demonstrate({**row, "response_stop": stop}, tokenizer, (1,), masked) for stop in ("eos", "length"))
+    whole, cut = (demonstrate({**row, "response_stop": stop}, tokenizer, (1,), mask) for stop in ("eos", "length"))
     assert [*cut.tokens, 1] == whole.tokens
     assert cut.n_scored == whole.n_scored - 1
 
 
 def test_without_a_mask_everything_after_the_first_token_is_imitated(tokenizer: Tokenizer) -> None:
-    transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,), mask_prompt=False)
+    transcript = demonstrate({"id": "a", "prompt": "1+1=", "response": "2"}, tokenizer, (1,), mask="all")
     assert transcript.scored.tolist() == list(range(1, len(transcript)))
-    text = demonstrate({"id": "a", "response": "1+1=2"}, tokenizer, (1,), mask_prompt=False)  # pretraining text
+    text = demonstrate({"id": "a", "response": "1+1=2"}, tokenizer, (1,), mask="all")  # pretraining text
     assert text.tokens == transcript.tokens and imitated(text) == imitated(transcript)
 
 
@@ -94,6 +94,21 @@ def test_of_a_prompt_nothing_is_imitated_whoever_said_it(row: dict[str, Any], le
     assert whole.startswith(tokenizer.decode(transcript.tokens)), "weights change nothing that is shown"
 
 
+@pytest.mark.parametrize("row", [
+    {"prompt": [USER, ASSISTANT, USER], "completion": [LAST]}, {"prompt": TURNS, "response": " too"},
+    {"messages": [USER, ASSISTANT, USER, LAST]},
+])  # fmt: skip
+def test_of_the_whole_text_a_conversation_before_the_response_is_imitated_too(row: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.train(["hello there you"], 300, special=("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = CHATML
+    (end,) = tokenizer.encode("<|im_end|>")
+    [task] = to_tasks([row], need=NEED, whole=True).shown(AsMessages(answered=True, whole=True))
+    transcript = demonstrate(task, tokenizer, (end,), "all")
+    assert transcript.scored.tolist() == list(range(1, len(transcript)))
+    [other] = to_tasks([row], need=NEED).shown(AsMessages(answered=True))
+    assert demonstrate(other, tokenizer, (end,)).tokens == transcript.tokens
+
+
 def test_a_prompt_is_held_out_whatever_its_turns_weigh() -> None:
     [shown], [weighed] = (
         [question(task) for task in to_tasks([{"messages": [USER, turn, USER, LAST]}], need=NEED)]
@@ -106,6 +121,16 @@ def test_a_prompt_is_held_out_whatever_its_turns_weigh() -> None:
 def test_a_weight_that_means_nothing_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="message 1: weight is .* give assistant turns 0"):
         list(to_tasks([{"messages": [message, USER, LAST]}], need=NEED))
+
+
+@pytest.mark.parametrize("message", [{**ASSISTANT, "train": 0}, {**USER, "train": True}, {**ASSISTANT, "train": "no"}])
+def test_a_mark_that_means_nothing_is_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="message 1: train is .* give assistant turns true or false"):
+        list(to_tasks([{"messages": [message, USER, LAST]}], need=NEED))
+    marked = {**USER, "train": False}, {**ASSISTANT, "train": False}, USER, {**LAST, "train": True}
+    assert question(to_tasks([{"messages": list(marked)}], need=NEED)[0]) == question(
+        {"messages": [USER, ASSISTANT, USER, LAST]}
+    )
 
 
 def rows(count: int, long: tuple[int, ...] = ()) -> list[dict[str, Any]]:

@@ -343,7 +343,7 @@ def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
         draft.same("fields.response", "data.output_key")
         _template(draft, draft.read("data.input_key"))
         if draft.read("model.pretrain_mode_enable"):
-            draft.put("mask_prompt", False, "pretrain_mode: the loss is on prompts too")
+            draft.put("mask", "all", "pretrain_mode: the loss is on prompts too")
         return
     for option, name in (("prompt", "prompt_key"), ("chosen", "chosen_key"), ("rejected", "rejected_key")):
         draft.same(f"fields.{option}", f"data.{name}")

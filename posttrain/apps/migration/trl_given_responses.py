@@ -69,7 +69,7 @@ def _sft(draft: RecipeDraft) -> None:
     told = "completion_only_loss, assistant_only_loss: the loss is on responses"
     if only is None and not assistant:
         told = "not given: TRL learns completions alone, but all of messages and texts: for these set false"
-    draft.put("mask_prompt", masked, told)
+    draft.put("mask", "assistant" if masked else "all", told)
     if draft.read("packing"):
         draft.note("packing", "a packed row of TRL holds several of yours: rows counts yours, so raise it by as much")
         draft.treated.add("packing_strategy")

@@ -108,6 +108,7 @@ ALGORITHMS = {
     "rloo": "grpo",
     "rloo_vectorized": "grpo",
     "opo": "grpo",
+    "remax": "grpo",
     "gae": "ppo",
     "gpg": "gpg",
     "reinforce_plus_plus": "reinforce++",
@@ -258,6 +259,9 @@ def _advantage(draft: RecipeDraft, estimator: str) -> None:
     elif estimator == "opo":
         draft.put("baseline_weight", "length", "adv_estimator opo: the mean weighs replies by their length")
         draft.put("scale", "none", "adv_estimator opo: no standard deviation")
+    elif estimator == "remax":
+        draft.put("baseline", "greedy", "adv_estimator remax: the reward of a greedy reply")
+        draft.put("scale", "none", "adv_estimator remax: no standard deviation")
     elif estimator != "gpg":
         draft.put("gamma", float(draft.number("algorithm.gamma")), f"{draft.origin('algorithm.gamma')}: same meaning")
     for name in (

@@ -116,8 +116,9 @@ class EnginePolicy:
                 return prompt, ends
             text = prompt
             if not isinstance(text, str):
+                tokenizer = self.tokenizer.with_kwargs(asked.chat_template_kwargs)
                 messages = with_calls(text, self.tokenizer.tool_format)
-                text = self.tokenizer.render(messages, True, asked.tools)
+                text = tokenizer.render(messages, True, asked.tools)
             if len(text) > self._most_characters:
                 raise self._too_long(f"{len(text):,} characters")
             return self.tokenizer.encode(text, start=True), ends

@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from posttrain.core.messages import short
@@ -42,7 +43,6 @@ NEUTRAL: Neutral = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "function_call": ("none", "auto"),
     "reasoning_effort": (),
     "verbosity": (),
@@ -72,7 +72,16 @@ IGNORED = frozenset(
 SAMPLED = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "logprobs",
            "include_stop_str_in_output")  # fmt: skip
 OF_REQUESTS = ("model", "request_id", "return_token_ids", "stream", "stream_options")
-CHAT = (*OF_REQUESTS, *SAMPLED, "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice")
+CHAT = (
+    *OF_REQUESTS,
+    *SAMPLED,
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+)
 COMPLETION = (*OF_REQUESTS, *SAMPLED, "prompt")
 GENERATE = (*OF_REQUESTS, "token_ids", "sampling_params", "output_mode")
 """Fields that are read of each form."""
@@ -95,7 +104,9 @@ def read_chat(body: Mapping[str, Any]) -> PolicyRequest:
     if fields.whole("top_logprobs", 0):
         raise fields.wrong("top_logprobs", "0: only the log-probability of the sampled token is given")
     tools = _read_tools(fields)
-    return read_sampling(fields, (messages,), most, logprobs=fields.flag("logprobs"), tools=tools)
+    read = read_sampling(fields, (messages,), most, logprobs=fields.flag("logprobs"), tools=tools)
+    variables = fields.object("chat_template_kwargs")
+    return read if variables is None else replace(read, chat_template_kwargs=dict(variables.body))
 
 
 def read_completion(body: Mapping[str, Any]) -> PolicyRequest:

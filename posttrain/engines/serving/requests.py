@@ -44,6 +44,7 @@ class PolicyRequest:
     stream: bool = False
     stream_usage: bool = False
     tools: tuple[dict[str, Any], ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
     echo: Mapping[str, Any] = field(default_factory=dict)  # fields that the response repeats
     include: tuple[str, ...] = ()  # optional parts of the response, as OpenAI's Responses names them
     stored: tuple[dict[str, Any], ...] | None = None  # messages to store with the reply; None: none of them

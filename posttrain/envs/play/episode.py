@@ -53,6 +53,9 @@ class Episode:
     sampling: Sampling | None = None  # instead of the player's
     begun: Completion | None = None  # its reply, as far as it was sampled before
     limits: EpisodeLimits | None = None  # instead of the player's
+    greedy: bool = (
+        False  # sampled at temperature 0; its reward is the baseline of its group, and it is not learned from
+    )
 
 
 def is_tool(turn: Turn) -> bool:
@@ -276,6 +279,7 @@ class RunningEpisode:
             pieces=self._pieces(side) if branching else [],
             branch=self._branch_of(places),
             notes=ended.notes,
+            greedy=self.episode.greedy,
         )
 
     def _branch_of(self, places: Sequence[int]) -> Branch | None:

@@ -315,7 +315,8 @@ class _Play:
         if self.tokens is not None:
             budget = min(budget - known, self.tokens)
         stop = turn.stop or sampling.stop
-        sampling = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, budget, stop, seed, known)
+        temperature = 0.0 if p.episode.greedy else sampling.temperature
+        sampling = Sampling(temperature, sampling.top_p, sampling.top_k, budget, stop, seed, known)
         self.asked[index] = time.perf_counter()
         request = self._request(index, p.contexts.index(p.context))
         keep = not self.pool.single_turn

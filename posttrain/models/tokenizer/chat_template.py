@@ -22,7 +22,7 @@ from functools import lru_cache
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes, pass_context
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS as DEFAULT_FILTERS
@@ -75,6 +75,29 @@ def render(template: str, variables: Mapping[str, Any], name: str = "the chat te
     finally:
         _day.reset(asked)
     return text
+
+
+@lru_cache(maxsize=8)
+def variables_read(template: str) -> frozenset[str]:
+    """Return the variables that a template reads from outside, without the functions that every template has.
+
+    Jinja also lists names that a template sets in one branch and reads after it. Those are the template's own, unless
+    it asks whether they are defined. Raises UserError where it is malformed.
+    """
+    environment = _Environment()
+    try:
+        parsed = environment.parse(template)
+    except TemplateSyntaxError as error:
+        raise UserError(f"the chat template is malformed{_line(error, None)}: {_reason(error)}") from None
+    names = list(parsed.find_all(nodes.Name))
+    own = {name.name for name in names if name.ctx != "load"}
+    given = {name.name for name in names if name.ctx == "param"}  # of macros, which may ask too
+    asked = {
+        node.node.name
+        for node in parsed.find_all((nodes.Test, nodes.Filter))
+        if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
+    }
+    return frozenset(meta.find_undeclared_variables(parsed) - set(environment.globals) - (own - asked) - given)
 
 
 def _characters(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,9 @@ from typing import Any, Literal, NamedTuple
 import tokenizers
 
 from posttrain.core import run_date
+from posttrain.core.messages import near
 from posttrain.core.pictures import PictureError, has_parts
+from posttrain.core.thoughts import REASONING, reasoning_of, without_reasoning
 from posttrain.core.types import Media, ToolCall, UserError
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.gguf.gguf_file import is_gguf
@@ -27,6 +30,7 @@ from posttrain.models.json_files import read_json, read_text, write_json
 from posttrain.models.tokenizer.custom_template import read_template
 from posttrain.models.tokenizer.gguf_tokenizer import gguf_tokenizer
 from posttrain.models.tokenizer.tokenizer_files import (
+    KWARGS_KEY,
     NAMED_TOKENS,
     VOCAB_MOST,
     check_ids,
@@ -98,6 +102,7 @@ class Tokenizer:
         self.pictures: ImageProcessor | None = None  # of a vision-language model
         self._parts: dict[str, bool] = {}  # of each chat template, see `_takes_parts`
         self._formats: dict[str, ToolFormat | None] = {}  # likewise
+        self._reasoning: dict[str, str | None] = {}  # likewise
         self._continuation = _continuation(backend)
         self._opening = _opening(backend)
         self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
@@ -107,6 +112,20 @@ class Tokenizer:
     def day(self) -> str | None:
         """Day that the chat template gets where no run has fixed one: that of the run which saved it; None: today."""
         return self.config.get(run_date.CONFIG_KEY)
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """Variables that the chat template gets beside messages and tools, such as enable_thinking."""
+        return dict(self.config.get(KWARGS_KEY) or {})
+
+    @property
+    def template_variables(self) -> list[str]:
+        """Names of the variables that the chat template reads beside messages and tools, in alphabetic order."""
+        from posttrain.models.tokenizer.chat_template import variables_read
+
+        assert self.chat_template is not None
+        ours = {"messages", "tools", "documents", "add_generation_prompt", *NAMED_TOKENS}
+        return sorted(variables_read(self.chat_template) - ours)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -123,12 +142,16 @@ class Tokenizer:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
 
     @classmethod
-    def load(cls, folder: str | Path, chat_template: str | None = None) -> Tokenizer:
+    def load(
+        cls, folder: str | Path, chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> Tokenizer:
         """Load the tokenizer of a checkpoint folder, of a GGUF file, or of a Hugging Face model name.
 
-        `chat_template`: replaces the folder's own, see `custom_template.read_template`. Raises UserError if the folder
-        holds no tokenizer or a damaged one.
+        `chat_template`: replaces the folder's own, see `custom_template.read_template`. `chat_template_kwargs`: see
+        `with_kwargs`. Raises UserError if the folder holds no tokenizer or a damaged one.
         """
+        if chat_template_kwargs:
+            return cls.load(folder, chat_template).with_kwargs(chat_template_kwargs)
         if chat_template is not None:
             text, name = read_template(chat_template)  # report its errors before reading anything else
             return cls.load(folder).templated(text, name)
@@ -285,7 +308,7 @@ class Tokenizer:
                 "this model has no chat template, which messages and tools need: give one with --chat-template FILE, or "
                 "--chat-template chatml, or prompt with text"
             )
-        text = self._rendered(messages, generation, self._takes_parts, tools)
+        text = self._rendered(self._with_reasoning(messages), generation, self._takes_parts, tools)
         for tool in tools or ():
             if tool["function"]["name"] not in text:
                 raise UserError(
@@ -411,6 +434,7 @@ class Tokenizer:
             raise UserError(BLIND)
         variables: dict[str, Any] = {"messages": shown, **self.special}
         variables |= {"tools": tools and list(tools), "documents": None, "add_generation_prompt": generation}
+        variables |= self.chat_template_kwargs
         return render(self.chat_template, variables, self.template_name, self.day)
 
     @property
@@ -429,10 +453,55 @@ class Tokenizer:
             self._parts[self.chat_template] = found[True] and not found[False]
         return self._parts[self.chat_template]
 
+    @property
+    def reasoning_name(self) -> str | None:
+        """Name under which the template reads the thoughts of a message (see `thoughts.REASONING`); None: it reads none."""
+        assert self.chat_template is not None
+        if self.chat_template not in self._reasoning:
+            asked, found = [{"role": "user", "content": "a question"}], None
+            for name in REASONING:
+                said = {"role": "assistant", "content": "an answer", name: _WORD}
+                with suppress(UserError):
+                    if _WORD in self._rendered([*asked, said], False, self._takes_parts):
+                        found = name
+                        break
+            self._reasoning[self.chat_template] = found
+        return self._reasoning[self.chat_template]
+
+    def _with_reasoning(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return the messages with their thoughts under the name that the template reads."""
+        if all(reasoning_of(message) is None for message in messages) or self.reasoning_name is None:
+            return messages
+        said = [(message, reasoning_of(message)) for message in messages]
+        return [m if text is None else {**without_reasoning(m), self.reasoning_name: text} for m, text in said]
+
     def templated(self, template: str, name: str) -> Tokenizer:
         """Return a copy with another chat template. `name`: its file, for messages."""
-        config = {key: value for key, value in self.config.items() if key != "chat_template"}
+        config = {key: value for key, value in self.config.items() if key not in ("chat_template", KWARGS_KEY)}
         return Tokenizer(self.backend, config, template, name)._seeing(self.pictures)
+
+    def with_kwargs(self, given: Mapping[str, Any]) -> Tokenizer:
+        """Return a copy whose chat template gets these variables too; they are saved with it.
+
+        Raises UserError for a variable that the template does not read.
+        """
+        if not given:
+            return self
+        if self.chat_template is None:
+            raise UserError(
+                "--chat-template-kwargs needs a chat template, and this model has none: give one with --chat-template"
+            )
+        known = self.template_variables
+        for name in given:
+            if name not in known:
+                listed = f"it reads: {', '.join(known)}" if known else "it reads none"
+                raise UserError(
+                    f"--chat-template-kwargs: {self.template_name} does not read {name[:60]!r}{near(name, known)} ({listed})"
+                )
+        other = copy(self)  # with the same backend
+        other.config = {**self.config, KWARGS_KEY: {**self.chat_template_kwargs, **given}}
+        other._reasoning = {}  # which a variable may turn on
+        return other
 
     def padding(self, ends: Sequence[int]) -> Tokenizer:
         """Return a copy with a padding token that is none of `ends`: a special one where there is one, or else a new

@@ -17,6 +17,8 @@ from posttrain.core.types import UserError
 from posttrain.models.json_files import Fields, read_json, read_text
 
 VOCAB_MOST = 2**24  # entries of a tokenizer to be trained: its trainer reserves memory for all of them
+KWARGS_KEY = "chat_template_kwargs"
+"""The entry of a checkpoint's tokenizer_config.json that holds the variables which its chat template gets."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -36,6 +38,8 @@ def read_special(file: Path) -> dict[str, Any]:
             raise fields.refuse(name, 'a string, or an object with its text as "content"')
     if CONFIG_KEY in config and not is_day(config[CONFIG_KEY]):
         raise fields.refuse(CONFIG_KEY, "a day such as 2026-11-24")
+    if not isinstance(config.get(KWARGS_KEY, {}), dict):
+        raise fields.refuse(KWARGS_KEY, 'an object of variables, such as {"enable_thinking": false}')
     return config
 
 

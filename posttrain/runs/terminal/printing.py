@@ -174,8 +174,10 @@ def _judged(row: Mapping[str, Any]) -> str:
         return f"invalid: {row['invalid']}"
     label = row.get("label")
     if row["reward"] is not None and not isinstance(label, Mapping):
-        parts = ", ".join(f"{name} {_cell(value)}" for name, value in (row.get("parts") or {}).items())
-        return f"reward {_cell(row['reward'])}{f': {parts}' if parts else ''}"
+        parts = [f"{name} {_cell(value)}" for name, value in (row.get("parts") or {}).items()]
+        if steps := row.get("step_rewards"):
+            parts.append(f"steps {_cell(sum(step['reward'] for step in steps))}")
+        return f"reward {_cell(row['reward'])}" + (f": {', '.join(parts)}" if parts else "")
     if not isinstance(label, Mapping):
         return str(row.get("kind") or "no reward")
     said = [f"{better} over {worse}" for better, worse, *_ in label.get("comparisons", ())]

@@ -91,6 +91,7 @@ class Collector:
     plan: BranchPlan | None = None  # how the rollouts of a group branch
     tokens: int = 0  # of each reply that a step samples at most; the rest comes in later ones. 0: all of it
     order: TaskOrder = None  # type: ignore[assignment]  # which task comes next; left out: each once per epoch
+    greedy: bool = False  # whether each group has a greedy rollout besides, whose reward is its baseline
     _open: dict[str, Open] = field(default_factory=dict, init=False)  # by group
     _places: dict[str, int] = field(default_factory=dict, init=False)  # of the tasks of groups that were drawn
 
@@ -115,6 +116,9 @@ class Collector:
             budget -= missing
             rollouts = self._whole(episodes) if self.tokens else self.player.play(episodes, self.plan)
             played += rollouts
+            if self.greedy:
+                rollouts, lost = baselined(rollouts)
+                left |= lost
             fit, lost = usable(rollouts, stats)
             left |= lost
             if fit and self.rewarded:
@@ -129,15 +133,20 @@ class Collector:
         if self.too_long is not None:
             stats.add("too_long", self.too_long.take())
         refuse_broken(played)
-        stats.merge(describe(played, self.success, self.rewarded))
+        own = [rollout for rollout in played if not rollout.greedy]
+        stats.merge(describe(own, self.success, self.rewarded))
+        if self.greedy:
+            stats.add_each(
+                "reward_greedy", [r.reward for r in played if r.greedy and not isinstance(r.reward, Invalid)]
+            )
         if isinstance(self.tasks, MixedTasks):
-            stats.merge(part_metrics(played, self.success))
+            stats.merge(part_metrics(own, self.success))
         if groups is not None:
             stats.add("groups/played", len({r.group for r in played}))
             stats.add("groups/kept", len({r.group for r in kept}))
         if self.tokens:
             stats.add("unfinished", sum(isinstance(m, Episode) for group in self._open.values() for m in group.members))
-        self.order.observe(self._solved(played))
+        self.order.observe(self._solved(own))
         self.order.measure(stats)
         places = {group: self._places[group] for group in dict.fromkeys(r.group for r in played)}
         self._places = {group: found.place for group, found in self._open.items()}
@@ -234,7 +243,28 @@ class Collector:
             self._places[group] = place
             seeds = seeds_of(self.seed, "rollout", number, group, count=self.size.group)
             episodes += [Episode(task, group, seed) for seed in seeds]
+            if self.greedy:
+                episodes.append(Episode(task, group, seeds[0], greedy=True))
         return episodes
+
+
+def baselined(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Left]:
+    """Give each rollout the reward of its group's greedy one; return all but these, and their fates.
+
+    A group whose greedy rollout has no valid reward has no baseline, and is left out.
+    """
+    found = {r.compared: r.reward for r in rollouts if r.greedy}
+    kept, left = [], dict[int, tuple[Fate, str]]()
+    for rollout in rollouts:
+        baseline = found.get(rollout.compared, Invalid("there is none"))
+        if rollout.greedy:
+            left[id(rollout)] = Fate.UNSELECTED, "a greedy reply: its reward is the baseline of its group"
+        elif isinstance(baseline, Invalid):
+            left[id(rollout)] = Fate.SMALL, f"the greedy reply of its group has no reward: {baseline.reason}"
+        else:
+            rollout.baseline = baseline
+            kept.append(rollout)
+    return kept, left
 
 
 def _informative(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, ClassVar, Generic, TypeVar
 
 from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.types import Task, Transcript, UserError
+from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.tasks import ENDLESS, draw, order
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.length_filter import Placed, TooLong
+from posttrain.training.sources.mixture import MixedRows
 
 X = TypeVar("X")
 REMEMBERED = 1 << 21  # tokens: some 60 MB
@@ -33,6 +36,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
         self._remembered: dict[int, X] = {}
         self._room = REMEMBERED
         self.unwanted = 0  # that were asked for
+        self.mixed: MixedRows | None = None  # the order of a mixture, once a step was asked for
         if too_long.policy == "refuse" and len(tasks) < ENDLESS:  # better now than in the middle of a run
             for place in range(len(tasks)):
                 self[place]
@@ -117,6 +121,8 @@ def examples_of_step(made: ExampleStream[X], rows: int, seed: int, number: int) 
 
     They follow from the number alone. Those that do not fit are missing; a step of which none fits has the next that does.
     """
+    if isinstance(made.tasks, MixedTasks):
+        return _of_mixture(made, made.tasks, rows, seed, number)
     epoch, part = divmod(number - 1, steps_per_epoch(made, rows))
     first, count = part * rows, len(made)
     places = map(int, order(count, epoch, seed)[first : first + rows])
@@ -128,11 +134,22 @@ def examples_of_step(made: ExampleStream[X], rows: int, seed: int, number: int) 
     return found
 
 
+def _of_mixture(made: ExampleStream[X], tasks: MixedTasks, rows: int, seed: int, number: int) -> list[tuple[int, X]]:
+    """Return the same of a mixture, whose rows come by their shares: a step has always `rows` of them."""
+    if made.mixed is None or (made.mixed.rows, made.mixed.seed) != (rows, seed):
+        made.mixed = MixedRows(tasks, rows, seed)
+    found = [(place, one) for place in made.mixed.of_step(number) if (one := made[place]) is not None]
+    later = islice(made.mixed.following(number), 10 * len(made))
+    return found or [next((place, one) for place in later if (one := made[place]) is not None)]
+
+
 def progress(made: ExampleStream[X], rows: int, number: int, stats: Stats) -> None:
     """Add the epoch, and the number of the step's rows that did not fit, to the metrics."""
     epoch, part = divmod(number - 1, steps_per_epoch(made, rows))
     stats.add("epoch", epoch + (part + 1) / steps_per_epoch(made, rows))
     stats.add("too_long", made.too_long.take())
+    for name, share in (made.mixed.shares_of(number) if made.mixed else {}).items():
+        stats.add(f"mixture/{name}/share", share)
     if made.unwanted:
         stats.add("unwanted", made.unwanted)
         made.unwanted = 0

@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.batch import Stats
+from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Rollout, succeeds
-from posttrain.data.mixed_tasks import part_of
+from posttrain.data.mixed_tasks import MixedTasks, part_of
+from posttrain.data.tasks import order
 from posttrain.training.sources.task_order import Drawn, Fits, Solved, TaskOrder, counted
+
+
+def next_part(shares: Mapping[str, float], drawn: Mapping[str, int]) -> str:
+    """Return the part that is furthest behind its share: with the greatest share x (N + 1) - n, where N were drawn before,
+    n of them of this part; the first one of equal ones.
+    """
+    total = sum(drawn.values()) + 1
+    behind = {name: shares[name] * total - count for name, count in drawn.items()}
+    return max(behind, key=lambda part: behind[part])
+
+
+class MixedRows:
+    """The rows of each step of passes over a mixture, by their shares. Each part is in a new order each epoch of its own.
+
+    They follow from the number of the step alone.
+    """
+
+    def __init__(self, tasks: MixedTasks, rows: int, seed: int) -> None:
+        self.tasks, self.rows, self.seed = tasks, rows, seed
+        self._step, self._drawn = 0, dict.fromkeys(tasks.parts, 0)  # rows of each part up to its end
+        self._last: list[tuple[str, int]] = []  # its rows, see `_advance`
+
+    def of_step(self, number: int) -> list[int]:
+        """Return the places of the rows of a step: int [rows]."""
+        if number != self._step:
+            if number < self._step:
+                self._step, self._drawn = 0, dict.fromkeys(self.tasks.parts, 0)
+            while self._step < number:
+                self._last = self._advance()
+        return [self._place(name, visit) for name, visit in self._last]
+
+    def shares_of(self, number: int) -> dict[str, float]:
+        """Return the share of each part in the rows of a step."""
+        self.of_step(number)
+        counts = Counter(name for name, _ in self._last)
+        return {name: counts[name] / self.rows for name in self.tasks.parts}
+
+    def following(self, number: int) -> Iterator[int]:
+        """Yield the places of the rows after a step."""
+        while True:
+            number += 1
+            yield from self.of_step(number)
+
+    def _advance(self) -> list[tuple[str, int]]:
+        """Return (part, how many of it came before) of the rows of the next step."""
+        found = []
+        for _ in range(self.rows):
+            name = next_part(self.tasks.shares, self._drawn)
+            found.append((name, self._drawn[name]))
+            self._drawn[name] += 1
+        self._step += 1
+        return found
+
+    def _place(self, name: str, visit: int) -> int:
+        size = len(self.tasks.parts[name])
+        epoch, at = divmod(visit, size)
+        start = self.tasks.ends[list(self.tasks.parts).index(name)] - size
+        return start + int(order(size, epoch, seed_of(self.seed, "part", name))[at])
 
 
 class Mixture:
     """Tasks of several parts by their shares, which are exact: no chance decides them.
 
-    The next task is of the part that is furthest behind its share: the one with the greatest share x (N + 1) - n, where N
-    tasks were drawn before, n of them of this part; the first one of equal ones. Within a part its own order decides.
+    The next task is of the part that `next_part` names. Within a part its own order decides.
     """
 
     def __init__(self, orders: Mapping[str, TaskOrder], ends: Sequence[int], shares: Mapping[str, float]) -> None:
@@ -29,9 +89,7 @@ class Mixture:
     def draw(self, count: int, fits: Fits, taken: Collection[int]) -> Drawn:
         counts = dict.fromkeys(self.orders, 0)
         for _ in range(count):
-            total = sum(self.drawn.values()) + 1
-            behind = {name: self.shares[name] * total - drawn for name, drawn in self.drawn.items()}
-            name = max(behind, key=lambda part: behind[part])
+            name = next_part(self.shares, self.drawn)
             counts[name] += 1
             self.drawn[name] += 1
         found: Drawn = []
@@ -53,10 +111,10 @@ class Mixture:
 
     def measure(self, stats: Stats) -> None:
         total = sum(self._step.values())
-        for name, order in self.orders.items():
+        for name, own in self.orders.items():
             stats.add(f"mixture/{name}/share", self._step[name], total)
             self._step[name] = 0
-            order.measure(stats)
+            own.measure(stats)
 
     def state(self) -> dict[str, Any]:
         orders = {name: order.state() for name, order in self.orders.items()}
@@ -65,8 +123,8 @@ class Mixture:
     def restore(self, state: Mapping[str, Any]) -> None:
         if state["parts"].keys() != self.orders.keys() or state["drawn"].keys() != self.orders.keys():
             raise ValueError(f"parts {', '.join(state['parts'])}")
-        for name, order in self.orders.items():
-            order.restore(state["parts"][name])
+        for name, own in self.orders.items():
+            own.restore(state["parts"][name])
             self.drawn[name] = counted(state["drawn"][name])
 
 

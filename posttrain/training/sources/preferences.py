@@ -20,7 +20,7 @@ from posttrain.algorithms.responses import Responses
 from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
-from posttrain.core.types import Comparison, PreferenceExample, Task, Transcript, UserError
+from posttrain.core.types import Comparison, PreferenceExample, StopReason, Task, Transcript, UserError
 from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
@@ -69,7 +69,9 @@ class PreferenceExamples(ExampleStream[PreferenceExample]):
             asked = {"messages": [*task["messages"], {"role": "assistant", "content": said}]}
         else:
             asked = {"prompt": task["prompt"], "response": said}
-        whole = demonstrate(asked, self.tokenizer, self.eos_ids, length=length)
+        if cut:
+            asked["response_stop"] = str(StopReason.LENGTH)
+        whole = demonstrate(asked, self.tokenizer, self.eos_ids, "last", length)
         return last_alone(whole, self.eos_ids if cut else ())
 
 

@@ -78,7 +78,7 @@ class RLSource:
         parts = Need.PARTS in algorithm.needs
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
         how = success, too_long, parts, rewarded, plan, tokens_per_step, order or Uniform(len(tasks), seed)
-        collector = Collector(tasks, player, size, seed, *how)
+        collector = Collector(tasks, player, size, seed, *how, greedy=Need.GREEDY in algorithm.needs)
         self.queue = StepQueue(collector, algorithm.sampling, async_steps, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers

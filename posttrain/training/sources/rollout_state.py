@@ -43,6 +43,8 @@ def stored(rollout: Rollout) -> dict[str, Any]:
         "answers": [[name, _answer(answer)] for name, answer in rollout.answers],
         "pieces": [[p.length, p.member, p.reply] for p in rollout.pieces],
         "notes": dict(rollout.notes),
+        "greedy": rollout.greedy,
+        "baseline": rollout.baseline,
         "branch": [rollout.branch.of, rollout.branch.turns, list(rollout.branch.taken)] if rollout.branch else None,
     }
 
@@ -66,6 +68,8 @@ def restored(row: Mapping[str, Any], task: Task) -> Rollout:
         Branch(row["branch"][0], row["branch"][1], tuple(row["branch"][2])) if row["branch"] else None,
         dict(row["notes"]),
         row["asked"],
+        bool(row["greedy"]),
+        None if row["baseline"] is None else float(row["baseline"]),
     )
 
 

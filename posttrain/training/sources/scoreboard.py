@@ -148,6 +148,7 @@ def scoreboard(
     valid = [r.reward for r in rollouts if not isinstance(r.reward, Invalid)]
     assert len(valid) == len(rollouts), "an invalid reward has no score"
     reward = torch.tensor(valid, dtype=torch.float64)
+    baselines = [r.baseline for r in rollouts]
     return Scores(
         reward=reward,
         group=torch.tensor([number.setdefault(r.compared, len(number)) for r in rollouts], dtype=torch.int64),
@@ -158,6 +159,7 @@ def scoreboard(
         value=tuple(value),
         sampled=torch.tensor([r.n_sampled for r in rollouts], dtype=torch.float32),
         truncated=torch.tensor([r.stop.truncated for r in rollouts], dtype=torch.bool),
+        greedy=None if None in baselines or not baselines else torch.tensor(baselines, dtype=torch.float64),
         success=None if success is None else succeeds(torch.tensor([r.outcome for r in rollouts]).double(), success),
         parts=named_parts(rollouts) if parts else {},
     )

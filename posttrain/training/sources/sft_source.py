@@ -15,9 +15,9 @@ from torch import Tensor
 from posttrain.algorithms.token_weights import TokenWeight, weighed_likelihood
 from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.protocols import Objective, Source
-from posttrain.core.types import Task, Transcript, UserError
+from posttrain.core.types import Mask, Task, Transcript, UserError
 from posttrain.data.tasks_from_rows import is_script
-from posttrain.envs.demonstration import demonstrate
+from posttrain.envs.demonstration import demonstrate, last_alone
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.demonstrations import Enact, cut, stored
 from posttrain.training.sources.example_recording import ExampleRecording
@@ -61,12 +61,12 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
         eos_ids: Sequence[int],
         vocab: int,
         too_long: TooLong,
-        mask_prompt: bool = True,
+        mask: Mask = "assistant",
         enact: Enact | None = None,
         min_reward: float | None = None,
     ) -> None:
         """`enact`: runs the episodes of rows that hold replies; episodes of less than `min_reward` are left out."""
-        self.mask_prompt, self.enact, self.min_reward = mask_prompt, enact, min_reward
+        self.mask, self.enact, self.min_reward = mask, enact, min_reward
         self._judged: dict[bool, set[int]] = {True: set(), False: set()}  # by whether it is kept: rows
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
@@ -81,8 +81,8 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
                 raise UserError(
                     "--min-reward is of rollouts that a run kept and of rows with replies: this row is neither"
                 )
-            masked = self.mask_prompt and ("prompt" in task or "messages" in task)  # of a bare text all is learned
-            return [demonstrate(task, self.tokenizer, self.eos_ids, masked, length)]
+            mask = self.mask if "prompt" in task or "messages" in task else "all"  # of a bare text all is learned
+            return [demonstrate(task, self.tokenizer, self.eos_ids, mask, length)]
         elif self.enact is None:
             raise UserError("the row has replies: name the environment that they answer with --env my.py:environment")
         else:
@@ -93,7 +93,10 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
         else:
             kept = [own for own, reward in played if reward is not None and reward >= least]
             self._judged[bool(kept)].add(hash(str(task.get("id", task))))
-        return cut([transcript for own in kept for transcript in own], length) if kept else None
+        if not kept:
+            return None
+        transcripts = [transcript for own in kept for transcript in own]
+        return cut([last_alone(t) for t in transcripts] if self.mask == "last" else transcripts, length)
 
     @property
     def kept(self) -> str:

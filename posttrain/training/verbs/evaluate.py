@@ -27,6 +27,7 @@ from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
 from posttrain.training.figures import differences, summary
 from posttrain.training.held_out_check import overlap, split_seed_of
+from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.playground import open_playground, service_counts
 from posttrain.training.setup import (
     end_tokens,
@@ -91,6 +92,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
             said.extend(f"{folder}: {line}" if config.against is not None else line for line in known.lines)
             end_tokens(model, tokenizer)
             warn_unknown_tokens(tokenizer, shown, said.append)
+            warn_lost_reasoning(tokenizer, shown, said.append)
             context = model.config.context
             said.extend(reply_length_note(config.max_tokens, context))
             some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))

@@ -15,8 +15,9 @@ from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed, Stats
 from posttrain.core.component import Need
 from posttrain.core.types import UserError
+from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.preference_examples import to_compared, to_judged
-from posttrain.data.tasks import Stream, Tasks
+from posttrain.data.tasks import Stream
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.checkpoint_summary import outline
 from posttrain.models.native.fused import compiles
@@ -24,6 +25,7 @@ from posttrain.models.native.kernels import build
 from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
+from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.open_learner import new_learner, policy, reference
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.setup import (
@@ -33,7 +35,7 @@ from posttrain.training.setup import (
     warn_unknown_tokens,
     watch_lengths,
 )
-from posttrain.training.sources.example_stream import examples_of_step
+from posttrain.training.sources.example_stream import examples_of_step, steps_per_epoch
 from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
 from posttrain.training.sources.reference_cache import Reference, reference_logps
 from posttrain.training.training_run import RunContext, RunParts
@@ -74,15 +76,16 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
         )
     folder = run.checkpoint or run.start
     assert folder
-    tokenizer, _, ends = outline(folder, config.chat_template)
+    tokenizer, _, ends = outline(folder, config.chat_template, config.chat_template_kwargs)
     run.chat = chatting(config, folder, tokenizer, ends)
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     model = policy(config, folder, device, run.world)
     warn_unknown_tokens(tokenizer, train_tasks)
+    warn_lost_reasoning(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
-    def made(tasks: Tasks | Stream) -> PreferenceExamples:
+    def made(tasks: AnyTasks) -> PreferenceExamples:
         return PreferenceExamples(tasks, tokenizer, end_tokens(model, tokenizer), model.config.vocab, too_long)
 
     items, unseen = made(train_tasks), made(held_out) if held_out else None
@@ -104,10 +107,13 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
 
 def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
     """Return the place of every row that the run will visit, in ascending order."""
-    epochs = min(steps, -(-len(items) // config.rows))
-    return sorted(
-        {place for step in range(1, epochs + 1) for place, _ in examples_of_step(items, config.rows, config.seed, step)}
-    )
+    found: set[int] = set()
+    last = steps if isinstance(items.tasks, MixedTasks) else min(steps, steps_per_epoch(items, config.rows))
+    for step in range(1, last + 1):
+        found |= {place for place, _ in examples_of_step(items, config.rows, config.seed, step)}
+        if len(found) == len(items):
+            break
+    return sorted(found)
 
 
 class _Reference:

@@ -18,8 +18,8 @@ from posttrain.core.intervals import told
 from posttrain.core.json_text import json_document
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
+from posttrain.data.mixed_tasks import AnyTasks
 from posttrain.data.preference_examples import to_item
-from posttrain.data.tasks import Stream, Tasks
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.checkpoint_summary import outline
 from posttrain.models.reward_model import RewardModel, ScoreShape, load_reward_model, new_reward_model, settle
@@ -28,6 +28,7 @@ from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.frozen_weights import frozen_type
+from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.open_learner import adapt, new_learner
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
@@ -62,9 +63,10 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     warn_unknown_tokens(tokenizer, train_tasks)
+    warn_lost_reasoning(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
-    def made(tasks: Tasks | Stream) -> PreferenceExamples:
+    def made(tasks: AnyTasks) -> PreferenceExamples:
         return PreferenceExamples(tasks, tokenizer, model.eos_ids, model.config.vocab, too_long, check_task)
 
     items, read = made(train_tasks), _read(shape)
@@ -97,7 +99,7 @@ def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) ->
     """Return the model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
     folder = run.checkpoint or run.start
     assert folder
-    tokenizer, _, ends = outline(folder, run.config.chat_template)
+    tokenizer, _, ends = outline(folder, run.config.chat_template, run.config.chat_template_kwargs)
     run.chat = chatting(run.config, folder, tokenizer, ends)
     adapted = run.config.lora is not None or is_adapter(folder)
     matrices = frozen_type(run.config) if adapted else None

@@ -21,7 +21,7 @@ from posttrain.core.batch import Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Engine, Model, World
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Outcome, Rollout, Task, UserError
+from posttrain.core.types import Mask, Outcome, Rollout, Task, UserError
 from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.engines.open_engine import open_engine
@@ -38,6 +38,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.adjust import adjust
+from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.mixtures import mixed_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
@@ -95,6 +96,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     replay_experts(config, model)
     end_tokens(model, tokenizer)  # there must be one, or no reply would end
     warn_unknown_tokens(tokenizer, train_tasks)
+    warn_lost_reasoning(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
     if pool.single_turn:
         Prompts(train_tasks, tokenizer, too_long).check()
@@ -115,7 +117,9 @@ def rl(context: RunContext[RL]) -> RunParts:
         size=Size(config.prompts, config.group, microbatch_tokens(config, model)),
         seed=config.seed,
         success=success,
-        texts=_texts_to_imitate(run, tokenizer, model, too_long, algorithm.pretraining.mask_prompt)
+        texts=_texts_to_imitate(
+            run, tokenizer, model, too_long, "assistant" if algorithm.pretraining.mask_prompt else "all"
+        )
         if algorithm.pretraining
         else (),
         too_long=too_long,
@@ -290,10 +294,10 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
 
 
 def _texts_to_imitate(
-    run: RunFolder[RL], tokenizer: Tokenizer, model: Model, too_long: TooLong, mask_prompt: bool
+    run: RunFolder[RL], tokenizer: Tokenizer, model: Model, too_long: TooLong, mask: Mask
 ) -> Transcripts:
     """Return pretraining texts: rows with `text`, all of which is learned, or with prompt and response."""
     assert run.config.ptx is not None
     tasks = run.chat.of(read_texts("--ptx", run.config.ptx), answered=True)
     eos = end_tokens(model, tokenizer)
-    return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, mask_prompt)
+    return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, mask)

@@ -43,6 +43,7 @@ from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import Chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
+from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.playground import open_playground, service_counts
 from posttrain.training.search_setup import searching
 from posttrain.training.setup import end_tokens, load_tasks, prepare, reply_length_note, warn_unknown_tokens
@@ -132,6 +133,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
             said += [f"{path}: {line}" if len(paths) > 1 else line for line in known.lines]
             end_tokens(model, tokenizer)
             warn_unknown_tokens(tokenizer, shown)
+            warn_lost_reasoning(tokenizer, shown)
             context = model.config.context
             said += reply_length_note(config.max_tokens, context)
             how = config.slots, config.precision

@@ -14,7 +14,8 @@ from posttrain.config.training import SFT
 from posttrain.core.doing import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import Task, Transcript, UserError
-from posttrain.data.tasks import Stream, Tasks
+from posttrain.data.mixed_tasks import AnyTasks
+from posttrain.data.tasks import Stream
 from posttrain.data.tasks_from_rows import is_script
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import is_generator_env, load_env
@@ -27,6 +28,8 @@ from posttrain.models.tokenizer.custom_template import around, read_template
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
+from posttrain.training.lost_reasoning import warn_lost_reasoning
+from posttrain.training.mixtures import rows_of
 from posttrain.training.open_learner import new_learner, policy
 from posttrain.training.passes import example_recording, must_end, sizes, updates
 from posttrain.training.playground import open_services
@@ -36,7 +39,6 @@ from posttrain.training.setup import (
     microbatch_tokens,
     optimization,
     require_chat_template,
-    split_tasks,
     texts_of,
     warn_unknown_tokens,
     warn_unknown_tokens_in_episodes,
@@ -59,12 +61,12 @@ Play = Callable[[Tokenizer, Sequence[int]], Enact]
 def sft(context: RunContext[SFT]) -> RunParts:
     """Train by supervised fine-tuning: maximise the likelihood of demonstrations."""
     config, run, device = context.config, context.run, context.device
-    tasks, held_out = split_tasks(config, context.rows, need=("prompt", "response"))
+    tasks, held_out = rows_of(config, context.rows, need=("prompt", "response"))
     must_end(config, tasks)
     play = _player(run, device, context.resources)
     folder = run.checkpoint or run.start
     if folder:
-        tokenizer, _, ends = outline(folder, config.chat_template)
+        tokenizer, _, ends = outline(folder, config.chat_template, config.chat_template_kwargs)
         require_chat_template(tokenizer, tasks)
         model = policy(config, folder, device, run.world)
     elif config.lora is not None:
@@ -74,8 +76,10 @@ def sft(context: RunContext[SFT]) -> RunParts:
         ends = model.eos_ids
     run.chat = chatting(config, folder, tokenizer, ends)
     told = run.chat.lines(tasks)
-    tasks, held_out = run.chat.of(tasks, answered=True), run.chat.of(held_out, answered=True) if held_out else None
+    how_shown = {"answered": True, "whole": config.mask == "all"}
+    tasks, held_out = run.chat.of(tasks, **how_shown), run.chat.of(held_out, **how_shown) if held_out else None
     warn_unknown_tokens(tokenizer, tasks)
+    warn_lost_reasoning(tokenizer, tasks, mask=config.mask)
     if play is not None and tokenizer.unknown_id is not None:
         warn_unknown_tokens_in_episodes(
             tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template)
@@ -85,8 +89,8 @@ def sft(context: RunContext[SFT]) -> RunParts:
     eos = end_tokens(model, tokenizer)
     enact = play(tokenizer, eos) if play is not None else None
 
-    def transcripts(tasks: Tasks | Stream) -> Transcripts:
-        how = config.mask_prompt, enact, config.min_reward
+    def transcripts(tasks: AnyTasks) -> Transcripts:
+        how = config.mask, enact, config.min_reward
         return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, *how)
 
     made, unseen = transcripts(tasks), transcripts(held_out) if held_out else None
@@ -143,9 +147,7 @@ def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterat
     return episode_texts(play(reader, (reader.eos_id,)), reader, tasks)
 
 
-def _from_scratch(
-    config: SFT, tasks: Tasks | Stream, play: Play | None, device: torch.device
-) -> tuple[Model, Tokenizer]:
+def _from_scratch(config: SFT, tasks: AnyTasks, play: Play | None, device: torch.device) -> tuple[Model, Tokenizer]:
     """Return a new model of the given sizes, and a tokenizer trained on rows and their episodes, or taken from a folder."""
     if config.tokenizer in ("bpe", "characters"):
         template = read_template(config.chat_template) if config.chat_template is not None else None
@@ -160,9 +162,10 @@ def _from_scratch(
         shown = around(template[0]) * TEMPLATE_COUNTS if template else []
         tokenizer = Tokenizer.train(chain(texts, shown), config.vocab, config.tokenizer)  # type: ignore[arg-type]
         tokenizer = tokenizer.templated(*template) if template else tokenizer
+        tokenizer = tokenizer.with_kwargs(config.chat_template_kwargs)
         require_chat_template(tokenizer, tasks)
     else:
-        tokenizer = Tokenizer.load(config.tokenizer, config.chat_template)
+        tokenizer = Tokenizer.load(config.tokenizer, config.chat_template, config.chat_template_kwargs)
     if config.hidden % config.heads:
         raise UserError(f"--hidden {config.hidden} must be a multiple of --heads {config.heads}")
     model = new_decoder(

@@ -1,0 +1,144 @@
+"""The command `posttrain memory`: what a training command takes of a GPU at its peak, from the model's shape alone.
+
+The models of the run are made of shapes without numbers. For them it computes the estimate that a run on a GPU prints
+before its first step. So it needs no GPU, and of the model's folder only config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from posttrain.algorithms.all_algorithms import find
+from posttrain.config.training import RL, Distill, Training
+from posttrain.core.component import Need
+from posttrain.core.types import UserError
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.models.adapters.lora import LoRA, attach, named_targets, targets_of
+from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.models.critic import Critic, ValueModel
+from posttrain.models.free_memory import in_gib
+from posttrain.models.json_files import read_json
+from posttrain.models.native.decoder import Decoder
+from posttrain.models.native.decoder_config import read_config
+from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.runs.checkpoint import resolve
+from posttrain.training.adjust import adjust
+from posttrain.training.frozen_weights import frozen_type
+from posttrain.training.memory_estimate import (
+    TIGHT,
+    MemoryEstimate,
+    SamplingSize,
+    advice,
+    estimate_memory,
+)
+from posttrain.training.setup import ACTIVATION_SHARE, tokens_of_activations
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The estimate for a training command."""
+
+    found: MemoryEstimate
+    room: float  # bytes of the GPU
+    tokens: int  # of a micro-batch
+    advice: tuple[str, ...]  # options that would take less, where it may not fit
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """Lines for the terminal."""
+        for name, size in sorted(self.found.parts.items(), key=lambda part: -part[1]):
+            if size:
+                yield f"{name:<19} {size / 2**30:7.1f} GiB"
+        yield f"{'at the peak':<19} {self.found.total / 2**30:7.1f} GiB, in micro-batches of {self.tokens:,} tokens"
+        if self.advice:
+            yield from self.advice
+        else:
+            yield f"it fits into {in_gib(self.room)}: {self.found.total / self.room:.0%}"
+
+    @property
+    def fits(self) -> bool:
+        return self.found.total <= TIGHT * self.room
+
+
+def plan_memory(config: Training, room: float) -> MemoryPlan:
+    """Estimate the peak of a run of these options on one GPU with `room` bytes.
+
+    Raises UserError for what the estimate does not know: models that transformers backs, shards, quantized weights,
+    critics of actions.
+    """
+    _refuse(config)
+    shape = shape_of(config.model or "")
+    learner = shapes_of(config, shape)
+    tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
+    sampling = None
+    if isinstance(config, RL) and config.engine == "local" and not config.replicas:
+        sampling = SamplingSize(min(config.slots, config.prompts * config.group), config.max_tokens)
+    recompute = config.recompute != "none"
+    found = estimate_memory(learner, tokens, recompute, sampling, room)
+    assert found is not None, "the shape is known"
+    return MemoryPlan(found, room, tokens, tuple(advice(found, learner, tokens, recompute, sampling, room)))
+
+
+def _refuse(config: Training) -> None:
+    """Raise UserError for options that the estimate does not know."""
+    if not config.model:
+        raise UserError("--model is missing: a folder with the config.json of the model, its weights are not read")
+    for name in ("shard", "quantize"):
+        if getattr(config, name, None):
+            raise UserError(f"posttrain memory estimates one GPU with whole weights, and knows nothing of --{name} yet")
+
+
+def shape_of(model: str) -> DecoderConfig:
+    """Return the shape of a model by its folder. Raises UserError for one that is not computed natively."""
+    folder = resolve(model)
+    found = folder if (folder / "config.json").exists() else checkpoint_folder(folder)
+    if not (found / "config.json").exists():
+        raise UserError(f"{model} has no config.json: give the folder of a model (of an adapter: that of its base)")
+    return read_config(Path(found), read_json(found / "config.json"))
+
+
+def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
+    """Return the learner of a run, with models that have shapes and no numbers."""
+    frozen = frozen_type(config)
+    model = _decoder(shape)
+    if config.lora is not None:
+        targets = named_targets(config.lora_targets, targets_of(model))
+        lora = LoRA(rank=config.lora, alpha=float(config.lora_alpha or 2 * config.lora), dora=config.dora)
+        with torch.device("meta"):
+            attach(model, lora, lambda name: name.rpartition(".")[2] in targets)
+        _held(model, frozen)
+    others: dict[str, Decoder] = {}
+    critic: Critic | None = None
+    if isinstance(config, RL):
+        algorithm = adjust(find(config.algorithm), config)
+        if Need.REFERENCE in algorithm.needs and config.lora is None:  # adapters share the weights of theirs
+            others[REFERENCE] = _held(_decoder(shape).requires_grad_(False), frozen)
+        if Need.ACTION_VALUE in algorithm.needs:
+            raise UserError(f"posttrain memory does not know the critic of {algorithm.name} yet")
+        if algorithm.critic is not None:
+            own = shape_of(config.critic_model) if config.critic_model else shape
+            critic = ValueModel(own.hidden, None if config.critic == "shared" else _decoder(own), 0)
+    if isinstance(config, Distill):
+        teachers = {**config.teachers, **({"teacher": config.teacher} if config.teacher else {})}
+        for name, folder in teachers.items():
+            others[name] = _held(_decoder(shape_of(folder)).requires_grad_(False), frozen)
+    return LocalLearner(model, Optimization(), others=others, critic=critic, precision=config.precision)
+
+
+def _decoder(shape: DecoderConfig) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(shape)
+
+
+def _held(model: Decoder, frozen: torch.dtype | None) -> Decoder:
+    """Put matrices that are not trained into the type in which they are held."""
+    for module in model.modules() if frozen is not None else ():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 2 and not parameter.requires_grad:
+                setattr(module, name, nn.Parameter(parameter.to(frozen), requires_grad=False))
+    return model

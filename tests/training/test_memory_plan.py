@@ -1,0 +1,111 @@
+"""The memory of a training command is estimated from the model's config.json alone, as a run on a GPU estimates it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.cli.main import main
+from posttrain.config.resolve import filled
+from posttrain.config.training import RL, SFT, Distill, Prefer, Training
+from posttrain.core.types import UserError
+from posttrain.training.memory_plan import plan_memory
+
+QWEN = {
+    **{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "hidden_size": 1536},
+    **{"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960},
+    **{"max_position_embeddings": 4096, "rope_theta": 1e6, "tie_word_embeddings": True, "hidden_act": "silu"},
+}
+QWEN_7B = {
+    **{**QWEN, "vocab_size": 152064, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+    **{"intermediate_size": 18944, "tie_word_embeddings": False},
+}
+GIB = 2**30
+BF16 = {"precision": "bfloat16"}
+ADAPTED: dict[str, Any] = {"lora": 16, "frozen_weights": "bfloat16", "recompute": "layers"}
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, config in {"1b": QWEN, "7b": QWEN_7B, "other": {**QWEN, "model_type": "gpt_neox"}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def config(kind: type[Training], **options: Any) -> Any:
+    return filled(kind, {"tasks": "x", **BF16, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "measured"),
+    [
+        # peaks that runs had on an H200 (tests/training/test_memory_estimate.py)
+        ({"model": "1b", "kl": 0.0, "tokens_per_microbatch": 16_384, "prompts": 32, "max_tokens": 512}, 61.9e9),
+        ({"model": "7b", **ADAPTED, "tokens_per_microbatch": 7_168, "prompts": 4, "max_tokens": 1024}, 36.1e9),
+    ],
+)
+def test_the_estimate_is_within_a_tenth_of_the_peak_that_an_h200_had(
+    models: Path, options: dict[str, Any], measured: float
+) -> None:
+    algorithm = "dr-grpo" if "kl" in options else "grpo"
+    options = {name: value for name, value in options.items() if name != "kl"}
+    found = plan_memory(config(RL, env="e", algorithm=algorithm, **options), 150.1e9)
+    assert abs(found.found.total - measured) < 0.1 * measured, str(found.found)
+
+
+def weights(models: Path, kind: type[Training], **options: Any) -> float:
+    return plan_memory(config(kind, model="1b", **options), 80 * GIB).found.parts["weights"]
+
+
+def test_models_beside_the_policy_are_counted_by_what_the_algorithm_needs(models: Path) -> None:
+    alone = weights(models, SFT)
+    assert weights(models, Prefer) == alone  # its reference is computed before, and kept as numbers
+    rl = {"env": "e"}
+    assert weights(models, RL, algorithm="dr-grpo", **rl) == alone
+    assert weights(models, RL, algorithm="grpo", **rl) == pytest.approx(2 * alone)  # the reference
+    assert weights(models, RL, algorithm="ppo", **rl) == pytest.approx(3 * alone, rel=1e-4)  # and the critic
+    assert weights(models, RL, algorithm="ppo", critic="shared", **rl) == pytest.approx(2 * alone, rel=1e-4)
+    adapted = weights(models, RL, algorithm="grpo", **rl, **ADAPTED)
+    assert adapted == pytest.approx(alone / 2, rel=0.03)  # no reference of its own, and half as many bytes
+    taught = weights(models, Distill, teacher="7b")
+    assert taught > 4 * alone
+
+
+def test_the_command_prints_parts_advice_and_whether_it_fits(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "-- rl --model 7b --precision bfloat16".split()
+    assert main(["memory", *words]) == 1
+    out = capsys.readouterr().out
+    assert "weights                56.7 GiB" in out and "this may not fit into the GPU's 80.0 GiB" in out
+    assert "--lora 16 with --frozen-weights bfloat16" in out
+    small = "--lora 16 --frozen-weights bfloat16 --recompute layers".split()
+    assert main(["memory", "--gpu-memory", "40", *words, *small]) == 0
+    assert "it fits into 40.0 GiB: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("-- rl", "--model is missing"),
+        ("-- rl --model nowhere", "nowhere"),
+        ("-- rl --model other", 'model_type "gpt_neox" is not supported'),
+        ("-- sft --model 7b --lora 8 --quantize nf4", "knows nothing of --quantize"),
+        ("-- rl --model 7b --algorithm sac", "does not know the critic of sac"),
+        ("", "a training command follows two dashes: posttrain memory -- sft"),
+        ("-- eval --model 7b", "a training command follows two dashes"),
+        ("--gpu-memory 0 -- sft --model 7b", "--gpu-memory"),
+    ],
+)
+def test_mistakes_are_one_line(models: Path, capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
+    assert main(["memory", *words.split()]) == 2
+    err = capsys.readouterr().err.strip()
+    assert told in err and "\n" not in err
+
+
+def test_a_model_of_a_kind_that_is_backed_is_refused(models: Path) -> None:
+    with pytest.raises(UserError, match="not supported"):
+        plan_memory(config(SFT, model="other"), 80 * GIB)

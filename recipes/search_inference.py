@@ -21,7 +21,7 @@ from common_tasks import WORKED_SUMS
 from pages import write_page
 
 import posttrain
-from posttrain.core.intervals import student_interval
+from posttrain.core.intervals import student_interval, wilson_interval
 
 ASKED = 200  # held-out tasks
 BUDGETS = (150, 500)  # sampled tokens per reply: some five and some eighteen whole replies
@@ -35,6 +35,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "lookahead": {"search": ("lookahead",)},
     "best-first": {"search": ("best-first",)},
     "mcts": {"search": ("mcts",)},
+    "mcts, weighted": {"search": ("mcts",), "choose": "weighted"},
 }
 SHAPES = {150: {"search_width": 2, "search_proposals": 2}, 500: {"search_width": 4, "search_proposals": 4}}
 """Budget -> width and proposals of the searches that have them: a beam of this shape ends within the budget."""
@@ -116,21 +117,30 @@ def table(found: Mapping[str, Mapping[str, float]], seeds: Sequence[int]) -> lis
             if len(runs) < len(seeds):
                 continue
             own = settings(name, budget)
-            shape = (
-                f"{own['search_width']} x {own.get('search_proposals', 4)}" if "n" not in name[8:9] else "all that fit"
-            )
+            shape = "all that fit" if own["search_width"] == WIDE["search_width"] else _shape(own)
             less = [
                 run["accuracy"] - found[key("best-of-n", budget, seed)]["accuracy"]
                 for run, seed in zip(runs, seeds, strict=True)
             ]
             cells = [
-                str(budget), name, shape, _mean([run["accuracy"] for run in runs]),
+                str(budget), name, shape, _accuracy([run["accuracy"] for run in runs]),
                 "" if name == "best-of-n" else _mean(less, "+.3f"),
                 *(f"{sum(run[what] for run in runs) / len(runs):{form}}"
                   for what, form in (("tokens", ".0f"), ("finished", ".1f"), ("unfinished", ".3f"))),
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _shape(options: Mapping[str, Any]) -> str:
+    return f"{options['search_width']} x {options['search_proposals']}"
+
+
+def _accuracy(values: Sequence[float]) -> str:
+    """Return the mean with Student's interval over seeds; of one seed, with Wilson's over its tasks."""
+    if values[1:]:
+        return _mean(values)
+    return f"{values[0]:.3f} {wilson_interval(round(values[0] * ASKED), ASKED).text('.3f')}"
 
 
 def _mean(values: Sequence[float], form: str = ".3f") -> str:

@@ -4,7 +4,7 @@
 
 The starts are those of `recipes/algorithms.py --task worked-sums`, the process reward models those of
 `recipes/process_rewards.py`; a reward model that is missing is trained. Every search finds a reply to each of 200 held-out
-tasks, with the same budget of sampled tokens. What is there already is not repeated. With --page the recipe writes its part
+tasks, with the same budget of sampled tokens. Finished searches are not repeated. With --page the recipe writes its part
 of that page.
 """
 

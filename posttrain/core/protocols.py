@@ -207,7 +207,7 @@ class Seeing(Protocol):
 
 
 @runtime_checkable
-class Reading(Protocol):
+class ReadingEngine(Protocol):
     """An engine that judges what it samples, and reads the prompt for that as a reward model does."""
 
     def submit_read(

@@ -18,6 +18,7 @@ from posttrain.engines.search.tree_search import (
     SearchStep,
     SearchTree,
     best_first,
+    puct,
     run,
 )
 
@@ -132,6 +133,7 @@ def test_a_beam_keeps_the_best_of_all_proposals_of_a_step() -> None:
     assert toy.path(tree.chosen()) == max((toy.path(node) for node in tree.finished), key=toy.worth.__getitem__)
     assert set(kept) <= {toy.path(node) for node in tree.finished}
     assert tree.expansions == 1 + 2 * (DEPTH - 1)
+    assert tree.spent == 2 * BRANCHES + (DEPTH - 1) * 2 * BRANCHES, "width x proposals at each step"
 
 
 def test_lookahead_values_a_step_by_the_end_of_a_greedy_rollout() -> None:
@@ -164,6 +166,14 @@ def test_puct_selects_as_computed_by_hand() -> None:
     assert (first.visits, first.total) == (2, pytest.approx(0.4 + 0.9))
     assert (second.visits, second.total) == (1, pytest.approx(0.5))
     assert tree.root.visits == 4
+
+
+def test_puct_is_the_mean_value_and_the_bonus_of_the_prior() -> None:
+    parent = SearchNode(visits=9)
+    node = SearchNode(parent, SearchStep((1,), (0.0,)), value=0.7, prior=0.3)
+    assert puct(node, SearchSettings(exploration=2.0)) == pytest.approx(0.7 + 2 * 0.3 * 3 / 1)
+    node.visits, node.total = 2, 0.8
+    assert puct(node, SearchSettings(exploration=2.0)) == pytest.approx(0.4 + 2 * 0.3 * 3 / 3)
 
 
 def test_mcts_visits_each_whole_reply_once_and_ends_when_all_is_expanded() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.protocols import Engine, Reading
+from posttrain.core.protocols import Engine, ReadingEngine
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Invalid, Sampling, StopReason, UserError
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
@@ -101,7 +101,7 @@ class _Part:
 
 
 class SearchEngine:
-    """Engine that searches; implements `posttrain.core.protocols.Engine` and `Reading`. Replies have no later turns.
+    """Engine that searches; implements `posttrain.core.protocols.Engine` and `ReadingEngine`. Replies have no later turns.
 
     `context`: tokens of prompt and reply together that the model reads. `scorer`: None where no step is scored.
     """
@@ -143,7 +143,7 @@ class SearchEngine:
     def submit_read(
         self, id: int, prompt: Sequence[int], context: Mapping[str, Any], sampling: Sampling, keep: bool = False
     ) -> None:
-        """Search for a reply. See `posttrain.core.protocols.Reading`."""
+        """Search for a reply. See `posttrain.core.protocols.ReadingEngine`."""
         settings = self.plan.settings
         replies = settings.width * settings.proposals
         tokens = replies * sampling.max_tokens if self.plan.budget is None else self.plan.budget
@@ -231,7 +231,7 @@ class SearchEngine:
         seed = seed_of(part.seed, "behind", known) if known else part.seed
         sampling = Sampling(heat, own.top_p, own.top_k, tokens, stop, seed)
         self._parts[request] = part
-        self.engine.submit(request, [*search.prompt, *part.node.tokens, *part.tokens], sampling, keep=True)
+        self.engine.submit(request, [*search.prompt, *part.node.tokens, *part.tokens], sampling, keep=not whole)
 
     def _take(self, completion: Completion) -> None:
         """Read tokens of a step, which is then whole or goes on."""
@@ -355,4 +355,4 @@ def answer_of(reply: str) -> str:
 
 if TYPE_CHECKING:
     _proof: Callable[..., Engine] = SearchEngine
-    _reading: Callable[..., Reading] = SearchEngine
+    _reading: Callable[..., ReadingEngine] = SearchEngine

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from posttrain.core.conversation import TextEncoder
 from posttrain.core.doing import doing
 from posttrain.core.pictures import PictureError
-from posttrain.core.protocols import Alone, Engine, Reading, Seeing, World
+from posttrain.core.protocols import Alone, Engine, ReadingEngine, Seeing, World
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import (
     Ask,
@@ -321,7 +321,7 @@ class _Play:
         request = self._request(index, p.contexts.index(p.context))
         keep = not self.pool.single_turn
         try:
-            if isinstance(self.engine, Reading):
+            if isinstance(self.engine, ReadingEngine):
                 self.engine.submit_read(request, tokens, _context_of(p, turn), sampling, keep=keep)
             elif not p.context.transcript.media:
                 self.engine.submit(request, tokens, sampling, keep=keep)

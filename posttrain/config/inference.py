@@ -7,6 +7,7 @@ from typing import Literal
 
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.row_options import ChatTemplateGroup, Data, FromRows
+from posttrain.config.search_options import SearchedGroup
 from posttrain.config.service_options import LABELLERS
 from posttrain.config.shared_options import (
     EnvLimitGroup,
@@ -17,7 +18,6 @@ from posttrain.config.shared_options import (
     ReplicaGroup,
     SamplingGroup,
     SeedGroup,
-    ServiceGroup,
     StepRewardGroup,
 )
 from posttrain.core.component import option
@@ -138,7 +138,7 @@ class Check(StepRewardGroup, EnvLimitGroup, Data):
 
 
 @dataclass(frozen=True)
-class Sample(ReplicaGroup, HardwareGroup, ServiceGroup, EnvWorkerGroup, Data, group="sampling"):
+class Sample(ReplicaGroup, HardwareGroup, SearchedGroup, EnvWorkerGroup, Data, group="sampling"):
     """Sample replies to every prompt over a grid of settings: examples to label or to learn from."""
 
     model: tuple[str, ...] = option((), group="model", first_hour=True, value="FOLDER")

@@ -21,6 +21,7 @@ GROUPS = (
     "environment",
     "model",
     "sampling",
+    "search",
     "labels",
     "algorithm",
     "optimisation",

@@ -15,6 +15,7 @@ from posttrain.config.known_trackers import check_trackers
 from posttrain.config.mixture_options import check_mixture
 from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
+from posttrain.config.search_options import check_search
 from posttrain.config.service_options import LABELLERS, SERVICES, named_services
 from posttrain.config.training import RL, Distill, Passes, Prefer, RewardModelling, Training
 from posttrain.core import user_files
@@ -59,7 +60,8 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_engines(config)
     if isinstance(config, RL | Evaluation | Check | Sample):
         names = _services(config)
-        if not (config.env or mixed) and names:
+        searched = isinstance(config, Sample) and bool(config.search)
+        if not (config.env or mixed or searched) and names:
             raise UserError(
                 f"--env is missing: give an environment that uses {', '.join(names)} with Ask and returns a reward"
             )
@@ -127,12 +129,13 @@ def _services(config: RL | Evaluation | Check | Sample | Chat) -> list[str]:
 
 
 def _validate_sample(config: Sample) -> None:
-    for name in ("model", "temperature", "top_p", "seed"):
+    for name in ("model", "temperature", "top_p", "seed", "search"):
         values = getattr(config, name)
-        if not values:
+        if not values and name != "search":
             raise UserError(f"--{name.replace('_', '-')} is empty: give at least one value, or leave it out")
         if twice := next((value for value in values if values.count(value) > 1), None):
             raise UserError(f"--{name.replace('_', '-')} has {twice!r} twice: the same replies would be sampled again")
+    check_search(config, config.temperature)
     if config.adaptive is not None and config.adaptive <= config.samples:
         raise UserError(
             f"--adaptive {config.adaptive} must be more than --samples {config.samples}, with which it begins"

@@ -52,18 +52,23 @@ def check_step_rewards(config: Any) -> None:
     if not config.reward_model:
         raise UserError("--step-delimiter needs the model that scores steps: --reward-model FOLDER")
     process_model(config)
-    if len(pattern := config.step_delimiter) > 2 and pattern[0] == pattern[-1] == "/":
-        try:
-            re.compile(pattern[1:-1])
-        except re.error as error:
-            raise UserError(f"--step-delimiter {pattern} is no regular expression: {error}") from error
-    elif "\\n" in pattern:
-        raise UserError(
-            f"--step-delimiter {pattern} is a backslash and an n, which no reply has: for new lines write --step-delimiter "
-            f'"/{pattern}/"'
-        )
+    check_delimiter(config.step_delimiter)
     if not config.env:
         object.__setattr__(config, "env", "unscored")
+
+
+def check_delimiter(delimiter: str) -> None:
+    """Raise UserError for a delimiter between slashes that is no regular expression, and for a new line typed as two letters."""
+    if len(delimiter) > 2 and delimiter[0] == delimiter[-1] == "/":
+        try:
+            re.compile(delimiter[1:-1])
+        except re.error as error:
+            raise UserError(f"--step-delimiter {delimiter} is no regular expression: {error}") from error
+    elif "\\n" in delimiter:
+        raise UserError(
+            f"--step-delimiter {delimiter} is a backslash and an n, which no reply has: for new lines write --step-delimiter "
+            f'"/{delimiter}/"'
+        )
 
 
 def process_model(config: Any) -> str:
@@ -71,8 +76,7 @@ def process_model(config: Any) -> str:
     names = [name for name, _ in named_services(config.reward_model, "reward-model")]
     if len(names) > 1 and PROCESS not in names:
         raise UserError(
-            f"--step-delimiter: of several reward models the one that scores steps is called {PROCESS}: --reward-model "
-            f"{PROCESS}=FOLDER"
+            f"of several reward models the one that scores steps is called {PROCESS}: --reward-model {PROCESS}=FOLDER"
         )
     return PROCESS if PROCESS in names else names[0]
 

@@ -93,7 +93,7 @@ class StepRewardGroup(ServiceGroup, group="environment"):
     """Reward each step of a reply by --reward-model, trained on labelled steps. The text between steps; or line, or a
     regular expression between slashes: "/(?=Step [0-9])/"; reply: each reply of an episode is one step; spans: the
     environment names where steps end. Without --env, steps alone earn rewards."""
-    step_aggregate: Literal["none", "sum", "mean", "min", "last"] = "none"
+    step_aggregate: Literal["none", "sum", "mean", "min", "last", "product"] = "none"
     """Aggregate of step rewards, a part "process" of the reward. none: each step has its own, at its last token, as
     grpo-process, --advantage to-go and critics read them."""
     step_rewards: Literal["always", "if-right"] = "always"

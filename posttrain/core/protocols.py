@@ -206,6 +206,17 @@ class Seeing(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadingEngine(Protocol):
+    """An engine that judges what it samples, and reads the prompt for that as a reward model does."""
+
+    def submit_read(
+        self, id: int, prompt: Sequence[int], context: Mapping[str, Any], sampling: Sampling, keep: bool = False
+    ) -> None:
+        """Submit as `Engine.submit` does. `context`: {"prompt": text} or {"messages": [...]}, of the same prompt."""
+        ...
+
+
 class Service(Protocol):
     """Answers questions of environments in the main process, many at once.
 

@@ -17,8 +17,9 @@ from posttrain.core.types import OUTCOME, Ask, Graded, Invalid, Reply, SpanRewar
 from posttrain.envs.play.env_outputs import MOST_SPANS, Done, read_verdict
 from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_async, load_env, pack_env, unpack_env
+from posttrain.envs.play.service_client import Services
 
-Aggregate = Literal["none", "sum", "mean", "min", "last"]
+Aggregate = Literal["none", "sum", "mean", "min", "last", "product"]
 PROCESS = "process"
 """The part of a reward that comes from a process reward model."""
 
@@ -30,6 +31,7 @@ _AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: math.fsum(values) / len(values),
     "min": min,
     "last": lambda values: values[-1],
+    "product": math.prod,
 }
 
 
@@ -66,7 +68,7 @@ def split_steps(reply: str, delimiter: str, cut: bool = False) -> list[Step]:
     [Step(end=6, text='1+1=2'), Step(end=12, text='2+2=4')]
     """
     found, start = [], 0
-    for match in re.finditer(_pattern(delimiter), reply):
+    for match in re.finditer(delimiter_pattern(delimiter), reply):
         if (text := reply[start : match.start()]).strip():
             found.append(Step(match.end(), text))
         start = max(start, match.end())
@@ -82,7 +84,8 @@ def split_at(reply: str, ends: Sequence[int]) -> list[Step]:
     return [step for step in steps if step.text.strip()]
 
 
-def _pattern(delimiter: str) -> str:
+def delimiter_pattern(delimiter: str) -> str:
+    """Return the regular expression of a delimiter."""
     if delimiter in (REPLY, SPANS):
         return r"(?!)"  # matches nowhere
     if delimiter == LINE:
@@ -256,6 +259,31 @@ class _AsyncStepped(_Wrapped):
                 yield end.value
                 return
             answer = yield question
+
+
+@dataclass(frozen=True)
+class StepScorer:
+    """The value of a partial reply: an aggregate of the probabilities of its steps, by a process reward model."""
+
+    services: Services
+    service: str
+    delimiter: str
+    aggregate: Aggregate
+
+    def __call__(self, context: Mapping[str, Any], reply: str, tell: Callable[[float | Invalid], None]) -> None:
+        """Ask for the value of a reply so far, and pass it to `tell`. A reply without a step has 0."""
+        steps = [step.text for step in split_steps(reply, self.delimiter)]
+        if not steps:
+            tell(0.0)
+            return
+
+        def hear(scores: Any) -> None:
+            if isinstance(scores, Invalid):
+                tell(scores)
+            else:
+                tell(_AGGREGATES[self.aggregate]([_sigmoid(score) for score in scores]))
+
+        self.services.ask(hear, Ask(self.service, {**context, "steps": steps}))
 
 
 def _unpacked(kind: type[_Wrapped], packed: str | bytes, how: StepScoring) -> _Wrapped:

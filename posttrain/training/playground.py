@@ -17,6 +17,7 @@ import torch
 from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample
 from posttrain.config.mixture_options import parts_of
 from posttrain.config.service_options import named_services, process_model
+from posttrain.config.shared_options import StepRewardGroup
 from posttrain.config.training import RL, SFT
 from posttrain.core.doing import doing
 from posttrain.core.protocols import Alone, Engine, World
@@ -167,7 +168,7 @@ def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Call
     Raises UserError if these depend on the outcome, and nothing defines whether it is right.
     """
     own = env or config.env
-    if not getattr(config, "step_delimiter", ""):
+    if not (isinstance(config, StepRewardGroup) and config.step_delimiter):
         return own
     success = success_of(own, getattr(config, "success", None)) if config.step_rewards == "if-right" else None
     if config.step_rewards == "if-right" and success is None:

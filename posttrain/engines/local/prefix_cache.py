@@ -43,6 +43,8 @@ class PrefixCache:
     def put(self, id: int, kept: CachedPrefixes) -> None:
         self._kept[id] = kept
         self._hold(kept)
+        if self.bytes <= self.budget:
+            return  # a search keeps thousands of prefixes: they are walked through only to drop some
         for oldest, other in list(self._kept.items()):
             if self.bytes <= self.budget:
                 break

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from posttrain.core.conversation import TextEncoder
 from posttrain.core.doing import doing
 from posttrain.core.pictures import PictureError
-from posttrain.core.protocols import Alone, Engine, Seeing, World
+from posttrain.core.protocols import Alone, Engine, ReadingEngine, Seeing, World
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import (
     Ask,
@@ -321,7 +321,9 @@ class _Play:
         request = self._request(index, p.contexts.index(p.context))
         keep = not self.pool.single_turn
         try:
-            if not p.context.transcript.media:
+            if isinstance(self.engine, ReadingEngine):
+                self.engine.submit_read(request, tokens, _context_of(p, turn), sampling, keep=keep)
+            elif not p.context.transcript.media:
                 self.engine.submit(request, tokens, sampling, keep=keep)
             elif isinstance(self.engine, Seeing):
                 self.engine.submit_seen(request, tokens, p.context.transcript.media, sampling, keep=keep)
@@ -414,6 +416,17 @@ class _Play:
             self.engine.forget(self._request(index, place))
         for other in self.shares.end(index):
             self._begin(other)
+
+
+def _context_of(p: RunningEpisode, turn: Turn) -> dict[str, Any]:
+    """Return the prompt in the form that reward models read. Raises UserError where a search cannot begin with it."""
+    if p.replies or p.context.transcript.media:
+        raise UserError(
+            "--search finds the only reply to a text: this environment asks for several, or shows a picture"
+        )
+    if turn.tokens is not None:
+        raise UserError("--search: this environment shows token ids, which a reward model cannot read")
+    return {"prompt": turn.text} if turn.messages is None else {"messages": list(turn.messages)}
 
 
 def cut_observation(tokens: Sequence[int], room: int, max_tokens: int) -> list[int]:

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,10 @@ from posttrain.envs.play.answer_journal import AnswerJournal
 
 OPTIONS = {"judge": "--judge RECIPE", "retriever": "--retriever FOLDER", "reward-model": "--reward-model FOLDER"}
 """Kinds of services -> how one is given. A name that holds none of these words is taken for that of a reward model."""
+
+
+Asker = int | Callable[[Any], None]
+"""An episode's number; or the function that receives the answer."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Services:
         self._noted: set[tuple[int, str]] = set()  # entries of the journal from this step
         self._tickets: dict[int, _Ticket] = {}
         self._begun = 0  # tickets ever made
-        self._waiting: dict[str, list[int]] = {}  # question -> the callers' ids
-        self._ready: list[tuple[int, Any]] = []
+        self._waiting: dict[str, list[Asker]] = {}  # question -> who asked it
+        self._ready: list[tuple[Asker, Any]] = []
         self._counted: dict[str, float] = {}
 
     def __bool__(self) -> bool:
@@ -75,8 +79,8 @@ class Services:
         way = OPTIONS[kind] if ask.service == kind else OPTIONS[kind].replace(" ", f" {ask.service}=", 1)
         return f"asked the service {ask.service!r}, which this run {has}{near(ask.service, self.named)}: give {way}"
 
-    def ask(self, id: int, ask: Ask) -> None:
-        """Ask for the episode `id`; the answer comes from `poll`."""
+    def ask(self, id: Asker, ask: Ask) -> None:
+        """Ask for the episode `id`; the answer comes from `poll`, which calls a function with it instead."""
         if problem := self.problem(ask):
             self._ready.append((id, Invalid(problem, InvalidKind.UNANSWERED)))
             return
@@ -103,7 +107,14 @@ class Services:
         if asked:
             self.waited += time.perf_counter() - began
         ready, self._ready = self._ready, []
-        return [(id, copy.deepcopy(answer)) for id, answer in ready]  # an environment may change what it gets
+        found = []
+        for id, answer in ready:
+            own = copy.deepcopy(answer)  # an environment may change what it gets
+            if callable(id):
+                id(own)
+            else:
+                found.append((id, own))
+        return found
 
     def forget(self) -> None:
         """Forget waiting episodes: their run was given up. Answers that still come are kept."""

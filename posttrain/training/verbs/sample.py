@@ -33,6 +33,7 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import Convert
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
+from posttrain.engines.search.search_engine import SearchEngine
 from posttrain.envs.play.episode import Episode, content_text
 from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env
@@ -44,6 +45,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
 from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.playground import open_playground, service_counts
+from posttrain.training.search_setup import searching
 from posttrain.training.setup import end_tokens, load_tasks, prepare, reply_length_note, warn_unknown_tokens
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.verify.similarity import edit_similarity
@@ -76,9 +78,10 @@ class Written:
 
 @dataclass(frozen=True)
 class _Cell:
-    """Cell of the grid: checkpoint, settings, and number of replies."""
+    """Cell of the grid: checkpoint, search, settings, and number of replies."""
 
     model: int  # place among the checkpoints
+    search: str  # "": none
     sampling: Sampling
     seed: int
     samples: int
@@ -86,7 +89,8 @@ class _Cell:
 
     def episode(self, task: Task, member: int) -> Episode:
         s = self.sampling
-        seed = seed_of(self.seed, "sample", task["id"], self.model, s.temperature, s.top_p, s.top_k, member)
+        search = [self.search] if self.search else []
+        seed = seed_of(self.seed, "sample", task["id"], self.model, s.temperature, s.top_p, s.top_k, member, *search)
         return Episode(task, str(task["id"]), seed, s)
 
 
@@ -122,8 +126,9 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
         open_playground(config, env, tasks, device, models=paths) as ground,
         ExitStack() as opened,
     ):
-        players, fitting = [], list(range(len(tasks)))
-        for path, known in zip(paths, ground.models, strict=True):
+        players: dict[tuple[int, str], tuple[Player, Chatting]] = {}
+        fitting = list(range(len(tasks)))
+        for place, (path, known) in enumerate(zip(paths, ground.models, strict=True)):
             model, tokenizer, shown = load_model(path, device=device), known.tokenizer, known.chat.of(tasks)
             said += [f"{path}: {line}" if len(paths) > 1 else line for line in known.lines]
             end_tokens(model, tokenizer)
@@ -136,7 +141,9 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
                 closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas)))
             )
             engine.load(model, 0)
-            players.append((ground.player(engine, tokenizer, context), known.chat))
+            for name in config.search or ("",):
+                own = searching(config, name, engine, model, tokenizer, ground.services) if name else engine
+                players[place, name] = ground.player(own, tokenizer, context), known.chat
             if ground.pool.single_turn:
                 prompts = Prompts(shown, tokenizer, TooLong(config.too_long, context, said.append))
                 fitting = [place for place in fitting if prompts.fits(place)]
@@ -188,16 +195,17 @@ class _Grids:
         samples = chosen("samples")
         most = max(samples, config.adaptive or 0)
         cells = []
-        for model, heat, top_p in product(range(len(config.model)), chosen("temperature"), chosen("top_p")):
+        models, searches = range(len(config.model)), config.search or ("",)
+        for model, search, heat, top_p in product(models, searches, chosen("temperature"), chosen("top_p")):
             sampling = Sampling(heat, top_p, chosen("top_k"), chosen("max_tokens"), stop)
             for seed in config.seed if heat else config.seed[:1]:
-                cells.append(_Cell(model, sampling, seed, samples if heat else 1, most if heat else 1))
+                cells.append(_Cell(model, search, sampling, seed, samples if heat else 1, most if heat else 1))
             if not heat and chosen("top_p")[0] != top_p:
                 cells.pop()  # a greedy reply is the same for any top-p
         if (total := sum(cell.most for cell in cells)) > MOST:
             raise UserError(
                 f"a prompt would have {total} replies, and a row holds {MOST}: fewer --samples, or a smaller grid "
-                "(--temperature, --top-p, --seed, --model, --adaptive)"
+                "(--temperature, --top-p, --seed, --model, --search, --adaptive)"
             )
         return cells
 
@@ -224,8 +232,10 @@ def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 class _Sampler:
     """Sampler of blocks of tasks, which writes them."""
 
-    def __init__(self, config: Sample, grids: _Grids, players: Sequence[tuple[Player, Chatting]], scored: bool) -> None:
-        """`players`: of each model, and the chat format of plain prompts; written rows have the prompts unchanged."""
+    def __init__(
+        self, config: Sample, grids: _Grids, players: Mapping[tuple[int, str], tuple[Player, Chatting]], scored: bool
+    ) -> None:
+        """`players`: of each model and search, and the chat format of plain prompts; written rows keep the prompts."""
         self.config, self.grids, self.players, self.scored = config, grids, players, scored
 
     def write(self, tasks: Tasks, places: Sequence[int], lines: Lines, say: Callable[[str], None]) -> None:
@@ -261,8 +271,8 @@ class _Sampler:
         self, block: Sequence[Task], cells: Sequence[Sequence[_Cell]], places: Sequence[_Place]
     ) -> dict[_Place, Rollout]:
         found: dict[_Place, Rollout] = {}
-        for model, (player, chat) in enumerate(self.players):
-            own = [(t, c, m) for t, c, m in places if cells[t][c].model == model]
+        for (model, search), (player, chat) in self.players.items():
+            own = [(t, c, m) for t, c, m in places if (cells[t][c].model, cells[t][c].search) == (model, search)]
             if own:
                 rollouts = player.play([cells[t][c].episode(chat.task(block[t]), m) for t, c, m in own])
                 if len(rollouts) > len(own):
@@ -285,8 +295,11 @@ class _Sampler:
         """Return the row of a task with its replies."""
         kept = {name: value for name, value in task.items() if name not in (*SAID, *DETAILS)}
         for cell, _, rollout in replies:
-            kept |= self._shown(rollout, self.players[cell.model][0])
-        samples = [{**self._how(cell), "member": m, **_reply_columns(rollout)} for cell, m, rollout in replies]
+            kept |= self._shown(rollout, self.players[cell.model, cell.search][0])
+        samples = [
+            {**self._how(cell), "member": m, **_reply_columns(rollout), **self._search_columns(task, cell, m)}
+            for cell, m, rollout in replies
+        ]
         texts, rollouts = [r.text for _, _, r in replies], [r for _, _, r in replies]
         if self.config.distinct:
             first = {text: place for place, text in reversed(list(enumerate(texts)))}
@@ -300,7 +313,14 @@ class _Sampler:
         s = cell.sampling
         top_k = {"top_k": s.top_k} if s.top_k else {}
         settings = {"temperature": s.temperature, "top_p": s.top_p, **top_k, "max_tokens": s.max_tokens}
-        return {"model": self.config.model[cell.model], **settings, "seed": cell.seed}
+        search = {"search": cell.search} if cell.search else {}
+        return {"model": self.config.model[cell.model], **search, **settings, "seed": cell.seed}
+
+    def _search_columns(self, task: Task, cell: _Cell, member: int) -> dict[str, Any]:
+        """Return the course of the search for a reply, if there was one."""
+        engine = self.players[cell.model, cell.search][0].engine
+        record = engine.record(cell.episode(task, member).seed) if isinstance(engine, SearchEngine) else None
+        return record.columns if record is not None else {}
 
     def _shown(self, rollout: Rollout, player: Player) -> dict[str, Any]:
         """Return the prompt that the policy saw, as columns of a row. Raises UserError where no row can hold it."""

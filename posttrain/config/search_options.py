@@ -1,0 +1,78 @@
+"""Options of the search for replies at inference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from posttrain.config.option_groups import OptionGroup
+from posttrain.config.service_options import check_delimiter, play_the_only_service, process_model
+from posttrain.config.shared_options import ServiceGroup
+from posttrain.core.component import option
+from posttrain.core.types import UserError
+
+
+@dataclass(frozen=True)
+class SearchGroup(OptionGroup, group="search"):
+    """The search for a reply, step by step."""
+
+    search: tuple[Literal["best-of-n", "beam", "best-first", "lookahead", "mcts"], ...] = ()
+    """Search for each reply: the policy proposes steps, and --reward-model, a process reward model, chooses among them.
+    best-of-n: whole replies. beam: the best partial replies go on. best-first: the best one goes on. lookahead: a beam that
+    values steps by greedy rollouts. mcts: PUCT. Of several, each finds --samples replies."""
+    search_width: int = option(4, above=0, most=1024)
+    """Partial replies that a beam keeps; whole replies with which best-first ends."""
+    search_proposals: int = option(4, above=0, most=1024)
+    """Steps that are proposed after each partial reply. best-of-n samples --search-width times as many whole replies."""
+    search_tokens: int | None = option(None, above=0)
+    """Budget of sampled tokens per reply, those of discarded steps and rollouts included. Default: as many as best-of-n
+    takes at most."""
+    search_lookahead: int = option(1, above=0)
+    """Steps of a rollout of --search lookahead."""
+    search_exploration: float = option(1.25, least=0)
+    """The constant c of PUCT, for --search mcts: higher values visit more partial replies."""
+    choose: Literal["best", "majority", "weighted"] = "best"
+    """Choice among the whole replies that a search has found: the highest value (best), the most frequent final answer
+    (majority), or the answer with the highest sum of values (weighted). best-of-n with majority needs no reward model."""
+    step_delimiter: str = option("line", value="TEXT")
+    """Text at which a step ends; or line, or a regular expression between slashes: "/(?=Step [0-9])/"; reply: the reply
+    is one step."""
+    step_aggregate: Literal["last", "min", "product", "mean", "sum"] = "last"
+    """Value of a partial reply, of the probabilities of its steps: last for reward models of the chance that the reply
+    will be right; min or product for those of whether the step is right."""
+
+
+@dataclass(frozen=True)
+class SearchedGroup(SearchGroup, ServiceGroup, group="search"):
+    """A search, and the services beside it. Its reward model is no environment."""
+
+    def __post_init__(self) -> None:
+        if not self.search:
+            play_the_only_service(self)
+
+
+def check_search(config: SearchedGroup, temperatures: tuple[float, ...]) -> None:
+    """Raise UserError, in one line, for options of a search that contradict each other or have no effect."""
+    for f in fields(SearchGroup)[1:]:
+        wanted = OF_SOME.get(f.name, ())
+        if getattr(config, f.name) != f.default and not (set(wanted or config.search) & set(config.search)):
+            name = f"--{f.name.replace('_', '-')}"
+            raise UserError(f"{name} has no effect without --search {' or '.join(wanted)}".rstrip() + ": leave it out")
+    if not config.search:
+        return
+    if config.step_delimiter == "spans" or not config.step_delimiter:
+        raise UserError("--search needs a --step-delimiter in the text: line, a text, a regular expression, or reply")
+    check_delimiter(config.step_delimiter)
+    if config.reward_model:
+        process_model(config)
+    elif config.search != ("best-of-n",) or config.choose != "majority":
+        raise UserError("--search needs the model that scores steps: --reward-model FOLDER")
+    if 0 in temperatures and config.search_width * config.search_proposals > 1:
+        raise UserError(
+            "--temperature 0 proposes the same step again and again: give a higher one, or --search-width 1 and "
+            "--search-proposals 1"
+        )
+
+
+OF_SOME = {"search_lookahead": ("lookahead",), "search_exploration": ("mcts",)}
+"""Options of one search alone -> the search."""

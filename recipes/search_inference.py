@@ -1,0 +1,152 @@
+"""Compares searches at equal sampled tokens on worked sums: best-of-N, beam, best-first, lookahead and MCTS.
+
+    python recipes/search_inference.py [--seeds 0 1 2] [--out runs/search] [--page docs/guides/search.md]
+
+The starts are those of `recipes/algorithms.py --task worked-sums`, the process reward models those of
+`recipes/process_rewards.py`; a reward model that is missing is trained. Every search finds a reply to each of 200 held-out
+tasks, with the same budget of sampled tokens. Finished searches are not repeated. With --page the recipe writes its part
+of that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import process_rewards
+from common_tasks import WORKED_SUMS
+from pages import write_page
+
+import posttrain
+from posttrain.core.intervals import student_interval, wilson_interval
+
+ASKED = 200  # held-out tasks
+BUDGETS = (150, 500)  # sampled tokens per reply: some five and some eighteen whole replies
+WIDE: dict[str, Any] = {"search": ("best-of-n",), "search_width": 64}  # as many replies as the tokens hold
+SEARCHES: dict[str, dict[str, Any]] = {
+    "one reply": {"search": ("best-of-n",), "search_width": 1, "search_proposals": 1},
+    "majority": {**WIDE, "choose": "majority"},
+    "best-of-n": WIDE,
+    "best-of-n, weighted": {**WIDE, "choose": "weighted"},
+    "beam": {"search": ("beam",)},
+    "lookahead": {"search": ("lookahead",)},
+    "best-first": {"search": ("best-first",)},
+    "mcts": {"search": ("mcts",)},
+    "mcts, weighted": {"search": ("mcts",), "choose": "weighted"},
+}
+SHAPES = {150: {"search_width": 2, "search_proposals": 2}, 500: {"search_width": 4, "search_proposals": 4}}
+"""Budget -> width and proposals of the searches that have them: a beam of this shape ends within the budget."""
+NARROW = {150: {"search_width": 1, "search_proposals": 2}, 500: {"search_width": 2, "search_proposals": 3}}
+"""The same of lookahead, whose rollouts take tokens too."""
+COMMON: dict[str, Any] = {
+    **{"samples": 1, "max_tokens": 36, "step_aggregate": "min", "env_workers": 0, "threads": 1, "quiet": True},
+    "overwrite": True,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/search"))
+    parser.add_argument("--starts", type=Path, default=Path("runs/algorithms/worked-sums/start"))
+    parser.add_argument("--models", type=Path, default=Path("runs/process-rewards"), help="process reward models")
+    parser.add_argument("--only", nargs="+", default=list(SEARCHES), choices=list(SEARCHES))
+    parser.add_argument("--page", type=Path, help="page whose marked part is replaced")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "results.json"
+    found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
+    for seed in options.seeds:
+        start, model = options.starts / f"seed-{seed}" / "sft", options.models / f"reward-model-{seed}"
+        if not (model / "report.json").exists():
+            process_rewards.one(options.models, start, process_rewards.MODEL, seed)
+        for budget in BUDGETS:
+            for name in options.only:
+                if key(name, budget, seed) not in found:
+                    found[key(name, budget, seed)] = one(options.out, start, model, name, budget, seed)
+                    file.write_text(json.dumps(found, indent=1) + "\n")
+    lines = table(found, options.seeds)
+    print("\n".join(lines))
+    if options.page:
+        write_page(options.page, lines)
+
+
+def key(name: str, budget: int, seed: int) -> str:
+    return f"{name} {budget} {seed}"
+
+
+def settings(name: str, budget: int) -> dict[str, Any]:
+    """Return the options of `posttrain sample` for a search."""
+    own = SEARCHES[name]
+    shape = {} if "search_width" in own else (NARROW if name == "lookahead" else SHAPES)[budget]
+    voting = {} if own.get("choose") == "majority" else {"reward_model": ("{reward model}",)}
+    return {**COMMON, **shape, **own, **voting, "search_tokens": budget}
+
+
+def one(out: Path, start: Path, model: Path, name: str, budget: int, seed: int) -> dict[str, float]:
+    """Search for a reply to each held-out task. Return the accuracy, the tokens spent and the whole replies found."""
+    chosen = settings(name, budget)
+    if "reward_model" in chosen:
+        chosen["reward_model"] = (str(model),)
+    written = posttrain.sample(
+        WORKED_SUMS.unseen(seed)[:ASKED], str(start), WORKED_SUMS.env, seed=(seed,),
+        out=str(out / f"{name}-{budget}-{seed}.jsonl"), **chosen,
+    )  # fmt: skip
+    rows = list(written.rows())
+    courses = [row["samples"][0] for row in rows]
+    return {
+        "accuracy": sum(row["scores"][0] for row in rows) / len(rows),
+        "tokens": sum(course["search_tokens"] for course in courses) / len(rows),
+        "finished": sum(course["finished"] for course in courses) / len(rows),
+        "unfinished": sum(not course["finished"] for course in courses) / len(rows),
+    }
+
+
+def table(found: Mapping[str, Mapping[str, float]], seeds: Sequence[int]) -> list[str]:
+    """Return a row for each budget and search: means over the seeds, with 95% intervals."""
+    lines = [
+        "| budget | search | width x proposals | accuracy | less best-of-n | tokens | whole replies | none whole |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for budget in BUDGETS:
+        for name in SEARCHES:
+            runs = [found[key(name, budget, seed)] for seed in seeds if key(name, budget, seed) in found]
+            if len(runs) < len(seeds):
+                continue
+            own = settings(name, budget)
+            shape = "all that fit" if own["search_width"] == WIDE["search_width"] else _shape(own)
+            less = [
+                run["accuracy"] - found[key("best-of-n", budget, seed)]["accuracy"]
+                for run, seed in zip(runs, seeds, strict=True)
+            ]
+            cells = [
+                str(budget), name, shape, _accuracy([run["accuracy"] for run in runs]),
+                "" if name == "best-of-n" else _mean(less, "+.3f"),
+                *(f"{sum(run[what] for run in runs) / len(runs):{form}}"
+                  for what, form in (("tokens", ".0f"), ("finished", ".1f"), ("unfinished", ".3f"))),
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _shape(options: Mapping[str, Any]) -> str:
+    return f"{options['search_width']} x {options['search_proposals']}"
+
+
+def _accuracy(values: Sequence[float]) -> str:
+    """Return the mean with Student's interval over seeds; of one seed, with Wilson's over its tasks."""
+    if values[1:]:
+        return _mean(values)
+    return f"{values[0]:.3f} {wilson_interval(round(values[0] * ASKED), ASKED).text('.3f')}"
+
+
+def _mean(values: Sequence[float], form: str = ".3f") -> str:
+    mean = f"{sum(values) / len(values):{form}}"
+    return f"{mean} {student_interval(values).text(form)}" if values[1:] else mean
+
+
+if __name__ == "__main__":
+    main()

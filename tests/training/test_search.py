@@ -1,0 +1,212 @@
+"""Searched replies: rows as those of sample, the same for any company, within the budget, from kept state."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny
+from items_place import ROWS, furnish, read
+from row_files import refused
+
+import posttrain
+from posttrain.core.types import Completion, Sampling
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, answer_of, step_end
+from posttrain.engines.search.tree_search import SEARCHES, SearchSettings
+from posttrain.envs.step_rewards import split_steps
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.services.reward_model_service import RewardModelService
+
+SEARCH: dict[str, Any] = {"step_delimiter": "e", "search_width": 2, "search_proposals": 2}
+ALL = tuple(SEARCHES)
+
+
+@pytest.fixture
+def place(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path, tokenizer)
+    return tmp_path
+
+
+def sample(out: str, **options: Any) -> list[dict[str, Any]]:
+    given: dict[str, Any] = {
+        **{"model": "start", "samples": 1, "max_tokens": 12, "quiet": True, "env_workers": 0},
+        **{"reward_model": ("reward",), **options},
+    }
+    posttrain.sample(given.pop("rows", "rows.jsonl"), out=out, **given)
+    return read(out)
+
+
+@pytest.mark.parametrize("delimiter", ["e", "/[aeiou]/"])
+def test_the_same_file_for_any_number_of_slots_and_after_a_kill(place: Path, delimiter: str) -> None:
+    options: dict[str, Any] = {**SEARCH, "search": ALL, "step_delimiter": delimiter}
+    rows = sample("a.jsonl", **options)
+    sample("b.jsonl", **options, slots=3)
+    assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
+    whole = Path("b.jsonl").read_text().splitlines(keepends=True)
+    Path("b.jsonl").write_text("".join(whole[:3]) + whole[3][:20])
+    sample("b.jsonl", **options, resume=True)
+    assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
+    alone = sample("c.jsonl", **{**options, "search": ("mcts",)}, rows=ROWS[3:4])
+    assert alone[0]["responses"] == rows[3]["responses"][-1:]
+    assert len({row["responses"][1] for row in rows}) > 1
+    assert all("scores" not in row for row in rows)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_greedy_search_of_width_one_gives_the_greedy_reply(place: Path, name: str) -> None:
+    greedy: dict[str, Any] = {"temperature": (0.0,), "max_tokens": 20}
+    plain = sample("a.jsonl", **greedy, reward_model=())
+    [(delimiter, _)] = Counter("".join(row["responses"][0][1:-1] for row in plain)).most_common(1)
+    found = sample(
+        "b.jsonl",
+        **greedy,
+        search=(name,),
+        search_width=1,
+        search_proposals=1,
+        step_delimiter=delimiter,
+        search_tokens=1000,
+    )
+    assert [row["responses"] for row in found] == [row["responses"] for row in plain]
+    for row, other in zip(found, plain, strict=True):
+        [course], [own] = row["samples"], other["samples"]
+        assert (course["tokens"], course["stop"]) == (own["tokens"], own["stop"])
+        assert course["mean_logp"] == pytest.approx(own["mean_logp"], abs=1e-5)
+        assert course["search_tokens"] == course["tokens"] or name == "lookahead"
+
+
+@pytest.mark.parametrize("aggregate", ["last", "min", "product", "mean"])
+def test_the_value_of_a_reply_is_that_of_its_steps_by_the_reward_model(place: Path, aggregate: str) -> None:
+    rows = sample("a.jsonl", **SEARCH, search=("best-of-n", "mcts"), step_aggregate=aggregate, max_tokens=36)
+    model = RewardModelService("reward")
+    checked = 0
+    for row in rows:
+        for text, course in zip(row["responses"], row["samples"], strict=True):
+            if course["stop"] != "eos" or not (steps := split_steps(text, "e")):
+                continue
+            model.submit(0, {"prompt": row["prompt"], "steps": [step.text for step in steps]})
+            [(_, scores)] = model.poll()
+            odds = [1 / (1 + 2.718281828459045**-score) for score in scores]
+            product = 1.0
+            for one in odds:
+                product *= one
+            wanted = {"last": odds[-1], "min": min(odds), "product": product, "mean": sum(odds) / len(odds)}
+            assert course["value"] == pytest.approx(wanted[aggregate], abs=1e-6)
+            checked += len(steps) > 1 or aggregate == "product"  # which prefers a single step
+    assert checked
+
+
+def test_a_budget_is_spent_and_not_exceeded(place: Path) -> None:
+    rows = sample("a.jsonl", **SEARCH, search=ALL, search_tokens=31)
+    courses = [course for row in rows for course in row["samples"]]
+    assert [course["search"] for course in rows[0]["samples"]] == list(ALL)
+    assert max(course["search_tokens"] for course in courses) == 31
+    rows = sample("b.jsonl", **{**SEARCH, "search_width": 50}, search=("best-of-n",), search_tokens=31)
+    assert {course["search_tokens"] for row in rows for course in row["samples"]} == {31}
+
+
+def test_the_best_of_n_is_the_most_valued_of_the_replies_that_it_may_choose_from(place: Path) -> None:
+    """One reply at a time has the same seeds: a search of more replies begins with those of fewer."""
+    values = []
+    for count in (1, 2, 4, 8):
+        options = {**SEARCH, "search_width": count, "search_proposals": 1}
+        rows = sample("a.jsonl", **options, search=("best-of-n",), overwrite=True, max_tokens=36)
+        values.append([row["samples"][0]["value"] if row["samples"][0]["finished"] else 0.0 for row in rows])
+    for fewer, more in pairwise(values):
+        assert all(a <= b for a, b in zip(fewer, more, strict=True))
+    assert values[0] != values[-1]
+
+
+def test_searched_replies_are_scored_and_labelled_as_sampled_ones(place: Path) -> None:
+    rows = sample("a.jsonl", **SEARCH, search=("beam",), samples=2, env="my.py:reward")
+    assert all(len(row["scores"]) == len(row["responses"]) == 2 for row in rows)
+    posttrain.label("a.jsonl", out="labelled.jsonl", best="best.jsonl")
+    assert {row["prompt"] for row in read("best.jsonl")} == {row["prompt"] for row in rows}
+
+
+class Counting:
+    """Passes requests on, and counts tokens that are computed though they were kept."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine, self.batch_invariant, self.backend = engine, engine.batch_invariant, engine.backend
+        self.sampled = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def poll(self) -> list[Completion]:
+        done = self.engine.poll()
+        self.sampled += sum(len(one.tokens) for one in done)
+        return done
+
+
+def test_steps_go_on_from_kept_state(tokenizer: Tokenizer) -> None:
+    """What went through the model is the prompt, once, and each sampled token at most once."""
+    engine = LocalEngine(tiny(tokenizer, context=200), tokenizer, slots=4)
+    counting = Counting(engine)
+    plan = SearchPlan("beam", SearchSettings(2, 3), stop="e")
+
+    def scorer(context: Any, reply: str, tell: Any) -> None:
+        tell(len(set(reply)) / 100)
+
+    search = SearchEngine(counting, tokenizer, engine.eos_ids, 200, plan, scorer)  # type: ignore[arg-type]
+    prompt = tokenizer.encode("say 1=" * 8, start=True)
+    search.submit_read(0, prompt, {"prompt": "say 1="}, Sampling(max_tokens=40, seed=3))
+    done: list[Completion] = []
+    while not done:
+        done += search.poll()
+    record = search.record(3)
+    assert record is not None and record.expansions > 4 and record.spent == counting.sampled
+    # more requests than slots may come to the prompt twice; each step's first request decodes its parent's last token
+    assert engine.computed <= 2 * len(prompt) + 2 * counting.sampled
+    assert not engine.kept.tokens and not engine.running
+
+
+def test_searches_that_are_cancelled_leave_nothing(tokenizer: Tokenizer) -> None:
+    engine = LocalEngine(tiny(tokenizer, context=64), tokenizer, slots=4)
+    plan = SearchPlan("beam", SearchSettings(2, 2), stop="e")
+    heard: list[Any] = []
+    search = SearchEngine(engine, tokenizer, engine.eos_ids, 64, plan, lambda *asked: heard.append(asked[2]))
+    search.submit(0, tokenizer.encode("say", start=True), Sampling(max_tokens=20))
+    while not heard:
+        search.poll()
+    search.cancel(0)
+    for tell in heard:
+        tell(0.5)
+    assert search.poll() == [] and not engine.running and not engine.kept.tokens
+
+
+def test_a_step_ends_where_the_expression_first_matches_behind_text() -> None:
+    pattern = re.compile("(?=Step [0-9])")
+    assert step_end("Step 1: a Step 2: b Step 3", pattern) == 10
+    assert step_end("Step 1: a", pattern) is None
+    assert step_end("\n\na\nb", re.compile("\n")) == 4
+
+
+def test_answers_vote_by_what_they_end_with() -> None:
+    assert answer_of("1+1=2\n2+2=4") == answer_of("1+3=4\nThe answer is 4.") == answer_of(r"\boxed{4}") == "4"
+    assert answer_of(" blue ") == "blue"
+
+
+def test_contradicting_options_are_refused(place: Path) -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("--search-width has no effect without --search", {"search_width": 3}),
+        ("--search-exploration has no effect without --search mcts", {"search": ("beam",), "search_exploration": 2.0}),
+        ("--reward-model FOLDER", {"search": ("beam",), "reward_model": ()}),
+        ("--reward-model FOLDER", {"search": ("best-of-n",), "reward_model": ()}),
+        ("--temperature 0", {"search": ("beam",), "temperature": (0.0,)}),
+        ("no regular expression", {"search": ("beam",), "step_delimiter": "/(/"}),
+        ("--step-delimiter", {"search": ("beam",), "step_delimiter": "spans"}),
+        ("--search has 'beam' twice", {"search": ("beam", "beam")}),
+        ("search is one of", {"search": ("dfs",)}),
+        ("several", {"search": ("beam",), "env": "my.py:twice"}),
+    ]
+    for message, options in cases:
+        refused(partial(sample, "a.jsonl", **options), message)
+    sample("a.jsonl", search=("best-of-n",), choose="majority", reward_model=())

@@ -58,7 +58,7 @@ def check_step_rewards(config: Any) -> None:
 
 
 def check_delimiter(delimiter: str) -> None:
-    """Raise UserError for a delimiter between slashes that is no regular expression, and for a new line typed as two letters."""
+    """Raise UserError for a delimiter between slashes that is no regular expression, or a new line typed as two letters."""
     if len(delimiter) > 2 and delimiter[0] == delimiter[-1] == "/":
         try:
             re.compile(delimiter[1:-1])
@@ -66,8 +66,8 @@ def check_delimiter(delimiter: str) -> None:
             raise UserError(f"--step-delimiter {delimiter} is no regular expression: {error}") from error
     elif "\\n" in delimiter:
         raise UserError(
-            f"--step-delimiter {delimiter} is a backslash and an n, which no reply has: for new lines write --step-delimiter "
-            f'"/{delimiter}/"'
+            f"--step-delimiter {delimiter} is a backslash and an n, which no reply has: for new lines write "
+            f'--step-delimiter "/{delimiter}/"'
         )
 
 

@@ -183,10 +183,8 @@ class _Wrapped:
             if not steps:
                 continue
             if question is None:
-                return Invalid(
-                    "--step-delimiter: this environment shows token ids, or messages behind text, which a reward model cannot "
-                    "read"
-                )
+                seen = "token ids, or messages behind text"
+                return Invalid(f"--step-delimiter: this environment shows {seen}, which a reward model cannot read")
             scores = yield Ask(self.how.service, question(steps))
             if isinstance(scores, Invalid):
                 return scores

@@ -181,7 +181,8 @@ class _Wrapped:
                 continue
             if question is None:
                 return Invalid(
-                    "--step-delimiter: this environment shows token ids, or messages behind text, which a reward model cannot read"
+                    "--step-delimiter: this environment shows token ids, or messages behind text, which a reward model "
+                    "cannot read"
                 )
             scores = yield Ask(self.how.service, question(steps))
             if isinstance(scores, Invalid):

@@ -361,3 +361,14 @@ def test_summary_says_what_to_do_when_nothing_can_be_estimated() -> None:
         summary([[1.0, 0.0]], ks=(4,))
     with pytest.raises(UserError, match="verifier"):
         summary([[], []])
+
+
+def test_accuracy_and_its_difference_are_of_outcomes_where_rewards_hold_more() -> None:
+    rewards, outcomes = [[1.4, 0.9], [0.2, 1.3]], [[1.0, 0.0], [0.0, 0.0]]
+    found = summary(rewards, [2], 1.0, outcomes=outcomes)
+    assert found["reward"]["mean"] == pytest.approx(np.mean(rewards))
+    assert (found["accuracy"]["mean"], found["pass@2"]["mean"]) == (0.25, 0.5)
+    other = [[0.0, 0.0], [1.0, 1.0]]
+    apart = differences(list(zip(rewards, other, strict=True)), 1.0, outcomes=list(zip(outcomes, other, strict=True)))
+    assert apart["accuracy"]["mean"] == pytest.approx(0.25 - 0.5)
+    assert apart["reward"]["mean"] == pytest.approx(np.mean(rewards) - 0.5)

@@ -14,6 +14,7 @@ from reward_models import write_reward_model
 from posttrain.core.types import Invalid, UserError
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.native.kernels import build
+from posttrain.models.reward_model import ScoreShape
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.reward_model_service import RewardModelService
 
@@ -218,3 +219,10 @@ def test_text_between_the_prompt_and_the_steps_is_context(folder: Path) -> None:
 def test_a_question_about_steps_that_makes_no_sense_has_no_answer(folder: Path, content: dict[str, Any]) -> None:
     [answer] = asked(RewardModelService(folder), [content])
     assert isinstance(answer, Invalid) and '"steps": [...]' in answer.reason
+
+
+def test_a_reward_model_that_pools_over_a_reply_scores_no_steps(folder: Path) -> None:
+    service = RewardModelService(folder)
+    service.model.shape = ScoreShape("mean")
+    [answer] = asked(service, [{"prompt": "a", "steps": ["b"]}])
+    assert isinstance(answer, Invalid) and "pools over a reply, and scores no steps" in answer.reason

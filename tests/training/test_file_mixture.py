@@ -20,7 +20,7 @@ from posttrain.data.tasks import order, to_tasks
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_metrics
-from posttrain.training.sources.mixture import MixedRows
+from posttrain.training.sources.mixture import MixedRows, next_part
 
 SUMS = [{"id": f"s{n}", "prompt": f"{n}+1=", "response": str(n + 1)} for n in range(9)]
 WORDS = [{"id": f"w{n}", "prompt": f"the cat {n}", "response": "sat"} for n in range(4)]
@@ -47,6 +47,16 @@ def test_shares_are_exact_at_every_step_and_each_file_is_read_in_epochs_of_its_o
         size = 9 if name == "sums" else 4
         expected = [start + int(at) for epoch in range(40) for at in order(size, epoch, seed_of(3, "part", name))]
         assert own == expected[: len(own)]
+
+
+def test_the_next_row_is_of_the_part_that_would_be_furthest_behind() -> None:
+    drawn = {"a": 0, "b": 0}
+    found = ""
+    for _ in range(8):
+        name = next_part({"a": 0.25, "b": 0.75}, drawn)
+        drawn[name] += 1
+        found += name
+    assert found == "babbbabb"  # at N = 1: 0.25 x 2 - 0 against 0.75 x 2 - 1, equal: the first
 
 
 def test_the_rows_of_a_step_follow_from_its_number_alone() -> None:

@@ -1,7 +1,7 @@
 """Search over the steps of a reply, without an engine: beam, best-first, lookahead, MCTS, and best-of-N.
 
-A search is a generator. It yields `Propose` and receives as many steps, or yields `Estimate` and receives as many numbers; it
-fills a `SearchTree`. So one search runs on a toy tree (`run`), and many share an engine and a reward model. Each follows
+A search is a generator. It yields `Propose` and receives as many steps, or yields `Estimate` and receives as many numbers;
+it fills a `SearchTree`. So one search runs on a toy tree (`run`), and many share an engine and a reward model. Each follows
 from its answers alone. No algorithm samples more than its budget of tokens.
 
 Sources: best-of-N, beam and lookahead are those of arXiv 2408.03314, section 5; MCTS selects with PUCT (AlphaGo Zero,

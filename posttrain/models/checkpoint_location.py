@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from posttrain.core import user_files
@@ -48,5 +49,7 @@ def pinned(path: Path) -> Path:
 
     A run that goes on later then begins with the same weights, whatever its branch has by then.
     """
-    named = None if path.exists() else hub_name(str(path))
-    return path if named is None else Path(str(HubName(named.name, downloaded(named).name)))
+    named = hub_name(str(path))
+    if named is None or os.path.lexists(path):  # unlike Path.exists it raises for no name
+        return path
+    return Path(str(HubName(named.name, downloaded(named).name)))

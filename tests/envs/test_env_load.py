@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from places import ROOT
 
 from posttrain.core.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Task, Turn, UserError
-from posttrain.envs.play.env_outputs import LONGEST_TEXT, Done, read_turn, read_verdict
+from posttrain.envs.play.env_outputs import LONGEST_TEXT, MOST_SPANS, Done, read_turn, read_verdict
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.env_runner import EnvRunner
 from posttrain.envs.play.load_env import (
@@ -282,7 +282,7 @@ def test_parts_of_replies_are_read_with_the_verdict() -> None:
 NO_SPANS: list[Any] = ["abc", [3], [SpanReward(1.5, 1.0)], [SpanReward(1, math.nan)], [SpanReward(1, 1j)]]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("spans", [*NO_SPANS, [SpanReward(1, 1.0)] * 1000])
+@pytest.mark.parametrize("spans", [*NO_SPANS, [SpanReward(1, 1.0)] * (MOST_SPANS + 1)])
 def test_parts_of_replies_that_cannot_be_read_make_the_verdict_invalid(spans: Any) -> None:
     assert isinstance(read_verdict(Graded(1.0, spans)).reward, Invalid)
 

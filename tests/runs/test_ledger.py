@@ -75,8 +75,13 @@ def expected(row: Algorithm, rollout: Rollout, group: list[Rollout], advantage: 
     """The fate, from rewards and batches alone. `group`: those that it is compared with."""
     if isinstance(rollout.reward, Invalid):
         return Fate.INVALID
+    if rollout.greedy:
+        return Fate.BASELINE
     valid = [r.reward for r in group if not isinstance(r.reward, Invalid)]
-    if len(valid) < max(2, len(group) / 2):
+    own = [r for r in group if not r.greedy]
+    kept = [r for r in own if not isinstance(r.reward, Invalid)]
+    lost = any(r.greedy and isinstance(r.reward, Invalid) for r in group)
+    if lost or len(kept) < max(2, len(own) / 2):
         return Fate.SMALL
     if row.sampling is not None:
         share = sum(r >= 1.0 - 1e-6 for r in valid) / len(valid)
@@ -110,7 +115,9 @@ def test_fates_add_up_to_what_was_played_and_each_is_what_happened(tokenizer: To
             assert outcome.fate is fate, (outcome, fate)
             assert (outcome.fate is Fate.TRAINED) == bool(fed)
             assert outcome.why or outcome.fate is Fate.TRAINED
-            assert (outcome.advantage is None) == (outcome.fate in (Fate.INVALID, Fate.SMALL, Fate.REPLACED))
+            assert (outcome.advantage is None) == (
+                outcome.fate in (Fate.INVALID, Fate.SMALL, Fate.REPLACED, Fate.BASELINE)
+            )
             still = outcome.advantage == 0 and "token_advantage" not in outcome.numbers
             told = outcome.flags or outcome.fate is not Fate.TRAINED
             assert told or not still, "whoever learns from a rollout without an advantage says why"

@@ -260,14 +260,14 @@ def baselined(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Left]:
     for rollout in rollouts:
         baseline = found.get(rollout.compared, Invalid("there is none"))
         if rollout.greedy:
-            left[id(rollout)] = Fate.BASELINE, "a greedy reply: its reward is the baseline of its group"
-            if isinstance(rollout.reward, Invalid):
-                left[id(rollout)] = Fate.INVALID, rollout.reward.reason
+            fate = Fate.BASELINE, "a greedy reply: its reward is the baseline of its group"
         elif isinstance(baseline, Invalid):
-            left[id(rollout)] = Fate.SMALL, f"the greedy reply of its group has no reward: {baseline.reason}"
+            fate = Fate.SMALL, f"the greedy reply of its group has no reward: {baseline.reason}"
         else:
             rollout.baseline = baseline
             kept.append(rollout)
+            continue
+        left[id(rollout)] = (Fate.INVALID, rollout.reward.reason) if isinstance(rollout.reward, Invalid) else fate
     return kept, left
 
 

@@ -1,6 +1,6 @@
 """Search over the steps of a reply, without an engine: beam, best-first, lookahead, MCTS, and best-of-N.
 
-A search is a generator. It yields `Propose` and receives as many steps, or yields `Estimate` and receives as many numbers;
+A search is a generator. It yields `Propose` and receives as many steps, or yields `AskValues` and receives as many numbers;
 it fills a `SearchTree`. So one search runs on a toy tree (`run`), and many share an engine and a reward model. Each follows
 from its answers alone. No algorithm samples more than its budget of tokens.
 
@@ -80,14 +80,14 @@ class Propose:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class AskValues:
     """Asks for the value of each of these partial replies."""
 
     nodes: Sequence[SearchNode]
 
 
 Answers = list[SearchStep] | list[float]
-Asking = Generator[Propose | Estimate, Any, None]
+Asking = Generator[Propose | AskValues, Any, None]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class SearchTree:
 
     def grow(
         self, nodes: Sequence[SearchNode], count: int, whole: bool = False, score: bool = True
-    ) -> Generator[Propose | Estimate, Any, list[SearchNode]]:
+    ) -> Generator[Propose | AskValues, Any, list[SearchNode]]:
         """Propose `count` steps after each node, as far as tokens last. Return the new nodes, equal steps merged.
 
         Steps that were cut are kept apart: no reply goes on from them.
@@ -164,10 +164,10 @@ class SearchTree:
             found += zip(together, steps, strict=True)
         return found
 
-    def valued(self, nodes: Sequence[SearchNode]) -> Generator[Estimate, Any, None]:
+    def valued(self, nodes: Sequence[SearchNode]) -> Generator[AskValues, Any, None]:
         """Give nodes their values."""
         if nodes and self.settings.scored:
-            for node, value in zip(nodes, (yield Estimate(nodes)), strict=True):
+            for node, value in zip(nodes, (yield AskValues(nodes)), strict=True):
                 node.value = value
 
     def chosen(self, choice: Choice = "best", answer: Callable[[SearchNode], str] | None = None) -> SearchNode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -136,9 +137,14 @@ class Counting:
     def __init__(self, engine: LocalEngine) -> None:
         self.engine, self.batch_invariant, self.backend = engine, engine.batch_invariant, engine.backend
         self.sampled = 0
+        self.asked: list[Sampling] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        self.asked.append(sampling)
+        self.engine.submit(id, prompt, sampling, keep)
 
     def poll(self) -> list[Completion]:
         done = self.engine.poll()
@@ -166,6 +172,22 @@ def test_steps_go_on_from_kept_state(tokenizer: Tokenizer) -> None:
     # more requests than slots may come to the prompt twice; each step's first request decodes its parent's last token
     assert engine.computed <= 2 * len(prompt) + 2 * counting.sampled
     assert not engine.kept.tokens and not engine.running
+
+
+@pytest.mark.parametrize("delimiter", ["e", "/e/"])
+def test_rollouts_are_greedy_and_what_an_expression_discards_is_short(tokenizer: Tokenizer, delimiter: str) -> None:
+    engine = LocalEngine(tiny(tokenizer, context=64), tokenizer, slots=4)
+    counting = Counting(engine)
+    pattern = re.compile("e") if delimiter == "/e/" else None
+    plan = SearchPlan("lookahead", SearchSettings(1, 2), 200, "" if pattern else "e", pattern)
+    search = SearchEngine(counting, tokenizer, engine.eos_ids, 64, plan, lambda _, reply, tell: tell(0.5))  # type: ignore[arg-type]
+    for id in range(5):
+        search.submit(id, tokenizer.encode("say", start=True), Sampling(max_tokens=20, seed=id))
+    done = 0
+    while done < 5:
+        done += len(search.poll())
+    assert {own.temperature for own in counting.asked} == {0.0, 1.0}
+    assert max(own.max_tokens for own in counting.asked) == (8 if pattern else 20)
 
 
 def test_searches_that_are_cancelled_leave_nothing(tokenizer: Tokenizer) -> None:

@@ -18,7 +18,8 @@ from experiments.bench import bench, by_rollout, one_batch
 from experiments.experiment import Comparison, Estimate, Experiment, Finding, Numbers, Say, Settings, over_seeds
 from experiments.figure import Panel, Series
 from experiments.harness import Arena, counting, learn
-from posttrain.algorithms.credit import GAE, Advantage, Baselined, per_token
+from posttrain.algorithms.credit import GAE, Advantage, Baselined
+from posttrain.algorithms.earned_rewards import per_token
 from posttrain.training.sources.scoreboard import scoreboard
 
 LAMBDAS = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0)

@@ -525,7 +525,7 @@ class RLOptions(
     advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "k-step", "earned", "none"]
     """Advantage estimator; gae adds a critic."""
     baseline: Literal["none", "batch", "group", "others", "greedy"]
-    """Baseline: the mean reward to subtract, or that of a greedy reply, sampled besides."""
+    """Baseline: the mean reward to subtract, or the reward of one more reply, which is greedy."""
     scale: Literal["none", "batch", "group", "mean"]
     """Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at
     all."""
@@ -824,7 +824,7 @@ class SearchOptions(TypedDict, total=False):
     step_delimiter: str
     """Text at which a step ends; or line, or a regular expression between slashes: "/(?=Step [0-9])/"; reply: the reply
     is one step."""
-    step_aggregate: Literal["last", "min", "product", "mean", "sum"]
+    step_aggregate: Literal["sum", "mean", "min", "last", "product"]
     """Value of a partial reply, of the probabilities of its steps: last for reward models of the chance that the reply
     will be right; min or product for those of whether the step is right."""
 

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from common_tasks import TASKS, CommonTask
-from pages import write_page
+from pages import over_seeds, write_page
 
 import posttrain
 from posttrain.algorithms.policy_table import TABLE
-from posttrain.core.intervals import student_interval
 from posttrain.core.types import UserError
 from posttrain.runs.curves import COLOURS
 from posttrain.runs.run_reading import read_metrics, read_run
@@ -219,7 +218,7 @@ def table(common: CommonTask, results: Results) -> list[str]:
         before, after = ([r[name] for r in found] for name in ("before", "after"))
         own = ", ".join(f"{name} {_word(value)}" for name, value in common.own.get(row, {}).items())
         lines.append(
-            f"| [{row}](../algorithms/{row}.md) | {_figures(before)} | {_figures(after)} | {_mean(after)} "
+            f"| [{row}](../algorithms/{row}.md) | {_figures(before)} | {_figures(after)} | {over_seeds(after)} "
             f"| {found[0]['steps']} | {np.mean([r['seconds'] for r in found]):.0f} | {own} |"
         )
     return lines
@@ -236,14 +235,6 @@ def _figures(values: Sequence[float]) -> str:
 
 def _word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _mean(values: Sequence[float]) -> str:
-    """Mean over seeds with Student's interval."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return f"{mean:.3f}"
-    return f"{mean:.3f} {student_interval(values).text()}"
 
 
 def draw(results: Results, path: Path, columns: int, size: tuple[float, float], target: float) -> None:

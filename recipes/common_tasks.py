@@ -69,23 +69,23 @@ _RUNS: dict[str, Any] = {
     **{"slots": 512, "env_workers": 0, "threads": 1, "quiet": True, "save_every": 10**6},
 }
 _CRITIC = {"critic_lr": 2e-3}  # begins knowing nothing, and has to keep pace with a policy that learns in 20 steps
-_SUMS_OWN: dict[str, dict[str, Any]] = {
-    "reinforce": _ON_POLICY,
-    "reinforce-baseline": _ON_POLICY,
-    "remax": _ON_POLICY,
-    "gpg": _ON_POLICY,
-    "dapo": {"steps": 60},  # it plays up to four times as many prompts for a step full of groups that tell something
-    # No schedule shortens a step that is as long as the region allows, nor its noise: a small region, more rollouts.
-    "trpo": {"minibatches": 1, "prompts": 128, "trust_region": 5e-4, "steps": 60},
+_OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("reinforce", "reinforce-baseline", "remax", "gpg"), _ON_POLICY),
+    **dict.fromkeys(("ppo", "ppo-kl", "open-reasoner-zero"), _CRITIC),
     "a2c": {**_CRITIC, **_ON_POLICY},
-    "ppo": _CRITIC,
-    "ppo-kl": _CRITIC,
     # The text is what the start imitated, and pulls back to it: at 1 nothing would be unlearned.
     "ppo-ptx": {**_CRITIC, "ptx": "{start}/demonstrations.jsonl", "ptx_coefficient": 0.05},
     "chord": {"ptx": "{start}/demonstrations.jsonl"},
-    "open-reasoner-zero": _CRITIC,
+    "vapo": {**_CRITIC, "critic_warmup": 10},
+}
+"""Settings of both tasks."""
+_SUMS_OWN: dict[str, dict[str, Any]] = {
+    **_OWN,
+    "dapo": {"steps": 60},  # it plays up to four times as many prompts for a step full of groups that tell something
+    # No schedule shortens a step that is as long as the region allows, nor its noise: a small region, more rollouts.
+    "trpo": {"minibatches": 1, "prompts": 128, "trust_region": 5e-4, "steps": 60},
     # lambda = 1 - 1 / (0.05 n) is made for thousands of tokens; for the two or three of a sum it is 0.
-    "vapo": {**_CRITIC, "critic_warmup": 10, "gae_lambda": 0.95},
+    "vapo": {**_OWN["vapo"], "gae_lambda": 0.95},
     # Q only guesses for tokens that nobody has sampled yet: it learns first and faster, and a KL keeps the policy to
     # tokens that the start would say.
     "sac": {
@@ -132,20 +132,10 @@ def _slipping(tasks: Sequence[Task], seed: int) -> list[Task]:
 
 
 _WORKED_OWN: dict[str, dict[str, Any]] = {
-    "reinforce": _ON_POLICY,
-    "reinforce-baseline": _ON_POLICY,
-    "remax": _ON_POLICY,
-    "gpg": _ON_POLICY,
+    **_OWN,
     "grpo-process": {"env": "worked-sums,lines=0.5"},  # right lines earn something: without it this is grpo
     "dapo": {"steps": 30},  # as on the sums
     "trpo": {"minibatches": 1, "prompts": 64, "trust_region": 5e-4, "steps": 30},
-    "a2c": {**_CRITIC, **_ON_POLICY},
-    "ppo": _CRITIC,
-    "ppo-kl": _CRITIC,
-    "ppo-ptx": {**_CRITIC, "ptx": "{start}/demonstrations.jsonl", "ptx_coefficient": 0.05},
-    "chord": {"ptx": "{start}/demonstrations.jsonl"},
-    "open-reasoner-zero": _CRITIC,
-    "vapo": {**_CRITIC, "critic_warmup": 10},
     "sac": {
         **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "steps": 120},
         **{"kl": 0.03, "kl_estimator": "exact", "entropy_target": 0.3},

@@ -14,10 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pages import write_page
+from pages import over_seeds, write_page
 
 import posttrain
-from posttrain.core.intervals import student_interval
 from posttrain.core.types import Task
 from posttrain.envs.builtin import arithmetic
 
@@ -96,17 +95,12 @@ def table(found: dict[str, dict[str, Any]], seeds: list[int]) -> list[str]:
     ]
     for name in ("imitation", *ORDERS):
         runs = [found[f"{name} {seed}"] for seed in seeds]
-        cells = [_told([run[key] for run in runs]) for key in (*map(str, LENGTHS), "all")]
+        cells = [over_seeds([run[key] for run in runs]) for key in (*map(str, LENGTHS), "all")]
         gained = [run["all"] - found[f"uniform {seed}"]["all"] for run, seed in zip(runs, seeds, strict=True)]
-        cells += [_told(gained, "+.3f") if name in ("solve-rate", "stages") else ""]
-        cells += [_told([run["no signal"] for run in runs]) if name in ORDERS else ""]
+        cells += [over_seeds(gained, "+.3f") if name in ("solve-rate", "stages") else ""]
+        cells += [over_seeds([run["no signal"] for run in runs]) if name in ORDERS else ""]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return lines
-
-
-def _told(values: list[float], form: str = ".3f") -> str:
-    mean = f"{sum(values) / len(values):{form}}"
-    return f"{mean} {student_interval(values).text(form)}" if values[1:] else mean
 
 
 if __name__ == "__main__":

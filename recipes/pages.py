@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain import UserError
+from posttrain.core.intervals import student_interval
 
 BEGIN, END = "<!-- written by the recipe -->", "<!-- end of what the recipe writes -->"
 
@@ -26,3 +27,9 @@ def write_page(file: Path, lines: Sequence[str]) -> Path:
     text = "\n".join([before + BEGIN, *lines, END + after])
     file.write_text(text, encoding="utf-8")
     return file
+
+
+def over_seeds(values: Sequence[float], form: str = ".3f") -> str:
+    """Return the mean over seeds with Student's 95% interval; of one seed the value alone."""
+    mean = f"{sum(values) / len(values):{form}}"
+    return f"{mean} {student_interval(values).text(form)}" if values[1:] else mean

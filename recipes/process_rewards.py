@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 from common_tasks import LONG_LINES, NUMBERS, WORKED_SUMS
-from pages import write_page
+from pages import over_seeds, write_page
 
 import posttrain
-from posttrain.core.intervals import student_interval
 from posttrain.core.types import Task
 from posttrain.envs.builtin import worked_sums
 
@@ -129,7 +128,7 @@ def table(found: dict[str, dict[str, float]], seeds: list[int]) -> list[str]:
     """Return a row for each way: every seed's accuracy, the mean over seeds with its 95% interval, and the other figures."""
     curve = [found[f"{MODEL} {seed}"]["area_under_the_curve"] for seed in seeds]
     lines = [
-        f"Area under the curve of the process reward model on held-out steps: {_told(curve)}.",
+        f"Area under the curve of the process reward model on held-out steps: {over_seeds(curve)}.",
         "",
         "| step rewards | accuracy, each seed | accuracy | less outcome alone | right lines | lines | tokens | cut off |",
         "|---|---|---|---|---|---|---|---|",
@@ -141,17 +140,12 @@ def table(found: dict[str, dict[str, float]], seeds: list[int]) -> list[str]:
         own = [run for run in runs if run]
         values = [run["accuracy"] for run in own]
         gained = [value - found[f"outcome {seed}"]["accuracy"] for value, seed in zip(values, seeds, strict=True)]
-        cells = [", ".join(f"{value:.3f}" for value in values), _told(values)]
-        cells += [_told(gained, "+.3f") if name not in ("start", "outcome") else ""]
+        cells = [", ".join(f"{value:.3f}" for value in values), over_seeds(values)]
+        cells += [over_seeds(gained, "+.3f") if name not in ("start", "outcome") else ""]
         cells += [f"{np.mean([run['right lines'] for run in own]):.3f}"]
         cells += [f"{np.mean([run[key] for run in own]):.1f}" for key in ("lines", "tokens")]
         lines.append(f"| {' | '.join([name, *cells])} | {np.mean([run['cut off'] for run in own]):.2f} |")
     return lines
-
-
-def _told(values: list[float], form: str = ".3f") -> str:
-    mean = f"{sum(values) / len(values):{form}}"
-    return f"{mean} {student_interval(values).text(form)}" if values[1:] else mean
 
 
 if __name__ == "__main__":

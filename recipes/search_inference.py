@@ -18,10 +18,10 @@ from typing import Any
 
 import process_rewards
 from common_tasks import WORKED_SUMS
-from pages import write_page
+from pages import over_seeds, write_page
 
 import posttrain
-from posttrain.core.intervals import student_interval, wilson_interval
+from posttrain.core.intervals import wilson_interval
 
 ASKED = 200  # held-out tasks
 BUDGETS = (150, 500)  # sampled tokens per reply: some five and some eighteen whole replies
@@ -124,7 +124,7 @@ def table(found: Mapping[str, Mapping[str, float]], seeds: Sequence[int]) -> lis
             ]
             cells = [
                 str(budget), name, shape, _accuracy([run["accuracy"] for run in runs]),
-                "" if name == "best-of-n" else _mean(less, "+.3f"),
+                "" if name == "best-of-n" else over_seeds(less, "+.3f"),
                 *(f"{sum(run[what] for run in runs) / len(runs):{form}}"
                   for what, form in (("tokens", ".0f"), ("finished", ".1f"), ("unfinished", ".3f"))),
             ]  # fmt: skip
@@ -139,13 +139,8 @@ def _shape(options: Mapping[str, Any]) -> str:
 def _accuracy(values: Sequence[float]) -> str:
     """Return the mean with Student's interval over seeds; of one seed, with Wilson's over its tasks."""
     if values[1:]:
-        return _mean(values)
+        return over_seeds(values)
     return f"{values[0]:.3f} {wilson_interval(round(values[0] * ASKED), ASKED).text('.3f')}"
-
-
-def _mean(values: Sequence[float], form: str = ".3f") -> str:
-    mean = f"{sum(values) / len(values):{form}}"
-    return f"{mean} {student_interval(values).text(form)}" if values[1:] else mean
 
 
 if __name__ == "__main__":

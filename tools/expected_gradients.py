@@ -76,7 +76,9 @@ def rollout_of(reply: Reply, sampler: str) -> Rollout:
     stop = StopReason.EOS if reply[-1] == END else StopReason.LENGTH
     transcript.sample(Completion(0, list(reply), logp_of(reply, sampler).tolist(), "", stop, 0))
     baseline = reward_of(greedy())
-    return Rollout({"id": "0"}, "0", [transcript], reward_of(reply), steps=steps_of(reply), stop=stop, baseline=baseline)
+    return Rollout(
+        {"id": "0"}, "0", [transcript], reward_of(reply), steps=steps_of(reply), stop=stop, baseline=baseline
+    )
 
 
 @cache

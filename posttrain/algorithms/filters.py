@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from posttrain.algorithms.credit import equal_rewards
+from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.core.batch import Scores
 from posttrain.core.component import Component, Need, setting
 from posttrain.core.lazy_torch import torch

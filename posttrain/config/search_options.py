@@ -1,7 +1,5 @@
 """Options of the search for replies at inference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -9,6 +7,7 @@ from posttrain.config.option_groups import OptionGroup
 from posttrain.config.service_options import check_delimiter, play_the_only_service, process_model
 from posttrain.config.shared_options import ServiceGroup
 from posttrain.core.component import option
+from posttrain.core.reply_steps import SPANS, Aggregate
 from posttrain.core.types import UserError
 
 
@@ -37,7 +36,7 @@ class SearchGroup(OptionGroup, group="search"):
     step_delimiter: str = option("line", value="TEXT")
     """Text at which a step ends; or line, or a regular expression between slashes: "/(?=Step [0-9])/"; reply: the reply
     is one step."""
-    step_aggregate: Literal["last", "min", "product", "mean", "sum"] = "last"
+    step_aggregate: Aggregate = "last"
     """Value of a partial reply, of the probabilities of its steps: last for reward models of the chance that the reply
     will be right; min or product for those of whether the step is right."""
 
@@ -60,7 +59,7 @@ def check_search(config: SearchedGroup, temperatures: tuple[float, ...]) -> None
             raise UserError(f"{name} has no effect without --search {' or '.join(wanted)}".rstrip() + ": leave it out")
     if not config.search:
         return
-    if config.step_delimiter == "spans" or not config.step_delimiter:
+    if config.step_delimiter == SPANS or not config.step_delimiter:
         raise UserError("--search needs a --step-delimiter in the text: line, a text, a regular expression, or reply")
     check_delimiter(config.step_delimiter)
     if config.reward_model:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
+from posttrain.core.reply_steps import expression_of
 from posttrain.core.types import UserError
 
 LABELLERS = ("reward-model", "judge")
@@ -42,12 +44,11 @@ def check_step_rewards(config: Any) -> None:
 
     Without an environment the outcome of a reply earns nothing: its steps alone do.
     """
-    given = [name for name, value in _WITHOUT_STEPS.items() if getattr(config, name) != value]
     if not config.step_delimiter:
+        given = [f.name for f in fields(config) if f.name.startswith("step_") and getattr(config, f.name) != f.default]
         if given:
-            raise UserError(
-                f"--{given[0].replace('_', '-')} has no effect without --step-delimiter: add it, such as line"
-            )
+            option = f"--{given[0].replace('_', '-')}"
+            raise UserError(f"{option} has no effect without --step-delimiter: add it, such as line")
         return
     if not config.reward_model:
         raise UserError("--step-delimiter needs the model that scores steps: --reward-model FOLDER")
@@ -59,9 +60,9 @@ def check_step_rewards(config: Any) -> None:
 
 def check_delimiter(delimiter: str) -> None:
     """Raise UserError for a delimiter between slashes that is no regular expression, or a new line typed as two letters."""
-    if len(delimiter) > 2 and delimiter[0] == delimiter[-1] == "/":
+    if (expression := expression_of(delimiter)) is not None:
         try:
-            re.compile(delimiter[1:-1])
+            re.compile(expression)
         except re.error as error:
             raise UserError(f"--step-delimiter {delimiter} is no regular expression: {error}") from error
     elif "\\n" in delimiter:
@@ -74,15 +75,13 @@ def check_delimiter(delimiter: str) -> None:
 def process_model(config: Any) -> str:
     """Return the name of the reward model that scores steps: the only one, or that called "process"."""
     names = [name for name, _ in named_services(config.reward_model, "reward-model")]
-    if len(names) > 1 and PROCESS not in names:
+    if len(names) > 1 and PROCESS_MODEL not in names:
         raise UserError(
-            f"of several reward models the one that scores steps is called {PROCESS}: --reward-model {PROCESS}=FOLDER"
+            f"of several reward models the one that scores steps is called {PROCESS_MODEL}: "
+            f"--reward-model {PROCESS_MODEL}=FOLDER"
         )
-    return PROCESS if PROCESS in names else names[0]
+    return PROCESS_MODEL if PROCESS_MODEL in names else names[0]
 
 
-PROCESS = "process"
+PROCESS_MODEL = "process"
 """Name of the reward model that scores steps, where there are several."""
-
-_WITHOUT_STEPS = {"step_aggregate": "none", "step_rewards": "always", "step_weight": 1.0, "step_score": "probability"}
-"""Options of step rewards -> their defaults."""

@@ -7,6 +7,7 @@ from posttrain.config.option_groups import OptionGroup
 from posttrain.config.row_options import Precision
 from posttrain.config.service_options import check_step_rewards, play_the_only_service
 from posttrain.core.component import option
+from posttrain.core.reply_steps import Aggregate
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class StepRewardGroup(ServiceGroup, group="environment"):
     """Reward each step of a reply by --reward-model, trained on labelled steps. The text between steps; or line, or a
     regular expression between slashes: "/(?=Step [0-9])/"; reply: each reply of an episode is one step; spans: the
     environment names where steps end. Without --env, steps alone earn rewards."""
-    step_aggregate: Literal["none", "sum", "mean", "min", "last", "product"] = "none"
+    step_aggregate: Literal["none", Aggregate] = "none"
     """Aggregate of step rewards, a part "process" of the reward. none: each step has its own, at its last token, as
     grpo-process, --advantage to-go and critics read them."""
     step_rewards: Literal["always", "if-right"] = "always"

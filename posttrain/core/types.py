@@ -612,7 +612,7 @@ class Rollout:
 
     @property
     def outcome(self) -> float:
-        """The reward that `success` is compared with: its part of that name, or else all of it. The reward is valid."""
+        """The number that `success` is compared with: the part "outcome" of a valid reward, or else the whole reward."""
         assert not isinstance(self.reward, Invalid), "an invalid reward has no outcome"
         return self.rewards.get(OUTCOME, self.reward)
 

@@ -214,7 +214,7 @@ def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[d
 
 
 def _said(message: Row) -> Any:
-    """Return the content of a message, behind its thoughts where it has them apart."""
+    """Return the content of a message; reasoning in a field of its own comes before it."""
     content = message.get("content")
     return with_thoughts(reasoning_of(message) or "", content) if isinstance(content, str) else content
 

@@ -11,22 +11,19 @@ import math
 import re
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from posttrain.core.reply_steps import LINE, REPLY, SPANS, Aggregate, expression_of
 from posttrain.core.types import OUTCOME, Ask, Graded, Invalid, Reply, SpanReward, Task, Turn, UserError, succeeds
 from posttrain.envs.play.env_outputs import MOST_SPANS, Done, read_verdict
 from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_async, load_env, pack_env, unpack_env
 from posttrain.envs.play.service_client import Services
 
-Aggregate = Literal["none", "sum", "mean", "min", "last", "product"]
 PROCESS = "process"
 """The part of a reward that comes from a process reward model."""
 
-LINE, REPLY, SPANS = "line", "reply", "spans"
-"""Delimiters that are words: each line is a step, each reply of an episode is one, or the environment names their ends."""
-
-_AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
+_AGGREGATES: dict[Aggregate, Callable[[Sequence[float]], float]] = {
     "sum": math.fsum,
     "mean": lambda values: math.fsum(values) / len(values),
     "min": min,
@@ -40,8 +37,9 @@ class StepScoring:
     """How steps are found and what they earn.
 
     delimiter    "line", "reply" or "spans"; a regular expression between slashes; or the text between steps
-    probability  a step earns the sigmoid of its score, else the score itself
-    aggregate    "none": each step has a reward of its own; else the reply has one
+    probability  the value of a step is the sigmoid of its score, else the score itself
+    weight       what a value of 1 earns
+    aggregate    None: each step earns by its own value; else the reply earns by one value of all
     success      steps earn nothing unless the outcome is at least this (P-GRPO, arXiv 2508.05170, eq. 5); None: always
     """
 
@@ -49,7 +47,7 @@ class StepScoring:
     delimiter: str = LINE
     probability: bool = True
     weight: float = 1.0
-    aggregate: Aggregate = "none"
+    aggregate: Aggregate | None = None
     success: float | None = None
 
 
@@ -68,7 +66,7 @@ def split_steps(reply: str, delimiter: str, cut: bool = False) -> list[Step]:
     [Step(end=6, text='1+1=2'), Step(end=12, text='2+2=4')]
     """
     found, start = [], 0
-    for match in re.finditer(delimiter_pattern(delimiter), reply):
+    for match in re.finditer(_pattern(delimiter), reply):
         if (text := reply[start : match.start()]).strip():
             found.append(Step(match.end(), text))
         start = max(start, match.end())
@@ -84,15 +82,13 @@ def split_at(reply: str, ends: Sequence[int]) -> list[Step]:
     return [step for step in steps if step.text.strip()]
 
 
-def delimiter_pattern(delimiter: str) -> str:
-    """Return the regular expression of a delimiter."""
+def _pattern(delimiter: str) -> str:
     if delimiter in (REPLY, SPANS):
         return r"(?!)"  # matches nowhere
     if delimiter == LINE:
         return "\n"
-    if len(delimiter) > 2 and delimiter[0] == delimiter[-1] == "/":
-        return delimiter[1:-1]
-    return re.escape(delimiter)
+    expression = expression_of(delimiter)
+    return re.escape(delimiter) if expression is None else expression
 
 
 def with_step_rewards(env: str | Callable[..., Any], how: StepScoring) -> Callable[..., Any]:
@@ -108,7 +104,7 @@ def with_step_rewards(env: str | Callable[..., Any], how: StepScoring) -> Callab
 
 @dataclass
 class _Context:
-    """What the policy has seen and said, in the form that the reward model reads."""
+    """The prompt and the replies so far, in the form that the reward model reads."""
 
     messages: list[Mapping[str, Any]] | None = None
     text: str = ""  # of a context of messages: what stands behind them in the reply
@@ -177,7 +173,8 @@ class _Wrapped:
         outcome = done.rewards.get(OUTCOME)
         if outcome is None:
             outcome = done.reward + played.earned + math.fsum(span.reward for span in done.spans)
-        spans, earned = list(done.spans), []
+        worth = self._worth(outcome)
+        spans, values = list(done.spans), []
         for reply, question in played.replies:
             steps = self._steps(reply, done)
             if not steps:
@@ -189,38 +186,41 @@ class _Wrapped:
             if isinstance(scores, Invalid):
                 return scores
             for step, score in zip(steps, scores, strict=True):
-                earned.append(self._reward(score, outcome))
-                if self.how.aggregate == "none":
-                    spans.append(SpanReward(step.end, earned[-1], reply.number))
-        return self._graded(done, outcome, spans, earned)
+                values.append(_sigmoid(score) if self.how.probability else score)
+                if self.how.aggregate is None:
+                    spans.append(SpanReward(step.end, worth * values[-1], reply.number))
+        if self.how.aggregate is None:
+            return self._of_steps(done, outcome, spans)
+        whole = worth * _AGGREGATES[self.how.aggregate](values) if values else 0.0
+        return self._of_reply(done, outcome, spans, whole)
 
     def _steps(self, reply: Reply, done: Done) -> list[Step]:
         if self.how.delimiter != SPANS:
             return split_steps(reply, self.how.delimiter, reply.stop.truncated)
         return split_at(reply, [span.end for span in done.spans if span.reply in (reply.number, -1)])
 
-    def _reward(self, score: float, outcome: float) -> float:
-        """Return what a step of this score earns."""
-        if self.how.success is not None and not succeeds(outcome, self.how.success):
-            return 0.0
-        return self.how.weight * (_sigmoid(score) if self.how.probability else score)
+    def _worth(self, outcome: float) -> float:
+        """Return what a value of 1 earns in a reply with this outcome."""
+        right = self.how.success is None or succeeds(outcome, self.how.success)
+        return self.how.weight if right else 0.0
 
-    def _graded(
-        self, done: Done, outcome: float, spans: Sequence[SpanReward], earned: Sequence[float]
-    ) -> Graded | Invalid:
+    def _of_steps(self, done: Done, outcome: float, spans: Sequence[SpanReward]) -> Graded | Invalid:
+        """Return the verdict with a reward for each step."""
+        if len(spans) > MOST_SPANS:
+            return Invalid(
+                f"--step-delimiter: an episode has {len(spans)} step rewards, and may have {MOST_SPANS}: give longer "
+                "steps, or --step-aggregate"
+            )
         assert not isinstance(done.reward, Invalid), "an invalid reward has been returned"
-        parts = {OUTCOME: outcome, **done.rewards}
-        if self.how.aggregate == "none":
-            if len(spans) > MOST_SPANS:
-                return Invalid(
-                    f"--step-delimiter: an episode has {len(spans)} step rewards, and may have {MOST_SPANS}: "
-                    "give longer steps, or --step-aggregate"
-                )
-            return Graded({**parts, "reward": done.reward}, spans)
-        if PROCESS in parts:
+        return Graded({OUTCOME: outcome, **done.rewards, "reward": done.reward}, spans)
+
+    def _of_reply(self, done: Done, outcome: float, spans: Sequence[SpanReward], whole: float) -> Graded | Invalid:
+        """Return the verdict with one reward for all steps."""
+        if PROCESS in done.rewards:
             return Invalid(f"the reward has a part {PROCESS!r}, the name of the step rewards' part: rename it")
-        whole = _AGGREGATES[self.how.aggregate](earned) if earned else 0.0
-        return Graded({**parts, PROCESS: whole, "reward": done.reward + whole}, spans)
+        assert not isinstance(done.reward, Invalid), "an invalid reward has been returned"
+        parts = {OUTCOME: outcome, **done.rewards, PROCESS: whole}
+        return Graded({**parts, "reward": done.reward + whole}, spans)
 
 
 class _Stepped(_Wrapped):

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from posttrain.config.training import RL, Training
 from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
 from posttrain.engines.local.step_cache import row_bucket, token_bucket
 from posttrain.learners.local_learner import LocalLearner
@@ -32,6 +33,13 @@ class SamplingSize:
 
     requests: int
     tokens: int  # of a reply, at most
+
+
+def sampling_size(config: Training) -> SamplingSize | None:
+    """Return the size of what a run samples in the learner's process; None: nothing."""
+    if not isinstance(config, RL) or config.engine != "local" or config.replicas:
+        return None
+    return SamplingSize(min(config.slots, config.prompts * config.group), config.max_tokens)
 
 
 @dataclass(frozen=True)

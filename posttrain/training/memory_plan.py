@@ -32,9 +32,9 @@ from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.memory_estimate import (
     TIGHT,
     MemoryEstimate,
-    SamplingSize,
     advice,
     estimate_memory,
+    sampling_size,
 )
 from posttrain.training.setup import ACTIVATION_SHARE, tokens_of_activations
 
@@ -75,13 +75,10 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     shape = shape_of(config.model or "")
     learner = shapes_of(config, shape)
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    sampling = None
-    if isinstance(config, RL) and config.engine == "local" and not config.replicas:
-        sampling = SamplingSize(min(config.slots, config.prompts * config.group), config.max_tokens)
-    recompute = config.recompute != "none"
-    found = estimate_memory(learner, tokens, recompute, sampling, room)
+    how = learner, tokens, config.recompute != "none", sampling_size(config), room
+    found = estimate_memory(*how)
     assert found is not None, "the shape is known"
-    return MemoryPlan(found, room, tokens, tuple(advice(found, learner, tokens, recompute, sampling, room)))
+    return MemoryPlan(found, room, tokens, tuple(advice(found, *how)))
 
 
 def _refuse(config: Training) -> None:
@@ -90,7 +87,9 @@ def _refuse(config: Training) -> None:
         raise UserError("--model is missing: a folder with the config.json of the model, its weights are not read")
     for name in ("shard", "quantize"):
         if getattr(config, name, None):
-            raise UserError(f"posttrain memory estimates one GPU with whole weights, and knows nothing of --{name} yet")
+            raise UserError(
+                f"posttrain memory cannot estimate --{name} yet, only one GPU with whole weights: leave it out"
+            )
 
 
 def shape_of(model: str) -> DecoderConfig:
@@ -119,7 +118,9 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
         if Need.REFERENCE in algorithm.needs and config.lora is None:  # adapters share the weights of theirs
             others[REFERENCE] = _held(_decoder(shape).requires_grad_(False), frozen)
         if Need.ACTION_VALUE in algorithm.needs:
-            raise UserError(f"posttrain memory does not know the critic of {algorithm.name} yet")
+            raise UserError(
+                f"posttrain memory cannot estimate the critic of {algorithm.name} yet: give another --algorithm"
+            )
         if algorithm.critic is not None:
             own = shape_of(config.critic_model) if config.critic_model else shape
             critic = ValueModel(own.hidden, None if config.critic == "shared" else _decoder(own), 0)

@@ -174,7 +174,8 @@ def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Call
     if config.step_rewards == "if-right" and success is None:
         raise UserError("--step-rewards if-right needs to know which replies are right: add --success")
     probability = config.step_score == "probability"
-    how = process_model(config), config.step_delimiter, probability, config.step_weight, config.step_aggregate, success
+    aggregate = None if config.step_aggregate == "none" else config.step_aggregate
+    how = process_model(config), config.step_delimiter, probability, config.step_weight, aggregate, success
     return with_step_rewards(own, StepScoring(*how))
 
 

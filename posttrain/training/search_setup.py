@@ -7,10 +7,11 @@ import re
 from posttrain.config.search_options import SearchedGroup
 from posttrain.config.service_options import process_model
 from posttrain.core.protocols import Engine, Model
+from posttrain.core.reply_steps import LINE, REPLY, expression_of
 from posttrain.engines.search.search_engine import SearchEngine, SearchPlan
 from posttrain.engines.search.tree_search import SearchSettings
 from posttrain.envs.play.service_client import Services
-from posttrain.envs.step_rewards import LINE, REPLY, StepScorer, delimiter_pattern
+from posttrain.envs.step_rewards import StepScorer
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
@@ -19,7 +20,7 @@ def searching(
 ) -> SearchEngine:
     """Return an engine that finds replies by the search of this name, with steps that `engine` samples."""
     delimiter = config.step_delimiter
-    regular = len(delimiter) > 2 and delimiter[0] == delimiter[-1] == "/"
+    expression = expression_of(delimiter)
     settings = SearchSettings(
         config.search_width,
         config.search_proposals,
@@ -30,8 +31,8 @@ def searching(
         name,
         settings,
         config.search_tokens,
-        "\n" if delimiter == LINE else "" if regular or delimiter == REPLY else delimiter,
-        re.compile(delimiter_pattern(delimiter)) if regular else None,
+        "\n" if delimiter == LINE else "" if expression is not None or delimiter == REPLY else delimiter,
+        None if expression is None else re.compile(expression),
         config.choose,
     )
     scorer = None

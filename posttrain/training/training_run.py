@@ -13,7 +13,7 @@ from typing import Any, Generic
 import torch
 
 from posttrain.config.resolve import AnyTraining, validate
-from posttrain.config.training import RL, Training
+from posttrain.config.training import Training
 from posttrain.config.verbs import VERBS, load
 from posttrain.core.batch import Stats
 from posttrain.core.protocols import Learner, Objective, Source
@@ -23,7 +23,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.distributed_setup import open_world
 from posttrain.training.hooks import Hooks
-from posttrain.training.memory_estimate import SamplingSize, memory_lines
+from posttrain.training.memory_estimate import memory_lines, sampling_size
 from posttrain.training.setup import microbatch_tokens, prepare
 from posttrain.training.text_loss import with_forgetting
 from posttrain.training.trainer import Run, Trainer
@@ -91,8 +91,5 @@ def _memory(config: Training, learner: Learner, device: torch.device) -> list[st
     """Describe the memory that the run takes of a GPU, where it is not spread over several."""
     if device.type != "cuda" or config.shard or not isinstance(learner, LocalLearner):
         return []
-    sampling = None
-    if isinstance(config, RL) and config.engine == "local" and not config.replicas:
-        sampling = SamplingSize(min(config.slots, config.prompts * config.group), config.max_tokens)
     tokens = microbatch_tokens(config, learner.model)
-    return memory_lines(learner, tokens, config.recompute != "none", sampling, device)
+    return memory_lines(learner, tokens, config.recompute != "none", sampling_size(config), device)

@@ -23,7 +23,8 @@ import posttrain
 from posttrain.algorithms.aggregate import TokenMean
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import Baselined, per_token
+from posttrain.algorithms.credit import Baselined
+from posttrain.algorithms.earned_rewards import per_token
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.core.batch import Stats
 from posttrain.core.seeds import seed_of

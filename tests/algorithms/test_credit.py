@@ -20,18 +20,9 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.credit import (
-    GAE,
-    Baselined,
-    KStep,
-    PassAtK,
-    StepRewards,
-    ToGo,
-    earnings,
-    equal_rewards,
-    whitened,
-)
+from posttrain.algorithms.credit import GAE, Baselined, KStep, PassAtK, StepRewards, ToGo
 from posttrain.algorithms.critic_loss import SoftQ, Value
+from posttrain.algorithms.earned_rewards import earnings, equal_rewards, whitened
 from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective

@@ -13,7 +13,8 @@ import torch
 from feeding import new_learner, new_player
 from torch import Tensor
 
-from posttrain.algorithms.credit import Baselined, Decoupled, equal_rewards
+from posttrain.algorithms.credit import Baselined, Decoupled
+from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import TABLE

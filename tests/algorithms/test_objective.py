@@ -39,8 +39,9 @@ from transcriptions import LOSSES, TEXTS, Played
 
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.credit import Baselined, PassAtK, StepRewards, equal_rewards
+from posttrain.algorithms.credit import Baselined, PassAtK, StepRewards
 from posttrain.algorithms.describe import describe
+from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.algorithms.penalty import KL, Entropy
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.policy_table import TABLE

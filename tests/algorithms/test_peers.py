@@ -12,7 +12,8 @@ import torch
 from feeding import ROWS
 from torch import Tensor
 
-from posttrain.algorithms.credit import Baselined, per_token
+from posttrain.algorithms.credit import Baselined
+from posttrain.algorithms.earned_rewards import per_token
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.settings import change
 from posttrain.core.batch import Batch, Outputs, Scores, Stats

@@ -13,7 +13,7 @@ from environments import asking, delayed
 from episodes import episodes, played, said, until_done
 
 import posttrain
-from posttrain.algorithms.credit import earnings
+from posttrain.algorithms.earned_rewards import earnings
 from posttrain.core.conversation import Conversation
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import (

@@ -147,6 +147,16 @@ def test_steps_together_are_a_part_of_the_reward(aggregate: Any, whole: float) -
     assert own.reward == {"outcome": 1.25, "correct": 1.0, "style": 0.25, "process": whole, "reward": 1.25 + whole}
 
 
+@pytest.mark.parametrize(("aggregate", "whole"), [("product", -4.0), ("min", -1.0), ("mean", 1.0)])
+@pytest.mark.parametrize("weight", [0.5, -2.0])
+def test_the_weight_multiplies_the_aggregate_and_not_each_step_of_it(
+    aggregate: Any, whole: float, weight: float
+) -> None:
+    how = StepScoring(**HOW, aggregate=aggregate, weight=weight)
+    found, _ = play(with_step_rewards(exact, how), ["good\nbad\ngood 9"])
+    assert found.reward["process"] == weight * whole
+
+
 def test_steps_of_a_wrong_reply_earn_nothing_where_they_are_gated() -> None:
     env = with_step_rewards(exact, StepScoring(**HOW, success=1.0))
     assert [span.reward for span in play(env, ["good\nbad"])[0].spans] == [0.0, 0.0]

@@ -77,7 +77,7 @@ def loaded(family: str, on: bool | None) -> tuple[Tokenizer, list[int]]:
 
 
 def thoughts(family: str, on: bool | None, text: str) -> str:
-    """What stands for these thoughts in front of a reply's content, as each family's model card has it."""
+    """The text of this reasoning before the content of a reply, in the form of each family's model card."""
     if on in OPENS.get(family, ()):
         return f"{text}\n</think>\n\n"
     if family.startswith("qwen3") and family not in ("qwen3_instruct_2507", "qwen3_vl"):

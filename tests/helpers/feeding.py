@@ -14,8 +14,8 @@ import torch
 from conftest import make_rollouts, tiny
 from torch import Tensor
 
-from posttrain.algorithms.credit import per_token
 from posttrain.algorithms.critic_loss import SoftQ, Value
+from posttrain.algorithms.earned_rewards import per_token
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.config.resolve import filled

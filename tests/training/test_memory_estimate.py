@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from conftest import tiny
 from layouts import segments
 from torch import nn
 
-from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.models.adapters.lora import LoRA, attach
+from posttrain.config.resolve import filled
+from posttrain.config.training import SFT
+from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.linear import accumulating
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.memory_estimate import SamplingSize, advice, estimate_memory
+from posttrain.training.memory_plan import shapes_of
 
 QWEN = DecoderConfig(
     vocab=151936, hidden=896, layers=24, heads=14, kv_heads=2, head_size=64, intermediate=4864, context=4096,
@@ -32,15 +35,8 @@ REPLIES = SamplingSize(256, 512)
 
 def learner_of(shape: DecoderConfig, adapted: bool = False) -> LocalLearner:
     """A learner without memory: of shapes alone."""
-    with torch.device("meta"):
-        model = Decoder(replace(shape, family="qwen2"))
-        if adapted:
-            attach(model, LoRA(rank=16, alpha=32.0), lambda name: True)
-    for module in model.modules() if adapted else ():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 2 and not parameter.requires_grad:
-                setattr(module, name, nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False))
-    return LocalLearner(model, Optimization(), precision="bfloat16")
+    how: dict[str, Any] = {"lora": 16, "frozen_weights": "bfloat16"} if adapted else {}
+    return shapes_of(filled(SFT, {"tasks": "x", "precision": "bfloat16", **how}), replace(shape, family="qwen2"))
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ class Counting:
 
 
 def test_steps_go_on_from_kept_state(tokenizer: Tokenizer) -> None:
-    """What went through the model is the prompt, once, and each sampled token at most once."""
+    """The model computes the prompt once, and each sampled token at most once."""
     engine = LocalEngine(tiny(tokenizer, context=200), tokenizer, slots=4)
     counting = Counting(engine)
     plan = SearchPlan("beam", SearchSettings(2, 3), stop="e")

@@ -1,4 +1,4 @@
-"""Finds what is to be published: the checkpoint, the run that made it, and the model of the hub that it began with."""
+"""Finds the checkpoint to publish, the run that made it, and the model of the hub that the run began with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BEST = (("eval/accuracy", 1), ("eval/reward", 1), ("eval/loss", -1))
 
 @dataclass(frozen=True)
 class Published:
-    """A checkpoint that is to be published."""
+    """A checkpoint to publish, and its origin."""
 
     folder: Path  # of the checkpoint
     run: Path | None = None  # the run that made it

@@ -74,7 +74,7 @@ def carry_out(push: Push, private: bool = False, replace: bool = False) -> str:
 
 @contextmanager
 def _told(target: HubName) -> Iterator[None]:
-    """Give the way on where Ctrl-C ends it."""
+    """Turn Ctrl-C into a UserError: nothing was uploaded, and the same command continues."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""An engine whose replies are searched for: it samples steps with another engine, and a scorer chooses among them.
+"""An engine that searches for replies: it samples steps with another engine, and a scorer chooses among them.
 
 A request is a search of its own. Many go on at once and share the engine below and the scorer. Steps fork the kept state of
 the reply that they continue, so nothing is computed twice. Seeds follow from the request's seed and the number of the
@@ -34,12 +34,12 @@ from posttrain.verify.answer import final_answer
 PIECE = 8  # tokens between two looks for a regular expression
 
 Scorer = Callable[[Mapping[str, Any], str, Callable[[float | Invalid], None]], None]
-"""(context, reply so far, what receives its value): the value of a partial reply whose steps are whole."""
+"""Computes the value of a partial reply whose steps are whole: (context, reply so far, function to call with the value)."""
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """How replies are searched for. Without tokens in `settings`, they are those of its replies of full length."""
+    """Settings of the searches of an engine. Those that depend on the request, tokens and longest, are set for each."""
 
     name: str  # of SEARCHES
     settings: SearchSettings

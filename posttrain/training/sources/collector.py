@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.algorithms.credit import equal_rewards
+from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.core.batch import Scores, Stats
 from posttrain.core.seeds import seeds_of

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithms.credit import per_token
+from posttrain.algorithms.earned_rewards import per_token
 from posttrain.algorithms.policy import Algorithm
 from posttrain.core.batch import Scores, Stats
 from posttrain.core.component import Need

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posttrain.algorithms.credit import equal_rewards
+from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.algorithms.filters import OverlongFilter
 from posttrain.algorithms.policy import Algorithm
 from posttrain.core.protocols import Learner

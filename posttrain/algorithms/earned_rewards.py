@@ -1,0 +1,93 @@
+"""Rewards of rollouts and of their tokens as advantages read them, and sums over tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from posttrain.core.batch import Scores
+from posttrain.core.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def total_reward(scores: Scores) -> Tensor:
+    """Return the rewards less the KL penalty in the reward, float64 [S]."""
+    reward = scores.reward.double()
+    if not scores.penalty:
+        return reward
+    return reward - torch.stack([p.double().sum() for p in scores.penalty])
+
+
+def earnings(scores: Scores, bootstrap: bool = False) -> list[Tensor]:
+    """Return the reward earned at each token, float64 [n_i] for each rollout.
+
+    A step's reward is earned by the last token before it, and by none where it came before the first; the final reward is
+    earned by the last token. `bootstrap`: the last token of a rollout that was cut off earns the critic's value of the state
+    before it, and nothing else.
+    """
+    out = []
+    for i, length in enumerate(scores.length.long().tolist()):
+        earned = torch.zeros(length, dtype=torch.float64)
+        steps = scores.steps[i] if scores.steps else ()
+        for before, reward in steps:
+            if before:
+                earned[before - 1] += reward
+        earned[-1] += scores.reward[i].double() - sum(reward for _, reward in steps)
+        if scores.penalty:
+            earned -= scores.penalty[i].double().cpu()
+        if bootstrap and scores.truncated is not None and scores.truncated[i]:
+            earned[-1] = scores.value[i][-1].item()
+        out.append(earned)
+    return out
+
+
+def equal_rewards(scores: Scores) -> Tensor:
+    """Return whether all rewards of the rollout's group are equal, so that it carries no signal: bool [S].
+
+    Where named parts are compared, each of them must be equal: (1, 0) and (0, 1) have the same sum and carry a signal. A
+    greedy reply counts as one of its group: the others are compared with it.
+    """
+    if scores.greedy is not None:
+        every = torch.cat([total_reward(scores), scores.greedy.double()])
+        return equal_in_group(every, scores.group.repeat(2))[: len(scores.reward)]
+    equal = [equal_in_group(x, scores.group) for x in (scores.parts.values() or [total_reward(scores)])]
+    return torch.stack(equal).all(0)
+
+
+def equal_in_group(reward: Tensor, group: Tensor) -> Tensor:
+    """Return whether the value is the same, up to rounding, in all of the rollout's group: bool [S]."""
+    _, group = group.unique(return_inverse=True)
+    groups = int(group.max()) + 1 if len(group) else 0
+    high = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amax")
+    low = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amin")
+    scale = torch.maximum(high.abs(), low.abs()).clamp_min(1.0)
+    return (high - low <= 1e-8 * scale)[group]
+
+
+def discounted_sums(x: list[Tensor], discount: Tensor) -> list[Tensor]:
+    """Compute y_t = x_t + discount y_(t+1) for each of these sequences; `discount` is one number or one for each."""
+    if not x:
+        return []
+    last_first = torch.nn.utils.rnn.pad_sequence([own.flip(0) for own in x])  # [longest, S]: all end in row 0
+    running = torch.zeros_like(last_first[0])
+    for row in last_first:
+        running = row + discount * running
+        row.copy_(running)
+    return [last_first[: len(own), i].flip(0) for i, own in enumerate(x)]
+
+
+def whitened(x: list[Tensor], eps: float) -> list[Tensor]:
+    """Return (x - mean) / (std + eps), with the moments of all tokens together."""
+    every = torch.cat(x)
+    spread = every.std() if len(every) > 1 else every.new_zeros(())
+    return [(own - every.mean()) / (spread + eps) for own in x]
+
+
+def per_token(advantage: Tensor | list[Tensor], scores: Scores) -> list[Tensor]:
+    """Return advantages, given as [S] or as one [n_i] for each rollout, in the latter form."""
+    if isinstance(advantage, list):
+        return [a.to(scores.length.dtype) for a in advantage]
+    lengths = scores.length.long()
+    every = advantage.to(scores.length.dtype).repeat_interleave(lengths.to(advantage.device))
+    return list(every.split(lengths.tolist()))

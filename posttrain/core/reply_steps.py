@@ -1,0 +1,17 @@
+"""The steps of a reply as options name them: their delimiter, and the aggregate of their values."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+LINE, REPLY, SPANS = "line", "reply", "spans"
+"""Delimiters that are words: each line is a step, each reply of an episode is one, or the environment names their ends."""
+
+Aggregate = Literal["sum", "mean", "min", "last", "product"]
+"""One number for the values of all steps."""
+
+
+def expression_of(delimiter: str) -> str | None:
+    """Return the regular expression that a delimiter holds between slashes; None: it holds none."""
+    regular = len(delimiter) > 2 and delimiter[0] == delimiter[-1] == "/"
+    return delimiter[1:-1] if regular else None

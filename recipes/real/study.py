@@ -32,6 +32,8 @@ from recipes.pages import write_page
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 Figures = dict[str, Any]
+MEANS_ALONE = {"minutes": ".0f", "words": ".1f", "tokens": ".1f", "sampled tokens": ",.0f"}
+"""Figure -> its form, of those that a table tells without an interval."""
 
 
 def options(doc: str, name: str) -> argparse.ArgumentParser:
@@ -167,10 +169,10 @@ class Study:
 
 
 def over_seeds(values: Sequence[float], name: str, form: str = ".3f") -> str:
-    """Mean, 95% interval (Student) and every seed; minutes and words have no interval."""
+    """Mean, 95% interval (Student) and every seed; costs and lengths have no interval."""
     mean = sum(values) / len(values)
-    if name in ("minutes", "words"):
-        return f"{mean:.0f}" if name == "minutes" else f"{mean:.1f}"
+    if name in MEANS_ALONE:
+        return format(mean, MEANS_ALONE[name])
     if len(set(values)) == 1:
         return format(mean, form)
     return f"{mean:{form}} {student_interval(values).text(form)} ({', '.join(format(v, form) for v in values)})"

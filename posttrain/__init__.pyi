@@ -522,7 +522,9 @@ class RLOptions(
     """Replies per held-out task in each evaluation."""
     eval_limit: int
     """Maximum number of held-out tasks in an evaluation."""
-    advantage: Literal["baselined", "to-go", "process", "decoupled", "pass-at-k", "gae", "k-step", "earned", "none"]
+    advantage: Literal[
+        "baselined", "to-go", "process", "turns", "decoupled", "pass-at-k", "gae", "k-step", "earned", "none"
+    ]
     """Advantage estimator; gae adds a critic."""
     baseline: Literal["none", "batch", "group", "others", "greedy"]
     """Baseline: the mean reward to subtract, or the reward of one more reply, which is greedy."""
@@ -549,6 +551,12 @@ class RLOptions(
     """Where an episode was cut off, the critic's value of its last state stands in for its final reward."""
     k_step: int
     """k-step advantage: rewards of this many tokens, then the critic's value."""
+    turn_weight: float
+    """Weight of a turn's advantage among turns of the same state, beside its rollout's."""
+    turn_gamma: float
+    """Discount factor per turn."""
+    turn_state: Literal["observation", "history"]
+    """Turns of the same state: those behind the same observation, or behind the same whole context."""
     surrogate: Literal[
         "clip", "ratio", "log-probability", "weighted", "soft-gate", "divergence-mask", "gamma-weight", "expected-q"
     ]
@@ -621,6 +629,10 @@ class RLOptions(
     """Jensen-Shannon divergence: share of the teacher in the mixture."""
     teacher_temperature: float
     """Temperature of the teacher's logits. Default: the sampling temperature."""
+    teacher_every: int
+    """Steps between updates of the teacher to the policy, whose weights it starts from (0: never)."""
+    teacher_update_rate: float
+    """Share of the way to the policy's weights that an update of the teacher goes (1: it becomes the policy)."""
     branches: int
     """Rollouts that branch at a tool result which raised the entropy (0: none)."""
     branch_first: float
@@ -658,7 +670,9 @@ class RLOptions(
     """Replay buffer, in rollouts (0: on-policy, only the step's own). A --correction, or a ratio with --old-policy
     sampler, makes up for the weights that sampled them."""
     reference_every: int
-    """Steps between updates of the reference to the current policy (0: never)."""
+    """Steps between updates of the reference to the policy (0: never)."""
+    reference_update_rate: float
+    """Share of the way to the policy's weights that an update of the reference goes (1: it becomes the policy)."""
     epochs: int
     """Passes over the rollouts of a step."""
     minibatches: int
@@ -722,6 +736,10 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     """Normalise --imitation by all tokens, by each response's tokens, or not at all."""
     policy_weight: bool
     """Weight comparisons by the policy's probability of their responses (WPO)."""
+    reference_every: int
+    """Steps between updates of the reference to the policy (0: never)."""
+    reference_update_rate: float
+    """Share of the way to the policy's weights that an update of the reference goes (1: it becomes the policy)."""
 
 class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     """Options of posttrain reward-model."""

@@ -206,7 +206,7 @@ def expected(row: Algorithm, sampler: str) -> Tensor:
         "correction": None,
         "old": "start",
         "ratio": (),
-        "refresh": 0,
+        "moving": None,
     }
     credits = _credits(replace(row, surrogate=Clip(), branching=None, **same))  # which credit does not read
     for (i, group), share in _groups(sampler, group_of(row), alike).items():

@@ -11,7 +11,7 @@ its sampled tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,7 @@ from posttrain.algorithms.earned_rewards import (
     earnings,
     equal_in_group,
     equal_rewards,
+    standardised,
     total_reward,
     whitened,
 )
@@ -292,17 +293,11 @@ class StepRewards(Advantage):
         for group, own, length in zip(scores.group.tolist(), kinds, scores.length.long().tolist(), strict=True):
             advantage = torch.zeros(length, dtype=torch.float64)
             for kind, steps in enumerate(own):
-                for (end, _), value in zip(steps, self._normalised(steps, groups[group, kind]), strict=True):
+                values = standardised([reward for _, reward in steps], groups.get((group, kind), ()), self.eps)
+                for (end, _), value in zip(steps, values, strict=True):
                     advantage[:end] += value
             out.append(advantage.to(scores.reward.dtype))
         return out
-
-    def _normalised(self, steps: Sequence[tuple[int, float]], group: Sequence[float]) -> list[float]:
-        """Return the rewards of steps among those of their group; 0 where all of these are equal."""
-        every = torch.tensor(group, dtype=torch.float64)
-        if not group or every.max() - every.min() <= 1e-8 * max(1.0, every.abs().max().item()):
-            return [0.0] * len(steps)
-        return [((reward - every.mean()) / (every.std() + self.eps)).item() for _, reward in steps]
 
     @staticmethod
     def _apart(scores: Scores, i: int) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
@@ -535,17 +530,3 @@ class KStep(Advantage):
             behind = torch.cat([value[self.k :], value.new_zeros(min(self.k, len(value)))])
             out.append(ahead @ discount + self.gamma**self.k * behind - value)
         return out
-
-
-ADVANTAGES: dict[str, Advantage] = {
-    "baselined": Baselined(),
-    "to-go": ToGo(),
-    "process": StepRewards(),
-    "decoupled": Decoupled(),
-    "pass-at-k": PassAtK(),
-    "gae": GAE(whiten=True),
-    "k-step": KStep(),
-    "earned": Earned(),
-    "none": Unrewarded(),
-}
-"""Choices of --advantage."""

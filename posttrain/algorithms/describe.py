@@ -88,13 +88,11 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
         ("step", algorithm.trust_region),
         ("end of a step's updates", algorithm.early_stop),
         ("replay", algorithm.replay),
+        ("reference", algorithm.moving),
     )
     found += [(what, part.formula, part.source) for what, part in named if part is not None]
     if algorithm.branching is not None:
         found.append(("A of shared tokens", algorithm.branching.sharing, f"{PAPER}, section 3.2"))
-    if algorithm.refresh:
-        refresh = f"becomes the policy every {algorithm.refresh} steps"
-        found.append(("reference", refresh, "DeepSeekMath, arXiv 2402.03300, algorithm 1"))
     epochs = f", in {algorithm.epochs} epochs of {algorithm.minibatches}" if algorithm.epochs > 1 else ""
     return [
         *found,
@@ -124,6 +122,7 @@ def _(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
         ("margin", algorithm.margin),
         ("further weight", algorithm.weight),
         ("imitation loss", algorithm.imitation),
+        ("reference", algorithm.moving),
     )
     return found + [(what, part.formula, part.source) for what, part in named if part is not None]
 

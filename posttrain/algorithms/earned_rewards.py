@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from posttrain.core.batch import Scores
@@ -40,6 +41,18 @@ def earnings(scores: Scores, bootstrap: bool = False) -> list[Tensor]:
             earned[-1] = scores.value[i][-1].item()
         out.append(earned)
     return out
+
+
+def standardised(values: Sequence[float], among: Sequence[float], eps: float | None) -> list[float]:
+    """Return (value - mean) / (std + eps) of these values, with the moments of those among them; None: without the scale.
+
+    Exactly 0 where all of these are equal, up to rounding, and where there is a single one.
+    """
+    every = torch.tensor(among, dtype=torch.float64)
+    if not len(every) or every.max() - every.min() <= 1e-8 * max(1.0, every.abs().max().item()):
+        return [0.0] * len(values)
+    scale = 1.0 if eps is None else every.std().item() + eps
+    return [(value - every.mean().item()) / scale for value in values]
 
 
 def equal_rewards(scores: Scores) -> Tensor:

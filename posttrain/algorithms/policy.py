@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.algorithms.advantages import ADVANTAGES
 from posttrain.algorithms.aggregate import AGGREGATES, Aggregate
 from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.branching import Branching
-from posttrain.algorithms.credit import ADVANTAGES, Advantage, Unrewarded
+from posttrain.algorithms.credit import Advantage, Unrewarded
 from posttrain.algorithms.critic_loss import CriticLoss
 from posttrain.algorithms.filters import CovariancePenalty, DynamicSampling, OverlongFilter, Replay, TokenSelection
+from posttrain.algorithms.moving_models import MovingReference
 from posttrain.algorithms.penalty import KL, EarlyStop, Entropy
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, OffPolicyMask, RatioStep, over_rollouts
 from posttrain.algorithms.shaping import Shaping
@@ -130,9 +132,7 @@ class Algorithm(AlgorithmBase):
     trust_region: TrustRegion | None = None
     early_stop: EarlyStop | None = None
     replay: Replay | None = None
-    refresh: int = setting(
-        0, "reference-every", "Steps between updates of the reference to the current policy (0: never).", least=0
-    )
+    moving: MovingReference | None = None
     epochs: int = setting(1, "epochs", "Passes over the rollouts of a step.", above=0, first_hour=True)
     minibatches: int = setting(1, "minibatches", "Optimizer updates per pass.", above=0, first_hour=True)
     stated: str = ""  # the number of updates in the paper, or in its authors' code

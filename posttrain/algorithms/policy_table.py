@@ -7,6 +7,7 @@ from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import GAE, Baselined, Earned, KStep, PassAtK, StepRewards, ToGo, Unrewarded
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, Replay
+from posttrain.algorithms.moving_models import MovingReference
 from posttrain.algorithms.penalty import KL, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining
 from posttrain.algorithms.ratio import (
@@ -28,6 +29,7 @@ from posttrain.algorithms.surrogate import (
     WeightedLogProbability,
 )
 from posttrain.algorithms.teacher import Distillation
+from posttrain.algorithms.turn_groups import TurnGroups
 from posttrain.learners.natural_gradient import TrustRegion
 
 _ALGORITHMS = (
@@ -120,6 +122,15 @@ _ALGORITHMS = (
         idea="GRPO with rewards for steps",
     ),
     Algorithm(
+        "gigpo",
+        "GRPO that also compares turns of the same state, for agents (GiGPO, arXiv 2505.10978)",
+        advantage=TurnGroups(),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        kl=KL("k3", 0.01),
+        idea="A turn against others of its state",
+    ),
+    Algorithm(
         "grpo-sequence",
         "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); its eq. 2 is --kl-unit response",
         advantage=Baselined("group", "group"),
@@ -138,7 +149,7 @@ _ALGORITHMS = (
         surrogate=Clip(0.2, 0.2),
         aggregate=SequenceMean(),
         kl=KL("k3", 0.04),
-        refresh=50,
+        moving=MovingReference(50),
         stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
         idea="GRPO that renews its reference",
     ),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison
 from posttrain.algorithms.links import LINKS, Pairs, PreferenceLink
+from posttrain.algorithms.moving_models import MovingReference
 from posttrain.algorithms.responses import SCORES, LogRatio, PolicyWeight, Responses, Score
 from posttrain.core.batch import Batch, Outputs, Preferences, Stats
 from posttrain.core.component import Component, setting
@@ -120,6 +121,7 @@ class PreferenceAlgorithm(AlgorithmBase):
         "Weight comparisons by the policy's probability of their responses (WPO).",
         choices={"true": PolicyWeight(), "false": None},
     )
+    moving: MovingReference | None = None
     idea: str = ""  # what is new about it, in at most eight words
 
 

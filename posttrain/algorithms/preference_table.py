@@ -21,6 +21,7 @@ from posttrain.algorithms.links import (
     Sigmoid,
     Square,
 )
+from posttrain.algorithms.moving_models import MovingReference
 from posttrain.algorithms.preference import Imitated, Margin, PreferenceAlgorithm
 from posttrain.algorithms.responses import LogRatio, Odds, ResponseLikelihood
 
@@ -30,6 +31,13 @@ _ALGORITHMS = (
         "Direct preference optimization (DPO, arXiv 2305.18290)",
         link=Sigmoid(0.1),
         idea="A reward model that is the policy itself",
+    ),
+    PreferenceAlgorithm(
+        "tr-dpo",
+        "Trust-region DPO: the reference follows the policy (TR-DPO, arXiv 2404.09656, soft update)",
+        link=Sigmoid(0.1),
+        moving=MovingReference(rate=0.6),
+        idea="DPO whose reference moves with the policy",
     ),
     PreferenceAlgorithm(
         "cdpo",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
+from posttrain.algorithms.moving_models import moved
 from posttrain.core.batch import Outputs
 from posttrain.core.component import Component, Need, RunLimits, setting
 
@@ -48,6 +49,19 @@ class Distillation(Component):
     temperature: float | None = setting(
         None, "teacher-temperature", "Temperature of the teacher's logits. Default: the sampling temperature.", above=0
     )
+    every: int = setting(
+        0,
+        "teacher-every",
+        "Steps between updates of the teacher to the policy, whose weights it starts from (0: never).",
+        least=0,
+    )
+    rate: float = setting(
+        1.0,
+        "teacher-update-rate",
+        "Share of the way to the policy's weights that an update of the teacher goes (1: it becomes the policy).",
+        above=0,
+        most=1,
+    )
 
     @property
     def sampled(self) -> bool:
@@ -56,13 +70,17 @@ class Distillation(Component):
     @property
     def formula(self) -> str:
         softened = "" if self.temperature is None else f", q at temperature {self.temperature:g}"
-        return {
-            "reverse-kl": "sum_a p log(p / q)",
-            "forward-kl": "sum_a q log(q / p)",
-            "jensen-shannon": f"{1 - self.beta:g} sum_a p log(p / m) + {self.beta:g} sum_a q log(q / m), "
-            f"m = {1 - self.beta:g} p + {self.beta:g} q",
-            "sampled": f"{self.coefficient:g} (tea - old), without a gradient",
-        }[self.divergence] + softened
+        return (
+            {
+                "reverse-kl": "sum_a p log(p / q)",
+                "forward-kl": "sum_a q log(q / p)",
+                "jensen-shannon": f"{1 - self.beta:g} sum_a p log(p / m) + {self.beta:g} sum_a q log(q / m), "
+                f"m = {1 - self.beta:g} p + {self.beta:g} q",
+                "sampled": f"{self.coefficient:g} (tea - old), without a gradient",
+            }[self.divergence]
+            + softened
+            + (f"; {moved('teacher', self.every, self.rate)}" if self.every else "")
+        )
 
     @property
     def source(self) -> str:

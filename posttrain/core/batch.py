@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class TurnStart:
+    """Begin of a turn of the policy, and what it began with: equal contents have equal hashes."""
+
+    before: int  # scored tokens of the rollout before it
+    observation: int  # hash of the tokens since the policy's turn before
+    history: int  # hash of all tokens before it
+
+
+@dataclass(frozen=True)
 class Scores:
     """The scoreboard: all rollouts of the optimizer batch, over every micro-batch and every rank. Small.
 
@@ -40,6 +49,7 @@ class Scores:
     group: Tensor  # int64 [S]
     length: Tensor  # float32 [S], scored tokens of each rollout: at least 1
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to its end, step reward)
+    turns: tuple[tuple[TurnStart, ...], ...] = ()  # per rollout, where credit compares turns: those with a scored token
     pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout, all scored tokens: whose they are, where rollouts branch
     penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the deduction of a KL in the reward from each token's
     value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's, of the state in which each token was chosen

@@ -24,6 +24,7 @@ class Need(StrEnum):
     GREEDY = "greedy"  # the reward of a greedy reply to every prompt
     GROUP = "group"  # at least two rollouts of every task
     PARTS = "parts"  # the named parts of every reward, the same in all rollouts of a step
+    TURNS = "turns"  # the turns of every rollout, and the states in which they began
     SUCCESS = "success"  # a threshold from which on a reward counts as a success
     EPISODE_TOKENS = "episode tokens"  # most tokens that the policy may sample in an episode
     OLD = "old"  # the learner's log-probabilities of rollout time

@@ -57,6 +57,9 @@ ELSEWHERE = {
     "top_entropy_quantile": "{top_entropy}",
     "mask_truncated_completions": "{overlong_filter}",
     "ref_model_sync_steps": "{reference_every}",
+    "ref_model_mixup_alpha": "{reference_update_rate}",
+    "teacher_sync_steps": "{teacher_every}",
+    "teacher_model_kind": "{teacher_every} (live: 1; ema: 1, with {teacher_update_rate})",
     "sync_ref_model": "{reference_every} (a number of steps)",
     "max_completion_length": "{max_tokens}",
     "max_new_tokens": "{max_tokens}",
@@ -492,7 +495,6 @@ ANSWERS = {
     ),
     **_alike("return_raw_chat reward_fn_key data_source", "rows of verl are read as they are"),
     **_alike("wandb_token key org wandb_org wandb_group", "a tracker reads its own variables (WANDB_API_KEY ...)"),
-    **_alike("ref_model_mixup_alpha", "the reference is replaced by the policy, not mixed with it: alpha is 1"),
     **_alike(
         "model_init_kwargs override_config",
         "a model is its folder; {precision} and {device} define its computation",

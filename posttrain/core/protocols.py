@@ -132,8 +132,8 @@ class Learner(Protocol):
         """float64 [S]: squared norm of the gradient of each rollout's log-probability; each batch holds one rollout."""
         ...
 
-    def refresh_reference(self) -> None:
-        """Make the current policy the reference."""
+    def move(self, of: str, rate: float) -> None:
+        """Move a frozen model this share of the way to the current policy's weights; 1 makes it the policy."""
         ...
 
     def weights(self) -> Model:

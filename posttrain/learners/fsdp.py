@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import Learner, Measured, Model, Objective
 from posttrain.learners.data_parallel import DataParallelLearner
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule, step_to
 from posttrain.learners.process_group import Processes
 from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.native.linear import collected
@@ -243,13 +243,12 @@ class FSDPLearner(DataParallelLearner):
         self._held[rows] = parameter
         return rows
 
-    def refresh_reference(self) -> None:
+    def move(self, of: str, rate: float) -> None:
         self._let_go()  # other code may have called the model since
         with torch.no_grad():
-            pairs = zip(self.others[REFERENCE].parameters(), self.model.parameters(), strict=True)
-            for reference, own in pairs:
-                here(reference)[1].copy_(here(own)[1])
-        self.reference_moved = True
+            for frozen, own in zip(self.others[of].parameters(), self.model.parameters(), strict=True):
+                step_to(here(frozen)[1], here(own)[1], rate)
+        self.moved.add(of)
 
     def save(self, folder: Path | None) -> None:
         """Save the state, see `LocalLearner`. Every process calls it, the first with a folder."""

@@ -41,7 +41,7 @@ from posttrain.models.losses.likelihood import (
 from posttrain.models.native.linear import accumulating
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, write_state
 
-COUNTERS, MOMENTS, MOVED = "learner.json", "optimizer.safetensors", "reference.safetensors"
+COUNTERS, MOMENTS, MOVED = "learner.json", "optimizer.safetensors", "{}.safetensors"
 DISTANCES = frozenset({"reverse_kl", "forward_kl", "jensen_shannon"})
 """Fields of `Outputs` that compare the policy with its teachers."""
 REFERENCE = "reference"
@@ -80,6 +80,11 @@ class Teaching:
 
     temperature: float = 1.0  # temperature of the teachers' logits
     beta: float = 0.5  # the teacher's share in the mixture of a Jensen-Shannon divergence
+
+
+def step_to(parameter: Tensor, target: Tensor, rate: float) -> None:
+    """Move a parameter this share of the way to another one of its shape, in place."""
+    parameter.copy_(target if rate == 1 else torch.lerp(parameter, target, rate))
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class LocalLearner:
         self.router_losses = router_losses or RouterLosses()
         self.version = 0
         self.device = model.head.device
-        self.reference_moved = False
+        self.moved: set[str] = set()  # frozen models that are no longer as they were opened
         share = 1.0 if critic_lr is None else critic_lr / optimization.lr
         self.parts = [TrainedModule("policy", self._trained(model))]
         self.parts += [TrainedModule("critic", self._trained(critic), share)] if critic else []
@@ -236,25 +241,23 @@ class LocalLearner:
             found.append(sum(g.double().square().sum().item() for g in gradients if g is not None))
         return torch.tensor(found, dtype=torch.float64)
 
-    def refresh_reference(self) -> None:
+    def move(self, of: str, rate: float) -> None:
         own = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, parameter in self._of_reference().items():
-                parameter.copy_(own[name])
-        self.reference_moved = True
+            for name, parameter in self._movable(of).items():
+                step_to(parameter, own[name], rate)
+        self.moved.add(of)
 
-    def _of_reference(self) -> dict[str, Tensor]:
-        """Return the reference's tensors that can change: not the frozen weights that it shares with an
-        adapted policy.
-        """
+    def _movable(self, of: str) -> dict[str, Tensor]:
+        """Return the tensors of a frozen model that can change: not those that it shares with an adapted policy."""
         own = dict(self.model.named_parameters())
-        return {name: p for name, p in self.others[REFERENCE].named_parameters() if p is not own[name]}
+        return {name: p for name, p in self.others[of].named_parameters() if p is not own[name]}
 
     def weights(self) -> Model:
         return self.model
 
     def save(self, folder: Path | None) -> None:
-        """Save the policy, optimizer moments and counters, the critic, and a reference that has been refreshed.
+        """Save the policy, optimizer moments and counters, the critic, and frozen models that have moved.
 
         None: another process writes, and this one takes part in collectives. Raises UserError if a weight is not
         finite: no run could continue from it.
@@ -293,8 +296,8 @@ class LocalLearner:
             yield MOMENTS, moments
         if self.critic is not None:
             yield STORED, dict(self.critic.named_parameters())
-        if self.reference_moved:
-            yield MOVED, self._of_reference()
+        for name in sorted(self.moved):
+            yield MOVED.format(name), self._movable(name)
 
     def load(self, folder: Path) -> None:
         """Load all that `save` has written, but for the policy's weights. Raises UserError if the files are not of this
@@ -307,9 +310,10 @@ class LocalLearner:
         self.version = counted
         if self.critic is not None:
             read_state(folder / STORED, dict(self.critic.named_parameters()))
-        if REFERENCE in self.others and (folder / MOVED).exists():
-            read_state(folder / MOVED, self._of_reference())
-            self.reference_moved = True
+        for name in self.others:
+            if (file := folder / MOVED.format(name)).exists():
+                read_state(file, self._movable(name))
+                self.moved.add(name)
         if (folder / MOMENTS).exists():
             self._load_moments(folder / MOMENTS)
 

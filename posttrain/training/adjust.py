@@ -29,7 +29,7 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True, by_group: bo
         algorithm = replace(algorithm, teacher=Distillation())
     algorithm = change(_with_required_components(choose(algorithm, run.settings), run), run.settings)
     if algorithm.kl is None and not run.chooses("reference_every"):
-        algorithm = replace(algorithm, refresh=0)
+        algorithm = replace(algorithm, moving=None)
     if not run.chooses("minibatches") and algorithm.replay is None:
         # An update needs a group, and a paper's number of updates is one of larger steps.
         algorithm = replace(algorithm, minibatches=min(algorithm.minibatches, run.prompts))
@@ -210,7 +210,7 @@ def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[
         "a target is reached by the bonus in the loss: leave out --entropy-where reward, or --entropy-target",
     )
     yield (
-        bool(algorithm.refresh) and Need.REFERENCE not in algorithm.needs,
+        algorithm.moving is not None and Need.REFERENCE not in algorithm.needs,
         "it has no reference that --reference-every could replace: give it a KL penalty, such as --kl 0.01",
     )
     yield from _contradictions_of_reward_parts(algorithm)
@@ -230,6 +230,15 @@ def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[
     yield (
         algorithm.teacher is not None and not taught,
         "learns from a teacher: posttrain distill --teacher FOLDER runs it",
+    )
+    teacher_moves = algorithm.teacher is not None and algorithm.teacher.every > 0
+    yield (
+        run.chooses("teacher_update_rate") and not teacher_moves,
+        "its teacher does not move: leave out --teacher-update-rate, or give --teacher-every",
+    )
+    yield (
+        teacher_moves and isinstance(run, Distill) and bool(run.teachers or not run.teacher),
+        "--teacher-every moves the one teacher of --teacher to the policy: leave out --teachers, or this",
     )
     yield (
         unrewarded and algorithm.teacher is None,

@@ -29,6 +29,14 @@ def frozen_type(config: Any, packed: str = "") -> torch.dtype | None:
     return torch.bfloat16
 
 
+def refuse_rounded_moves(config: Any, option: str, rate: float) -> None:
+    """Raise UserError where a frozen model moves in steps that bfloat16 would round away."""
+    if rate < 1 and frozen_type(config) is not None:
+        raise UserError(
+            f"{option} {rate:g} moves weights by less than --frozen-weights bfloat16 can hold: leave out one of them"
+        )
+
+
 def refuse_useless(config: Training, model: Model, others: Mapping[str, Model]) -> None:
     """Raise UserError where `--frozen-weights` is given, and nothing is frozen."""
     services = [name for kind in SCORERS for name in getattr(config, kind, ())]

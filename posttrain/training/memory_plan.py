@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from posttrain.algorithms.all_algorithms import find
-from posttrain.config.training import RL, Distill, Training
+from posttrain.config.training import RL, Distill, Prefer, Training
 from posttrain.core.component import Need
 from posttrain.core.types import UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
@@ -37,6 +37,7 @@ from posttrain.training.memory_estimate import (
     sampling_size,
 )
 from posttrain.training.setup import ACTIVATION_SHARE, tokens_of_activations
+from posttrain.training.verbs.prefer import chosen
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,9 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
         _held(model, frozen)
     others: dict[str, Decoder] = {}
     critic: Critic | None = None
+    moves = isinstance(config, Prefer) and chosen(config).moving is not None
+    if moves and config.lora is None:
+        others[REFERENCE] = _held(_decoder(shape).requires_grad_(False), frozen)
     if isinstance(config, RL):
         algorithm = adjust(find(config.algorithm), config)
         if Need.REFERENCE in algorithm.needs and config.lora is None:  # adapters share the weights of theirs
@@ -126,8 +130,10 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
             critic = ValueModel(own.hidden, None if config.critic == "shared" else _decoder(own), 0)
     if isinstance(config, Distill):
         teachers = {**config.teachers, **({"teacher": config.teacher} if config.teacher else {})}
+        shared = config.model if config.lora is not None else None  # adapters share the weights that they leave
         for name, folder in teachers.items():
-            others[name] = _held(_decoder(shape_of(folder)).requires_grad_(False), frozen)
+            if folder != shared:
+                others[name] = _held(_decoder(shape_of(folder)).requires_grad_(False), frozen)
     return LocalLearner(model, Optimization(), others=others, critic=critic, precision=config.precision)
 
 

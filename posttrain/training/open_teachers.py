@@ -6,19 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from posttrain.algorithms.policy import Algorithm
+from posttrain.algorithms.teacher import Distillation
 from posttrain.config.training import Distill
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import Task, UserError
+from posttrain.models.adapters.lora import is_adapted
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
-from posttrain.training.frozen_weights import frozen_type
-from posttrain.training.open_learner import held_model
+from posttrain.training.frozen_weights import frozen_type, refuse_rounded_moves
+from posttrain.training.open_learner import held_model, reference
 from posttrain.training.setup import parameters
 from posttrain.training.sources.teacher_targets import NAMED, TEACHER, Teachers
 
@@ -45,8 +48,12 @@ def load_teachers(
     tasks: Sequence[Task],
     opened: ExitStack,
     world: World,
+    student: Model,
+    start: Path,
 ) -> OpenTeachers:
     """Open the teachers and check that they can teach this student and some of the tasks.
+
+    A teacher that the student started from (`start`) shares the weights that the student's adapters leave as they were.
 
     Raises UserError, in one line, for a teacher with another tokenizer, an endpoint that is asked for whole distributions,
     and a task whose teacher does not exist.
@@ -66,13 +73,17 @@ def load_teachers(
             folder = resolve(where)
             _check_tokens(tokenizer, Tokenizer.load(folder), f"{option} {where}")
             alone = len(list(named_teachers(config))) == 1  # of several each process holds all
-            if alone:
+            if folder.resolve() == start.resolve() and is_adapted(student):
+                model = reference(config, student, start, world, moves=algorithm.teacher.every > 0)
+            elif alone:
                 model = held_model(config, folder, device, world, frozen=True)
             else:
                 model = load_model(folder, device=device, matrices=frozen_type(config))
             models[name] = model.requires_grad_(False)
             size = f"{parameters(models[name]):,} parameters, context {models[name].config.context}"
             lines.append(f"{option} {where}: {size}; its logits are divided by {algorithm.teacher.temperature:g}")
+    if algorithm.teacher.every:
+        _check_moves(config, algorithm.teacher, models, student)
     contexts = {name: model.config.context for name, model in models.items()}
     teachers = Teachers(tokenizer, contexts, remote, choose=bool(config.teachers))
     for task in tasks:
@@ -90,6 +101,21 @@ def named_teachers(config: Distill) -> Iterator[tuple[str, str, str]]:
     default = [(TEACHER, "--teacher", config.teacher)] if config.teacher else []
     others = ((NAMED.format(name), f"--teachers.{name}", where) for name, where in config.teachers.items())
     return chain(default, others)
+
+
+def _check_moves(config: Distill, teacher: Distillation, models: Mapping[str, Model], student: Model) -> None:
+    """Raise UserError where the teacher cannot move to the student's weights."""
+    if TEACHER not in models:
+        raise UserError(f"--teacher-every moves weights, and {config.teacher} is an endpoint: leave it out")
+    refuse_rounded_moves(config, "--teacher-update-rate", teacher.rate)
+    theirs, ours = (
+        {name: parameter.shape for name, parameter in model.named_parameters()} for model in (models[TEACHER], student)
+    )
+    if theirs != ours:
+        raise UserError(
+            f"--teacher-every moves {config.teacher} to the student's weights, and its own have other names or shapes: give "
+            "--teacher the folder of --model, or leave out --teacher-every"
+        )
 
 
 def _refuse_exact(algorithm: Algorithm, option: str, where: str) -> None:

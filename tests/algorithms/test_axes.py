@@ -15,11 +15,11 @@ import torch
 from conftest import tiny
 from feeding import WORDS, new_learner, new_player
 
+from posttrain.algorithms.advantages import ADVANTAGES
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import (
-    ADVANTAGES,
     GAE,
     Baselined,
     Decoupled,
@@ -39,6 +39,7 @@ from posttrain.algorithms.filters import (
     Replay,
     TopEntropy,
 )
+from posttrain.algorithms.moving_models import MovingReference
 from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, EarlyStop, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, policy_objective
 from posttrain.algorithms.policy_table import TABLE
@@ -64,6 +65,7 @@ from posttrain.algorithms.surrogate import (
     WeightedLogProbability,
 )
 from posttrain.algorithms.teacher import Distillation
+from posttrain.algorithms.turn_groups import TurnGroups
 from posttrain.cli.main import main
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, Distill
@@ -168,9 +170,15 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"kl_control": "halving-doubling"}, PENALTY, KL("k3", 0.04, control=HalvingDoubling())),
     ("ppo-kl", {"kl_target": 0.5}, PENALTY, KL("k3", 1.0, against="old", control=HalvingDoubling(0.5))),
     ("grpo", {"kl_control": "adaptive", "kl_horizon": 9.0}, PENALTY, KL("k3", 0.04, control=Adaptive(horizon=9.0))),
-    ("grpo", {"reference_every": 7}, part("refresh"), 7),
-    ("iterative-grpo", {"reference_every": 0}, part("refresh"), 0),
-    ("iterative-grpo", {"kl": 0.0}, part("refresh"), 0),
+    ("grpo", {"reference_every": 7}, part("moving"), MovingReference(7)),
+    ("gigpo", {"turn_weight": 0.5}, ADVANTAGE, TurnGroups(weight=0.5)),
+    ("gigpo", {"turn_gamma": 1.0}, ADVANTAGE, TurnGroups(gamma=1.0)),
+    ("gigpo", {"turn_state": "history"}, ADVANTAGE, TurnGroups(state="history")),
+    ("gigpo", {"scale": "none"}, ADVANTAGE, TurnGroups(scale="none")),
+    ("grpo", {"advantage": "turns"}, ADVANTAGE, TurnGroups()),
+    ("iterative-grpo", {"reference_every": 0}, part("moving"), None),
+    ("iterative-grpo", {"kl": 0.0}, part("moving"), None),
+    ("iterative-grpo", {"reference_update_rate": 0.5}, part("moving"), MovingReference(50, 0.5)),
     ("grpo", {"entropy": 0.1}, ENTROPY, Entropy(0.1)),
     ("grpo", {"entropy": 0.0}, ENTROPY, None),
     ("grpo", {"entropy_target": 0.5}, ENTROPY, Entropy(0.0, target=0.5)),
@@ -243,6 +251,13 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("distill-reverse-kl", {"teacher_temperature": 0.5}, TEACHER, Distillation(temperature=0.5)),
     ("distill-reverse-kl", {"temperature": 0.5}, TEACHER, Distillation(temperature=0.5)),
     ("distill-jsd", {"divergence": "forward-kl"}, TEACHER, Distillation("forward-kl", temperature=1.0)),
+    ("distill-jsd", {"teacher_every": 3}, TEACHER, Distillation("jensen-shannon", temperature=1.0, every=3)),
+    (
+        "distill-reverse-kl",
+        {"teacher_every": 1, "teacher_update_rate": 0.1},
+        TEACHER,
+        Distillation(temperature=1.0, every=1, rate=0.1),
+    ),
     ("distill-jsd", {"jsd_beta": 0.1}, TEACHER, Distillation("jensen-shannon", beta=0.1, temperature=1.0)),
     ("distill-k1", {"distillation": 0.3}, TEACHER, Distillation("sampled", 0.3, temperature=1.0)),
     ("distill-reverse-kl", {"advantage": "baselined"}, ADVANTAGE, Baselined()),
@@ -341,6 +356,7 @@ CANDIDATES = (
     "tv",
     "start",
     "probability",
+    "history",
     "response",
 )
 
@@ -403,7 +419,7 @@ def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where:
         teachers=Teachers(WORDS, {NAMED_TEACHER: 64}) if row.teacher else None,
     )  # fmt: skip
     figures: list[dict[str, float]] = []
-    steps = 2 if row.replay or row.refresh else 1
+    steps = 2 if row.replay or row.moving else 1
     train(learner, source, policy_objective(row), [lambda t: figures.append(t.stats.means())], first=1, steps=steps)
     assert len(figures) == steps and all(f["skipped"] == 0 and math.isfinite(f["loss"]) for f in figures)
 
@@ -455,6 +471,13 @@ GAE.bootstrap = False
 GAE.eps = 1e-08: above 0
 Decoupled.eps = 1e-06: above 0
 StepRewards.eps = 1e-06: above 0
+TurnGroups.weight = 1.0: above 0
+TurnGroups.gamma = 0.95: at least 0 and at most 1
+TurnGroups.state = observation
+TurnGroups.scale = group
+TurnGroups.eps = 1e-06: above 0
+MovingReference.every = 1: at least 0; 0 is absent
+MovingReference.rate = 1.0: above 0 and at most 1
 ToGo.whiten = False
 ToGo.gamma = 1.0: at least 0 and at most 1
 ToGo.eps = 1e-08: above 0
@@ -519,6 +542,8 @@ OffPolicyMask.delta = 0.5: above 0; 0 is absent
 Distillation.coefficient = 1.0: above 0
 Distillation.beta = 0.5: above 0 and below 1
 Distillation.temperature = None: above 0
+Distillation.every = 0: at least 0
+Distillation.rate = 1.0: above 0 and at most 1
 TrustRegion.delta = 0.01: above 0; 0 is absent
 TrustRegion.iterations = 10: above 0
 TrustRegion.damping = 0.01: at least 0
@@ -549,6 +574,7 @@ rloo: group, old, reference | |
 remax: greedy | |
 grpo: group, reference | | every token
 grpo-process: group, reference | | every token
+gigpo: group, reference, turns | | every token
 grpo-sequence: group, old, reference | | every token
 iterative-grpo: group, reference | | every token
 dr-grpo: episode tokens, group, old | |

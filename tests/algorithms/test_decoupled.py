@@ -21,6 +21,7 @@ from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.settings import change
 from posttrain.config.training import RL
 from posttrain.core.batch import Scores
+from posttrain.core.component import Need
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
@@ -147,7 +148,7 @@ def rollout(rewards: dict[str, float], task: str = "t", steps: Sequence[tuple[in
 def test_parts_stand_on_the_scoreboard_only_where_they_are_compared() -> None:
     rollouts = [rollout({"b": 1.0, "a": 0.5}), rollout({"a": 0.25, "b": 0.0})]
     assert scoreboard(rollouts).parts == {}
-    found = scoreboard(rollouts, parts=True).parts
+    found = scoreboard(rollouts, needs=frozenset({Need.PARTS})).parts
     assert {name: values.tolist() for name, values in found.items()} == {"a": [0.5, 0.25], "b": [1.0, 0.0]}
     assert list(found) == ["a", "b"] and named_parts([]) == {}
 

@@ -81,6 +81,18 @@ def batch_of(advantage: torch.Tensor) -> Batch:
     return Batch(None, whole, whole, whole, whole, weight=weight, advantage=advantage)  # type: ignore[arg-type]
 
 
+def turns(transcript: Transcript) -> list[tuple[int, tuple[int, ...]]]:
+    """(scored tokens before it, tokens that the environment wrote before it) of each turn that is learned from."""
+    found, before, observed = [], 0, ()
+    for span in transcript.spans:
+        tokens = tuple(transcript.tokens[span.start : span.start + span.length])
+        if span.learned:
+            found += [(before, observed)] if observed else []  # what is sampled right behind a turn belongs to it
+            before += span.length
+        observed = () if span.learned else tokens
+    return found
+
+
 def played(case: Case, rollout: Rollout, correct: float) -> Played:
     """What the transcriptions are told of a rollout: one sequence at a time, no packing and no shared prompt."""
     (transcript,) = rollout.transcripts
@@ -99,6 +111,7 @@ def played(case: Case, rollout: Rollout, correct: float) -> Played:
         correct=float(rollout.reward) >= correct,  # type: ignore[arg-type]
         taken=[int(tokens[t]) for t in sampled],
         greedy=rollout.baseline or 0.0,
+        turns=turns(transcript),
     )
     if case.taught:
         by, (read,) = case.taught[key]

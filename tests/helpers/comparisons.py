@@ -231,6 +231,7 @@ def bco(items: list[Asked]) -> Tensor:
 
 LOSSES: dict[str, Loss] = {
     "dpo": dpo,
+    "tr-dpo": dpo,  # whose reference moves between updates
     "cdpo": cdpo,
     "robust": robust,
     "dpo-norm": dpo_norm,

@@ -200,7 +200,7 @@ def board(case: Case, rollouts: Sequence[Rollout]) -> Scores:
     if row.kl and row.kl.where == "reward":
         penalty = [row.kl.beta * row.kl(case.old[id(r)], case.reference[id(r)]) for r in rollouts]
     value = [case.value[id(r)] for r in rollouts] if case.value else []
-    scores = scoreboard(rollouts, penalty, value, SUCCESS)
+    scores = scoreboard(rollouts, penalty, value, SUCCESS, row.needs)
     assert scores.sampled is not None
     return replace(scores, length=scores.length.double(), sampled=scores.sampled.double())
 

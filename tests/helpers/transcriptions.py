@@ -40,6 +40,9 @@ class Played:
     p: list[Tensor] = field(default_factory=list)  # [vocabulary] probabilities of each action now
     tea: list[Tensor] = field(default_factory=list)  # [vocabulary] the same of the teacher, without a gradient
     greedy: float = 0.0  # the reward of a greedy reply to its prompt
+    turns: list[tuple[int, tuple[int, ...]]] = field(
+        default_factory=list
+    )  # (tokens before it, observation behind which)
 
 
 Loss = Callable[[list[Played]], Tensor]
@@ -164,6 +167,37 @@ def grpo_process(rollouts: list[Played]) -> Tensor:
 def ended(r: Played) -> list[tuple[int, float]]:
     """(number of the token after which it ends, reward) of each step; the answer itself is the last step."""
     return [*r.steps, (len(r.lp), r.reward - sum(reward for _, reward in r.steps))]
+
+
+def gigpo(rollouts: list[Played]) -> Tensor:
+    """Equations 3 to 8 of GiGPO, a turn's return discounted by 0.95 a turn."""
+
+    def returns(r: Played) -> list[float]:
+        found = []
+        for turn in range(len(r.turns)):
+            worth = 0.0
+            for later in range(turn, len(r.turns)):
+                first = r.turns[later][0]
+                last = r.turns[later + 1][0] if later + 1 < len(r.turns) else len(r.lp)
+                worth += 0.95 ** (later - turn) * sum(x for end, x in ended(r) if first < end <= last)
+            found.append(worth)
+        return found
+
+    def of_token(r: Played, t: int) -> Tensor:
+        turn = max(k for k, (before, _) in enumerate(r.turns) if before <= t)
+        same = [
+            returns(o)[k]
+            for o in rollouts
+            if o.group == r.group
+            for k, (_, observed) in enumerate(o.turns)
+            if observed == r.turns[turn][1]
+        ]
+        own = returns(r)[turn] - mean(same)
+        a = over_group_std(r, rollouts) + (own / (stdev(same) + EPS) if len(set(same)) > 1 else 0.0)
+        ratio = (r.lp[t] - r.old[t]).exp()
+        return -clipped(ratio, a, 0.2, 0.2) + 0.01 * k3(r.lp[t], r.ref[t])
+
+    return over_tokens(rollouts, of_token)
 
 
 def reinforce_baseline(rollouts: list[Played]) -> Tensor:
@@ -615,6 +649,7 @@ LOSSES: dict[str, Loss] = {
     "reinforce++": reinforce_plus_plus,
     "reinforce++-baseline": reinforce_plus_plus_baseline,
     "grpo-process": grpo_process,
+    "gigpo": gigpo,
     "off-policy-pg": off_policy_pg,
     "grpo-sequence": grpo_sequence,
     "gspo": gspo,

@@ -79,13 +79,15 @@ def all_kinds(out: Path, start: Path, **options: Any) -> None:
     assert again.checkpoint
     common: dict[str, Any] = {"steps": 3, "rows": 6, "lr": 1e-3, "save_every": 2, **QUICK, **options}
     posttrain.prefer(PAIRS, model=str(start), out=str(out / "dpo"), **common)
+    posttrain.prefer(PAIRS, model=str(start), out=str(out / "tr-dpo"), algorithm="tr-dpo", **common)
     posttrain.reward_model(PAIRS, model=str(start), out=str(out / "reward-model"), **common)
     played: dict[str, Any] = {"steps": 3, **PLAYED, **QUICK, **options}
     soft = {"algorithm": "sac", "settings": {"critic_warmup": 1}}
     posttrain.rl(SUMS, nearness, str(start), out=str(out / "sac"), **soft, **played)
     posttrain.rl(SUMS, nearness, str(start), out=str(out / "ahead"), algorithm="gspo", async_steps=1, **played)
     teacher = str(again.checkpoint)
-    posttrain.distill(SUMS, model=str(start), teacher=teacher, out=str(out / "distill"), **played)
+    moving = {"teacher_every": 1, "teacher_update_rate": 0.3}
+    posttrain.distill(SUMS, model=str(start), teacher=teacher, out=str(out / "distill"), settings=moving, **played)
 
 
 def ranks(rank: int, port: int, size: int, out: Path) -> None:
@@ -190,7 +192,7 @@ def test_sharded_run_that_is_resumed_with_as_many_ends_byte_for_byte_as_undistur
         assert (whole_run / file).read_bytes() == (resumed / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward-model", "sac", "ahead", "distill"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "tr-dpo", "reward-model", "sac", "ahead", "distill"])
 def test_every_kind_of_sharded_run_is_that_of_one_process(runs: Path, kind: str) -> None:
     same_run(runs / "kinds of one" / kind, runs / "kinds of two" / kind)
 

@@ -136,3 +136,13 @@ def devices_of(draft: RecipeDraft, devices: int | None, need: bool) -> int:
             "processes", found, "processes that share a batch; results do not depend on them here: set what you have"
         )
     return found
+
+
+def moving_reference(draft: RecipeDraft, updates: int) -> None:
+    """Write how TRL's reference follows the policy, in a run of so many updates a step."""
+    if draft.read("sync_ref_model"):
+        every = max(1, round(draft.number("ref_model_sync_steps") / updates))
+        draft.put("reference_every", every, f"{draft.origin('ref_model_sync_steps')} updates")
+        rate = float(draft.number("ref_model_mixup_alpha"))
+        draft.put("reference_update_rate", rate, f"{draft.origin('ref_model_mixup_alpha')}: same meaning")
+    draft.treated |= {"ref_model_sync_steps", "ref_model_mixup_alpha"}

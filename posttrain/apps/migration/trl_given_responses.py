@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.apps.migration.foreign_run import shown
 from posttrain.apps.migration.recipe_draft import RecipeDraft
-from posttrain.apps.migration.shared_rules import frequency, warm_up
+from posttrain.apps.migration.shared_rules import frequency, moving_reference, warm_up
 from posttrain.core.types import UserError
 
 _LINKS = {
@@ -102,6 +102,8 @@ def _preferences(draft: RecipeDraft) -> None:
         draft.read("simpo_gamma")
     else:
         _direct_preferences(draft, kinds, weights)
+    if trainer in ("dpo", "kto"):
+        moving_reference(draft, 1)
     draft.put("beta", beta, f"{draft.origin('beta')}: same meaning")
 
 

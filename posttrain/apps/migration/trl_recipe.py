@@ -18,6 +18,7 @@ from posttrain.apps.migration.shared_rules import (
     devices_of,
     engine,
     frequency,
+    moving_reference,
     split_of,
     steps_of,
 )
@@ -53,6 +54,7 @@ _ROLLOUTS = {
     "epsilon": 0.2,
     "beta": 0.0,
 }
+_REFERENCE = {"ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": {
         **COMMON,
@@ -64,10 +66,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "sequence_mask",
         "vllm_importance_sampling_clip_max": 3.0,
-        "ref_model_sync_steps": 512,
+        **_REFERENCE,
         "top_entropy_quantile": 1.0,
     },
-    "rloo": {**COMMON, **_ROLLOUTS, "num_generations": 2, "beta": 0.05, "ref_model_sync_steps": 512},
+    "rloo": {**COMMON, **_ROLLOUTS, "num_generations": 2, "beta": 0.05, **_REFERENCE},
     "dpo": {
         **COMMON,
         "learning_rate": 1e-6,
@@ -75,8 +77,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "loss_type": ["sigmoid"],
         "label_smoothing": 0.0,
         "max_length": 1024,
+        **_REFERENCE,
     },
-    "kto": {**COMMON, "learning_rate": 1e-6, "beta": 0.1, "loss_type": "kto", "max_length": 1024},
+    "kto": {**COMMON, **_REFERENCE, "learning_rate": 1e-6, "beta": 0.1, "loss_type": "kto", "max_length": 1024},
     "orpo": {**COMMON, "learning_rate": 1e-6, "beta": 0.1, "max_length": 1024},
     "cpo": {**COMMON, "learning_rate": 1e-6, "beta": 0.1, "loss_type": "sigmoid", "cpo_alpha": 1.0, "simpo_gamma": 0.5},
     "sft": {**COMMON, "learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
@@ -313,14 +316,7 @@ def _penalties(draft: RecipeDraft, updates: int) -> None:
         draft.put(
             "kl_weighed", bool(corrected), f"{draft.origin('use_bias_correction_kl')}: the estimate times the ratio"
         )
-        if draft.read("sync_ref_model"):
-            every = max(1, round(draft.number("ref_model_sync_steps") / updates))
-            draft.put(
-                "reference_every",
-                every,
-                f"{draft.origin('ref_model_sync_steps')} updates; the policy replaces it (alpha 1)",
-            )
-    draft.read("ref_model_sync_steps")
+        moving_reference(draft, updates)
     if (share := draft.number("top_entropy_quantile")) != 1:
         draft.put("top_entropy", share, "top_entropy_quantile: same meaning")
     if entropy := draft.number("entropy_coef"):
@@ -350,7 +346,7 @@ def _rloo(draft: RecipeDraft, updates: int) -> None:
         draft.note(
             "epsilon", "TRL clips the ratio of the whole reply; posttrain's rloo does not clip: --surrogate clip does"
         )
-    for name in ("epsilon", "epsilon_high", "ref_model_sync_steps"):
+    for name in ("epsilon", "epsilon_high", "ref_model_sync_steps", "ref_model_mixup_alpha"):
         draft.read(name)
     if draft.read("normalize_advantages"):
         draft.put("scale", "batch", "normalize_advantages: by the standard deviation of the batch")

@@ -9,6 +9,7 @@ from typing import Any
 from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.core.batch import Scores, Stats
+from posttrain.core.component import Need
 from posttrain.core.seeds import seeds_of
 from posttrain.core.types import Completion, Fate, Invalid, Rollout, StopReason, Task, UserError, succeeds
 from posttrain.data.mixed_tasks import MixedTasks
@@ -86,12 +87,11 @@ class Collector:
     seed: int
     success: float | None  # rewards from it on are successes
     too_long: TooLong | None = None  # takes note of prompts that do not fit; left out: the player alone sees to them
-    parts: bool = False  # whether the named parts of rewards are compared, so that they too are signal
+    needs: frozenset[Need] = frozenset()  # of the algorithm: rewards are compared by these parts
     rewarded: bool = True  # whether anything scores the replies
     plan: BranchPlan | None = None  # how the rollouts of a group branch
     tokens: int = 0  # of each reply that a step samples at most; the rest comes in later ones. 0: all of it
     order: TaskOrder = None  # type: ignore[assignment]  # which task comes next; left out: each once per epoch
-    greedy: bool = False  # whether each group has a greedy rollout besides, whose reward is its baseline
     _open: dict[str, Open] = field(default_factory=dict, init=False)  # by group
     _places: dict[str, int] = field(default_factory=dict, init=False)  # of the tasks of groups that were drawn
 
@@ -116,7 +116,7 @@ class Collector:
             budget -= missing
             rollouts = self._whole(episodes) if self.tokens else self.player.play(episodes, self.plan)
             played += rollouts
-            if self.greedy:
+            if Need.GREEDY in self.needs:
                 rollouts, lost = baselined(rollouts)
                 left |= lost
                 without = sum(fate is Fate.SMALL for fate, _ in lost.values())
@@ -124,7 +124,7 @@ class Collector:
             fit, lost = usable(rollouts, stats)
             left |= lost
             if fit and self.rewarded:
-                scores = scoreboard(fit, success=self.success, parts=self.parts)
+                scores = scoreboard(fit, success=self.success, needs=self.needs)
                 stats.add("groups/no_signal", equal_rewards(scores).sum().item(), len(fit))
                 if groups is not None:
                     fit, lost = _informative(fit, scores, groups, spent=not budget)
@@ -137,7 +137,7 @@ class Collector:
         refuse_broken(played)
         own = [rollout for rollout in played if not rollout.greedy]
         stats.merge(describe(own, self.success, self.rewarded))
-        if self.greedy:
+        if Need.GREEDY in self.needs:
             stats.add_each(
                 "reward_greedy", [r.reward for r in played if r.greedy and not isinstance(r.reward, Invalid)]
             )
@@ -245,7 +245,7 @@ class Collector:
             self._places[group] = place
             seeds = seeds_of(self.seed, "rollout", number, group, count=self.size.group)
             episodes += [Episode(task, group, seed) for seed in seeds]
-            if self.greedy:
+            if Need.GREEDY in self.needs:
                 episodes.append(Episode(task, group, seeds[0], greedy=True))
         return episodes
 

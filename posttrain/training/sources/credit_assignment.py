@@ -87,7 +87,7 @@ def credit(
     if Need.REFERENCE in needs:
         views["reference"] = view(learner, rollouts, tokens_per_microbatch, of="reference")["logp"]
     penalty, value = _penalty(algorithm, own, views, coefficients), own.get("value", [])
-    scores = scoreboard(rollouts, penalty, value, success, Need.PARTS in needs)
+    scores = scoreboard(rollouts, penalty, value, success, needs)
     added: Tensor | None = None
     if algorithm.shaping:
         added = torch.stack([shape(scores) for shape in algorithm.shaping]).sum(0)

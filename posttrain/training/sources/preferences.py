@@ -22,12 +22,13 @@ from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
 from posttrain.core.types import Comparison, PreferenceExample, StopReason, Task, Transcript, UserError
 from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_alone
+from posttrain.learners.local_learner import REFERENCE
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_stream import ExampleStream, examples_of_step, progress
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import Read, collate, readings, split_microbatches
-from posttrain.training.sources.reference_cache import Reference, mismatched
+from posttrain.training.sources.reference_cache import MovingReferenceLogps, Reference, mismatched
 
 
 class PreferenceExamples(ExampleStream[PreferenceExample]):
@@ -174,7 +175,7 @@ class Comparisons:
     rows: int
     tokens_per_microbatch: int
     seed: int
-    reference: Reference | None = None
+    reference: Reference | MovingReferenceLogps | None = None
     rewards: tuple[float, float] = (0.0, 0.0)  # their sum and number so far
     recording: ExampleRecording | None = None  # None: none of the rows is recorded
     device: torch.device = field(init=False)
@@ -231,6 +232,8 @@ class Comparisons:
 
     def _update(self, places: Sequence[int], items: Sequence[PreferenceExample]) -> list[Batch]:
         coefficients = {}
+        if self.reference is not None:
+            self.reference.prepare(places)
         if Need.DRIFT in self.algorithm.needs:
             coefficients["drift"] = self._drift(places)
         if Need.SHIFT in self.algorithm.needs:
@@ -282,6 +285,9 @@ class Comparisons:
     def learned(self, step: TrainingStep, stats: Stats) -> None:
         if self.recording is not None:
             self.recording.settle(step)
+        moving = self.algorithm.moving
+        if moving is not None and step.number % moving.every == 0:
+            self.learner.move(REFERENCE, moving.rate)
         if Need.SHIFT in self.algorithm.needs:
             for side in ("chosen", "rejected"):
                 total, count = stats.get(f"implicit_reward/{side}", (0.0, 0.0))

@@ -39,6 +39,9 @@ class Reference:
         self._row = {int(place): row for row, place in enumerate(places)}
         self._arrays = arrays
 
+    def prepare(self, places: Sequence[int]) -> None:
+        """Nothing is left to compute."""
+
     def of(self, place: int) -> Tensor:
         """Return those of the responses of a preference example, one after the other, float32 [n]."""
         return self._piece("own", place)
@@ -51,6 +54,38 @@ class Reference:
         row, ends = self._row[place], self._arrays[f"{name}_ends"]
         first = int(ends[row - 1]) if row else 0
         return torch.from_numpy(self._arrays[name][first : int(ends[row])])
+
+
+class MovingReferenceLogps:
+    """The same under a reference that moves: computed anew for the preference examples of each update."""
+
+    def __init__(
+        self,
+        items: ExampleStream[PreferenceExample],
+        evaluate: Evaluate,
+        tokens_per_microbatch: int,
+        device: torch.device,
+        drift: bool,
+    ) -> None:
+        self._of = {"own": _own, **({"mismatched": mismatched} if drift else {})}
+        self._items, self._evaluate = items, evaluate
+        self._tokens, self._device = tokens_per_microbatch, device
+        self._known: dict[tuple[str, int], Tensor] = {}
+
+    def prepare(self, places: Sequence[int]) -> None:
+        """Compute those of the preference examples at these places, and forget all others."""
+        self._known = {}
+        for name, of in self._of.items():
+            found = _all(self._items, places, of, self._evaluate, self._tokens, self._device)
+            self._known |= {(name, place): torch.from_numpy(x) for place, x in zip(places, found, strict=True)}
+
+    def of(self, place: int) -> Tensor:
+        """See `Reference.of`."""
+        return self._known["own", place]
+
+    def of_mismatched(self, place: int) -> Tensor:
+        """See `Reference.of_mismatched`."""
+        return self._known["mismatched", place]
 
 
 def reference_logps(

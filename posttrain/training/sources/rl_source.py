@@ -23,6 +23,7 @@ from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
 from posttrain.core.types import Fate, Rollout, Transcript
 from posttrain.envs.play.player import Player
+from posttrain.learners.local_learner import REFERENCE
 from posttrain.training.sources.async_rollouts import StepQueue
 from posttrain.training.sources.collector import Collector, Size
 from posttrain.training.sources.credit_assignment import Credited, credit
@@ -32,7 +33,7 @@ from posttrain.training.sources.minibatches import Minibatches
 from posttrain.training.sources.model_outputs import view
 from posttrain.training.sources.replay_buffer import ReplayBuffer
 from posttrain.training.sources.task_order import TaskOrder, Uniform
-from posttrain.training.sources.teacher_targets import UNREADABLE, Teachers
+from posttrain.training.sources.teacher_targets import TEACHER, UNREADABLE, Teachers
 from posttrain.training.sources.token_recording import SAMPLE, TokenRecording
 
 
@@ -75,10 +76,9 @@ class RLSource:
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
         self.recording = recording
-        parts = Need.PARTS in algorithm.needs
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
-        how = success, too_long, parts, rewarded, plan, tokens_per_step, order or Uniform(len(tasks), seed)
-        collector = Collector(tasks, player, size, seed, *how, greedy=Need.GREEDY in algorithm.needs)
+        how = success, too_long, algorithm.needs, rewarded, plan, tokens_per_step, order or Uniform(len(tasks), seed)
+        collector = Collector(tasks, player, size, seed, *how)
         self.queue = StepQueue(collector, algorithm.sampling, async_steps, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers
@@ -150,8 +150,11 @@ class RLSource:
             stats.add("sampler/ess", total**2 / (count * squares))
         if self.coefficients.get("policy", 1.0):  # while a critic warms up alone, nothing of the policy's changes
             self._steer(step, stats)
-        if self.algorithm.refresh and step.number % self.algorithm.refresh == 0:
-            self.learner.refresh_reference()
+        moving, teacher = self.algorithm.moving, self.algorithm.teacher
+        if moving is not None and step.number % moving.every == 0:
+            self.learner.move(REFERENCE, moving.rate)
+        if teacher is not None and teacher.every and step.number % teacher.every == 0:
+            self.learner.move(TEACHER, teacher.rate)
         self._watched = None
         if self._ledger is not None:
             self._ledger.settle(self.learner, self.size.tokens_per_microbatch)

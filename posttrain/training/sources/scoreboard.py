@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.core.batch import Scores, Stats
-from posttrain.core.types import Fate, Invalid, InvalidKind, Rollout, UserError, succeeds
+from posttrain.core.batch import Scores, Stats, TurnStart
+from posttrain.core.component import Need
+from posttrain.core.types import Fate, Invalid, InvalidKind, Rollout, SpanKind, Transcript, UserError, succeeds
 from posttrain.training.sources.diversity import GROUPS, MEMBERS, diversity
 
 EXAMPLE = '{"correct": 1.0, "format": 0.5}'
@@ -138,11 +141,12 @@ def scoreboard(
     penalty: Sequence[Tensor] = (),
     value: Sequence[Tensor] = (),
     success: float | None = None,
-    parts: bool = False,
+    needs: frozenset[Need] = frozenset(),
 ) -> Scores:
     """Return the scoreboard of these rollouts, whose rewards are valid, on the CPU. Rewards from `success` on are successes.
 
-    `parts`: with the named parts of the rewards. Raises UserError where these are not the same in all rollouts.
+    `needs`: those of the algorithm; named parts of the rewards and turns are there where it needs them. Raises UserError
+    where parts are not the same in all rollouts.
     """
     number: dict[tuple[str, str], int] = {}
     valid = [r.reward for r in rollouts if not isinstance(r.reward, Invalid)]
@@ -161,8 +165,33 @@ def scoreboard(
         truncated=torch.tensor([r.stop.truncated for r in rollouts], dtype=torch.bool),
         greedy=None if None in baselines or not baselines else torch.tensor(baselines, dtype=torch.float64),
         success=None if success is None else succeeds(torch.tensor([r.outcome for r in rollouts]).double(), success),
-        parts=named_parts(rollouts) if parts else {},
+        parts=named_parts(rollouts) if Need.PARTS in needs else {},
+        turns=tuple(turns(r.transcripts) for r in rollouts) if Need.TURNS in needs else (),
     )
+
+
+def turns(transcripts: Sequence[Transcript]) -> tuple[TurnStart, ...]:
+    """Return the turns of a rollout that have a scored token. Spans that were sampled one behind the other are one turn."""
+    found: list[TurnStart] = []
+    scored = 0
+    for transcript in transcripts:
+        observed, was_own = 0, False  # place of the first token behind the turn before
+        for span in transcript.spans:
+            own = span.kind in (SpanKind.SAMPLED, SpanKind.IMITATED)
+            if own and not was_own:
+                before, context = scored, transcript.tokens[: span.start]
+                begun: TurnStart | None = TurnStart(before, _hash(context[observed:]), _hash(context))
+            if own and span.learned and begun is not None:
+                found.append(begun)
+                begun = None
+            scored += span.length if span.learned else 0
+            observed, was_own = span.start + span.length if own else observed, own
+    return tuple(found)
+
+
+def _hash(tokens: Sequence[int]) -> int:
+    """Return a hash that is the same in every process."""
+    return int.from_bytes(blake2b(np.array(tokens, dtype=np.int64).tobytes(), digest_size=8).digest())
 
 
 def named_parts(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,13 +19,14 @@ from posttrain.core.types import UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.preference_examples import to_compared, to_judged
 from posttrain.data.tasks import Stream
-from posttrain.learners.local_learner import LocalLearner
+from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.models.checkpoint_summary import outline
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
 from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
+from posttrain.training.frozen_weights import refuse_rounded_moves
 from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.open_learner import new_learner, policy, reference
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
@@ -37,7 +39,7 @@ from posttrain.training.setup import (
 )
 from posttrain.training.sources.example_stream import examples_of_step, steps_per_epoch
 from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
-from posttrain.training.sources.reference_cache import Reference, reference_logps
+from posttrain.training.sources.reference_cache import MovingReferenceLogps, Reference, reference_logps
 from posttrain.training.training_run import RunContext, RunParts
 
 EVALUATED = 256  # held-out preference examples that are packed into micro-batches at once
@@ -58,6 +60,10 @@ def chosen(config: Prefer) -> PreferenceAlgorithm:
         )
     if algorithm.link.reads_labels and getattr(algorithm.score, "tail", 1.0) != 1:
         raise UserError(f"{algorithm.name}: labels are of single responses, none is the shorter one: leave out --tail")
+    if algorithm.moving is not None:
+        if Need.REFERENCE not in algorithm.needs:
+            raise UserError(f"{algorithm.name}: it has no reference that could move: leave out --reference-every")
+        refuse_rounded_moves(config, "--reference-update-rate", algorithm.moving.rate)
     return algorithm
 
 
@@ -69,10 +75,10 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
         config, context.rows, to_judged if algorithm.link.reads_labels else to_compared
     )
     must_end(config, train_tasks)
-    if isinstance(train_tasks, Stream) and Need.REFERENCE in algorithm.needs:
+    if isinstance(train_tasks, Stream) and Need.REFERENCE in algorithm.needs and algorithm.moving is None:
         raise UserError(
             f"{algorithm.name} needs reference log-probabilities for every row; an endless stream has none. Pass --limit, "
-            "or choose an algorithm without a reference (simpo, cpo, orpo)"
+            "or choose an algorithm without a reference (simpo, cpo, orpo) or with one that moves (tr-dpo)"
         )
     folder = run.checkpoint or run.start
     assert folder
@@ -91,12 +97,17 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     items, unseen = made(train_tasks), made(held_out) if held_out else None
     check(items, unseen)
     steps = updates(config, items)
-    learner = new_learner(config, model, optimization(config, steps), run.world)
+    others = {}
+    if algorithm.moving is not None:
+        assert run.start
+        others[REFERENCE] = reference(config, model, run.start, run.world, moves=True)
+    learner = new_learner(config, model, optimization(config, steps), run.world, others=others)
     tokens = microbatch_tokens(config, model)
     recording = example_recording(config, learner, tokens)
     source = Comparisons(items, algorithm, learner, config.rows, tokens, config.seed, recording=recording)
+    visited = [] if algorithm.moving is not None else _places(items, config, steps)
     seen = _Reference(run, algorithm, learner, device)
-    source.reference = seen.of(items, _places(items, config, steps), drift=Need.DRIFT in algorithm.needs)
+    source.reference = seen.of(items, visited, drift=Need.DRIFT in algorithm.needs)
     objective = PreferenceObjective(algorithm)
     evaluated = _Evaluated(source, unseen, seen, objective) if unseen is not None else None
     lines = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
@@ -125,11 +136,15 @@ class _Reference:
         self.run, self.algorithm, self.learner, self.device = run, algorithm, learner, device
         self._own: LocalLearner | None = None
 
-    def of(self, items: PreferenceExamples, places: Sequence[int], drift: bool = False) -> Reference | None:
+    def of(
+        self, items: PreferenceExamples, places: Sequence[int], drift: bool = False
+    ) -> Reference | MovingReferenceLogps | None:
         if Need.REFERENCE not in self.algorithm.needs:
             return None
         config = self.run.config
         tokens = microbatch_tokens(config, self.learner.model)
+        if self.algorithm.moving is not None:
+            return MovingReferenceLogps(items, partial(self.learner.evaluate, of=REFERENCE), tokens, self.device, drift)
         found = reference_logps(items, places, self._weights, self._evaluate, tokens, self.device, drift)
         self._own = None
         return found
@@ -172,6 +187,8 @@ class _Evaluated:
         for first in range(0, len(self.places), EVALUATED):
             places = self.places[first : first + EVALUATED]
             items = [item for place in places for item in (self.source.items[place],) if item is not None]
+            if self.source.reference is not None:
+                self.source.reference.prepare(places)
             for batch in self.source.batches(places, items, {}):
                 (outputs,) = self.source.learner.evaluate([batch], want=self.objective.wants)
                 self.objective.measure(outputs, batch, stats, "eval/")

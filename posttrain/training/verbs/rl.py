@@ -104,7 +104,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     opened_teachers = None
     if isinstance(config, Distill):
         some = train_tasks.examples(EXAMPLES)
-        opened_teachers = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world)
+        opened_teachers = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world, model, start)
     learner = _learner(config, algorithm, model, start, opened_teachers, run.world)
     engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
     player = ground.player(engine, tokenizer, model.config.context)
@@ -235,7 +235,7 @@ def _learner(
     """Open the learner with the models that the algorithm needs beside the policy."""
     others = dict(opened_teachers.models) if opened_teachers else {}
     if Need.REFERENCE in algorithm.needs:
-        others[REFERENCE] = reference(config, model, start, world, moves=bool(algorithm.refresh))
+        others[REFERENCE] = reference(config, model, start, world, moves=algorithm.moving is not None)
     teacher = algorithm.teacher
     return new_learner(
         config,

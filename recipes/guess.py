@@ -1,10 +1,11 @@
-"""Guess-the-number, learned: imitation of a careless player, then GRPO on whether the number is found.
+"""Guess-the-number, learned: imitation of a careless player, then reinforcement learning on whether the number is found.
 
     python recipes/guess.py [--seeds 0 1 2] [--out runs/guess]
 
 The task is to find a number below 20 to 64 in five guesses. A binary search finds one of 31. The demonstrations are of a
-player who guesses any possible number, and every third time any number at all. From there GRPO trains a decoder of 0.1 M
-parameters on the environment `guess`, with only its reward. The result is the share of numbers found in games that are in
+player who guesses any possible number, and every third time any number at all. From there a decoder of 0.1 M parameters is
+trained on the environment `guess`, with only its reward: by GRPO, which credits all guesses of a game alike, and by GiGPO,
+which also compares guesses behind the same guesses and hints. The result is the share of numbers found in games that are in
 no training row, at temperature 1. Figures go to OUT/results.json, whole episodes too.
 """
 
@@ -13,17 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pages import over_seeds
+
 import posttrain
-from posttrain.core.intervals import student_interval
-from posttrain.core.types import Task
+from posttrain import Rollout
+from posttrain.core.types import SpanKind, Task
 from posttrain.envs.builtin.guess import halves, hint_at, tasks
 
 LEAST, LIMIT, GUESSES = 10, 40, 5
 STEPS = 200
+ARMS: dict[str, dict[str, Any]] = {
+    "GRPO": {"algorithm": "grpo"},
+    "GiGPO": {
+        "algorithm": "gigpo",
+        "settings": {"turn_state": "history", "aggregate": "sequence-mean"},
+    },  # GRPO's weights
+}
 DEMONSTRATIONS = 12  # games of the careless player for each game to train on
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
 
@@ -53,19 +64,43 @@ def one(out: Path, seed: int, steps: int) -> dict[str, Any]:
         rows, out=str(out / "sft"), hidden=96, layers=2, heads=4, context=128, tokenizer="characters", epochs=6, rows=32,
         lr=3e-3, warmup=50, seed=seed, **SMALL,
     )  # fmt: skip
-    run = posttrain.rl(
-        train, "guess", str(start.path), out=str(out / "rl"), steps=steps, prompts=32, group=16, max_tokens=4, lr=3e-4,
-        betas=(0.9, 0.95), warmup=10, schedule="linear", kl=0.0, eval_tasks=lines(out / "held_out.jsonl", held_out),
-        eval_every=20, eval_samples=4, env_workers=1, seed=seed, **SMALL,
-    )  # fmt: skip
-    curve = [{"step": line["step"], "found": line["eval/accuracy"]} for line in run.metrics if "eval/accuracy" in line]
-    found: dict[str, Any] = {"games": len(held_out), "train": len(train), "best": best(held_out), "curve": curve}
-    for name, path in (("before", start.path), ("after", run.path)):
+    found: dict[str, Any] = {"games": len(held_out), "train": len(train), "best": best(held_out)}
+    checkpoints = {"start": start.path}
+    for arm, how in ARMS.items():
+        run = posttrain.rl(
+            train, "guess", str(start.path), out=str(out / arm), steps=steps, prompts=32, group=16, max_tokens=4, lr=3e-4,
+            betas=(0.9, 0.95), warmup=10, schedule="linear", kl=0.0, eval_tasks=lines(out / "held_out.jsonl", held_out),
+            eval_every=20, eval_samples=4, env_workers=1, seed=seed, **how, **SMALL,
+        )  # fmt: skip
+        assert not run.interrupted, "an interrupted run is no result"
+        points = [
+            {"step": line["step"], "found": line["eval/accuracy"]} for line in run.metrics if "eval/accuracy" in line
+        ]
+        found[f"{arm} curve"], checkpoints[arm] = points, run.path
+    for name, path in checkpoints.items():
         played = posttrain.evaluate(held_out, "guess", str(path), samples=8, k=(1,), max_tokens=4, threads=1, seed=seed)
         found[name] = played.figures["accuracy"]["mean"]
-        found[f"{name} replies"] = sum(len(r.turns) // 2 for r in played.rollouts) / len(played.rollouts)
+        found[f"{name} guesses"] = sum(len(r.turns) // 2 for r in played.rollouts) / len(played.rollouts)
+        found[f"{name} kept hints"] = hints_kept(played.rollouts)
         found[f"{name} episodes"] = [episode(rollout) for rollout in played.rollouts[:: len(played.rollouts) // 12]]
     return found
+
+
+def hints_kept(rollouts: Sequence[Rollout]) -> float:
+    """The share of the guesses after the first that contradict none of the hints before them."""
+    kept = count = 0
+    for rollout in rollouts:
+        low, high, answer = 0, rollout.task["limit"], int(rollout.task["answer"])
+        guesses = [turn.text.strip() for turn in rollout.turns if turn.kind is SpanKind.SAMPLED]
+        for place, guess in enumerate(guesses):
+            number = int(guess) if guess.isdigit() else -1
+            if place:
+                count += 1
+                kept += low <= number < high
+            hint = hint_at(guess, answer)
+            low = max(low, number + 1) if hint == "higher" else low
+            high = min(high, number) if hint == "lower" else high
+    return kept / count
 
 
 def games(held_out: bool) -> list[Task]:
@@ -112,20 +147,19 @@ def episode(rollout: Any) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    """A Markdown table: a row a seed, then the mean gain with its 95% interval (Student)."""
-    rows = ["| seed | games | halves find | before | after | guesses before | after |", "|---|---|---|---|---|---|---|"]
-    for seed, f in results.items():
-        guesses = f"{f['before replies']:.2f} | {f['after replies']:.2f}"
-        rows.append(f"| {seed} | {f['games']} | {f['best']:.3f} | {f['before']:.3f} | {f['after']:.3f} | {guesses} |")
-    gains = [f["after"] - f["before"] for f in results.values()]
-    rows += ["", "| step | " + " | ".join(f"seed {seed}" for seed in results) + " |", "|---" * (len(results) + 1) + "|"]
-    for points in zip(*(f["curve"] for f in results.values()), strict=True):
-        rows.append(f"| {points[0]['step']} | " + " | ".join(f"{point['found']:.3f}" for point in points) + " |")
-    if len(gains) > 1:
-        rows += [
-            "",
-            f"Gain {sum(gains) / len(gains):+.3f} {student_interval(gains).text('+.3f')} over seeds {', '.join(results)}",
-        ]
+    """Markdown: of each arm the mean over seeds with its 95% interval (Student) and every seed, and the gain over GRPO."""
+    columns = {"": "found", " guesses": "guesses", " kept hints": "guesses that keep to the hints"}
+    rows = [f"| | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
+    for arm in ("start", *ARMS):
+        cells = []
+        for name in columns:
+            values = [f[arm + name] for f in results.values()]
+            cells.append(f"{over_seeds(values)} ({', '.join(f'{value:.3f}' for value in values)})")
+        rows.append(f"| {arm} | {' | '.join(cells)} |")
+    first, *others = ARMS
+    for arm in others:
+        gains = [f[arm] - f[first] for f in results.values()]
+        rows += ["", f"{arm} above {first}, seed by seed: {over_seeds(gains, '+.3f')}."]
     return "\n".join(rows)
 
 

@@ -331,7 +331,8 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     context: int
     """From scratch: context length in tokens, prompt and reply together."""
     tokenizer: str
-    """From scratch: bpe or characters, trained on the rows, or a folder to take the tokenizer from."""
+    """From scratch: bpe or characters, trained on the rows, or the folder of a model or run to take the tokenizer
+    from."""
     vocab: int
     """From scratch: maximum vocabulary size of the tokenizer to train."""
     env: str

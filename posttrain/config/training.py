@@ -200,7 +200,7 @@ class SFT(EnvLimitGroup, RetrieverGroup, Passes):
     context: int = option(512, above=1, group="model", first_hour=True)
     """From scratch: context length in tokens, prompt and reply together."""
     tokenizer: str = option("bpe", group="model", first_hour=True)
-    """From scratch: bpe or characters, trained on the rows, or a folder to take the tokenizer from."""
+    """From scratch: bpe or characters, trained on the rows, or the folder of a model or run to take the tokenizer from."""
     vocab: int = option(4096, above=0, group="model")
     """From scratch: maximum vocabulary size of the tokenizer to train."""
 

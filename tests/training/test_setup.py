@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import tiny
 
+import posttrain
 from posttrain.config.training import RL
 from posttrain.learners import repeated_bits as bits
 from posttrain.learners.local_learner import LocalLearner, Optimization
@@ -68,3 +69,13 @@ def test_after_an_update_sums_are_added_up_as_before_it(strict: bool | None, mon
         assert torch.get_deterministic_debug_mode() == chosen
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+def test_a_new_model_takes_the_tokenizer_of_a_run(tmp_path: Path) -> None:
+    small = {"hidden": 16, "layers": 1, "heads": 2, "context": 16, "steps": 1, "rows": 2, "threads": 1, "quiet": True}
+    rows = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(4)]
+    first = posttrain.sft(rows, tokenizer="characters", out=str(tmp_path / "first"), **small)
+    other = [{"prompt": "1+1=", "response": "2"}]
+    second = posttrain.sft(other, tokenizer=str(first.path), out=str(tmp_path / "second"), **small)
+    found = [Tokenizer.load(run.checkpoint).vocabulary for run in (first, second) if run.checkpoint]
+    assert found[0] == found[1] and "8" in found[1]

@@ -27,6 +27,7 @@ from posttrain.models.native.decoder_writer import described
 from posttrain.models.tokenizer.custom_template import around, read_template
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
+from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.mixtures import rows_of
@@ -165,7 +166,7 @@ def _from_scratch(config: SFT, tasks: AnyTasks, play: Play | None, device: torch
         tokenizer = tokenizer.with_kwargs(config.chat_template_kwargs)
         require_chat_template(tokenizer, tasks)
     else:
-        tokenizer = Tokenizer.load(config.tokenizer, config.chat_template, config.chat_template_kwargs)
+        tokenizer = Tokenizer.load(resolve(config.tokenizer), config.chat_template, config.chat_template_kwargs)
     if config.hidden % config.heads:
         raise UserError(f"--hidden {config.hidden} must be a multiple of --heads {config.heads}")
     model = new_decoder(

@@ -78,4 +78,4 @@ def test_a_new_model_takes_the_tokenizer_of_a_run(tmp_path: Path) -> None:
     other = [{"prompt": "1+1=", "response": "2"}]
     second = posttrain.sft(other, tokenizer=str(first.path), out=str(tmp_path / "second"), **small)
     found = [Tokenizer.load(run.checkpoint).vocabulary for run in (first, second) if run.checkpoint]
-    assert found[0] == found[1] and "8" in found[1]
+    assert found[0] == found[1] and "6" in found[1]

@@ -517,12 +517,13 @@ class RLOptions(
     success: float | None
     """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
     Algorithms that learn from right replies use it too."""
-    eval_tasks: str | None
-    """Rows to evaluate on, instead of a held-out share of --tasks."""
+    eval_tasks: tuple[str, ...]
+    """Rows to evaluate on, instead of a held-out share of --tasks. Each of several sets has figures of its own too, and
+    may have a name: --eval-tasks easy=a.jsonl hard=b.jsonl."""
     eval_samples: int
     """Replies per held-out task in each evaluation."""
     eval_limit: int
-    """Maximum number of held-out tasks in an evaluation."""
+    """Maximum number of held-out tasks in an evaluation, of each set or part of a mixture."""
     advantage: Literal[
         "baselined", "to-go", "process", "turns", "decoupled", "pass-at-k", "gae", "k-step", "earned", "none"
     ]

@@ -321,12 +321,13 @@ class RL(
     success: float | None = option(None, group="environment", value="REWARD")
     """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
     Algorithms that learn from right replies use it too."""
-    eval_tasks: str | None = option(None, group="evaluation", value="ROWS")
-    """Rows to evaluate on, instead of a held-out share of --tasks."""
+    eval_tasks: tuple[str, ...] = option((), group="evaluation", value="ROWS")
+    """Rows to evaluate on, instead of a held-out share of --tasks. Each of several sets has figures of its own too, and
+    may have a name: --eval-tasks easy=a.jsonl hard=b.jsonl."""
     eval_samples: int = option(1, above=0, group="evaluation")
     """Replies per held-out task in each evaluation."""
     eval_limit: int = option(500, above=0, group="evaluation")
-    """Maximum number of held-out tasks in an evaluation."""
+    """Maximum number of held-out tasks in an evaluation, of each set or part of a mixture."""
 
     def chooses(self, flag: str) -> bool:
         """Whether a setting of the algorithm is the run's own choice, by its flag or by its place."""

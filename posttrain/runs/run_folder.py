@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self
 
+from posttrain.config.held_out_sets import held_out_sets
 from posttrain.config.resolve import AnyTraining, as_dict, continued, own_judge
 from posttrain.config.service_options import SERVICES, named_services
 from posttrain.config.training import RL, Training
@@ -289,6 +290,8 @@ def _paths(config: Training, name: str) -> list[tuple[str, str]]:
         named = [(f"mixture {part} {key}", own.get(key)) for part, own in mixture.items() for key in ("tasks", "env")]
         return [(label, value) for label, value in named if value]
     value = getattr(config, name, None)
+    if name == "eval_tasks":
+        return [(f"{name} {entry}".rstrip(), path) for entry, path in held_out_sets(value or ()).items()]
     if name in SERVICES:
         named = named_services(value or (), name.replace("_", "-"))
         judges = [(f"{name} {service}", own_judge(path)) for service, path in named if name == "judge"]

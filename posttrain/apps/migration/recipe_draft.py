@@ -164,11 +164,11 @@ class RecipeDraft:
             value = value.split(",")
         if isinstance(value, str) and option in ("model", "tasks", "eval_tasks", "out", "reward_model", "critic_model"):
             value = str(Path(value).expanduser()) if value.startswith("~") else value
-        if isinstance(value, list) and option in ("tasks", "eval_tasks"):
+        if isinstance(value, list) and option == "tasks":
             if len(value) > 1:
                 self.note(option, f"one file of rows is read, not {len(value)}: put them into a folder, or one file")
             value = value[0] if value else ""
-        if isinstance(value, str) and option in ("reward_model", "env_"):
+        if isinstance(value, str) and option in ("reward_model", "env_", "eval_tasks"):
             value = [value]
         hint = self._kinds().get(option.partition(".")[0])
         if hint is None:

@@ -15,13 +15,14 @@ from posttrain import __version__
 from posttrain.apps.publishing.card_figures import FigureRow
 from posttrain.apps.publishing.published_run import Published, architecture
 from posttrain.apps.publishing.run_command import LEFT, command, options, without_folders
+from posttrain.config.held_out_sets import held_out_sets
 from posttrain.models.checkpoint_folder import OURS
 from posttrain.runs.run_files import CURVES
 from posttrain.system.hub import HubName, hub_name
 
 RUN_KEY = "posttrain_run"
 """The entry of the metadata that names the run: a later push of the same run may replace what is there."""
-DATA = ("tasks", "eval_tasks", "ptx", "forget")
+DATA = ("tasks", "ptx", "forget")
 """Options that name data."""
 
 
@@ -60,6 +61,9 @@ def _data(about: Mapping[str, Any]) -> dict[str, str]:
     """Return the data that a run read: option -> name."""
     config = about.get("config", {})
     found = {name: config[name] for name in DATA if isinstance(config.get(name), str) and config[name]}
+    found |= {
+        f"eval_tasks {name}".rstrip(): rows for name, rows in held_out_sets(config.get("eval_tasks") or ()).items()
+    }
     for part, own in (config.get("mixture") or {}).items():
         found |= {f"mixture {part}": own["tasks"]} if isinstance(own, dict) and own.get("tasks") else {}
     return found

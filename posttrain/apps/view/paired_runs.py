@@ -154,7 +154,10 @@ def _warnings(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> list[str]:
     found = []
     inputs = [run.about.get("inputs") or {} for run in (a, b)]
     for name, word in (("tasks", "training tasks"), ("eval_tasks", "held-out tasks")):
-        digests = [own.get(name, {}).get("digest") if isinstance(own.get(name), dict) else None for own in inputs]
+        digests = [
+            {label: read.get("digest") for label, read in own.items() if label.partition(" ")[0] == name}
+            for own in inputs
+        ]
         if digests[0] != digests[1]:
             found.append(f"their {word} differ: only tasks of the same id are paired")
     if a.about.get("seed") != b.about.get("seed"):

@@ -15,6 +15,7 @@ from typing import Any
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.config.held_out_sets import ONLY, held_out_sets
 from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
@@ -100,6 +101,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     too_long = watch_lengths(config, model.config.context)
     if pool.single_turn:
         Prompts(train_tasks, tokenizer, too_long).check()
+    in_parts = isinstance(held_out, MixedTasks)
     played = fitting(held_out, pool, tokenizer, too_long)
     opened_teachers = None
     if isinstance(config, Distill):
@@ -153,7 +155,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         config.steps,
         sizes,
         describe(algorithm),
-        _measure(config, source, engine, played, opened_teachers) if played else None,
+        _measure(config, source, engine, played, in_parts, opened_teachers) if played else None,
         notifiers=(too_long, *([engine] if isinstance(engine, EnginePool) else [])),
     )
 
@@ -162,9 +164,14 @@ def rl(context: RunContext[RL]) -> RunParts:
 
 
 def _measure(
-    config: RL, source: RLSource, engine: Engine, tasks: Sequence[Task], opened_teachers: OpenTeachers | None
+    config: RL,
+    source: RLSource,
+    engine: Engine,
+    tasks: Sequence[Task],
+    in_parts: bool,
+    opened_teachers: OpenTeachers | None,
 ) -> Callable[[Stats], list[Outcome]]:
-    """Return the evaluation on these held-out tasks."""
+    """Return the evaluation on these held-out tasks. `in_parts`: each of their parts has figures of its own."""
     learner, collector = source.learner, source.queue.collector
 
     def evaluated(player: Player) -> list[Rollout]:
@@ -174,7 +181,7 @@ def _measure(
     def measure(stats: Stats) -> list[Outcome]:
         rollouts = source.queue.run_between_steps(evaluated)
         measured(rollouts, collector.success, stats, collector.rewarded)
-        if config.mixture:
+        if in_parts:
             stats.merge(part_metrics(rollouts, collector.success, "eval/"))
         if opened_teachers is not None:
             opened_teachers.teachers.measure(learner, rollouts, source.size.tokens_per_microbatch, stats)
@@ -223,10 +230,14 @@ def _tasks(
     if config.mixture:
         return mixed_tasks(config, rows, env)
     train_tasks, held_out = split_tasks(config, rows, env)
-    if config.eval_tasks:
-        other = replace(config, tasks=config.eval_tasks, limit=None, split=None)
-        held_out = load_tasks(other, None, env).first(config.eval_limit)
+    if sets := held_out_sets(config.eval_tasks):
+        read = {name: _held_out_set(config, rows, env) for name, rows in sets.items()}
+        return train_tasks, read[ONLY] if ONLY in read else MixedTasks(read)
     return train_tasks, held_out.first(config.eval_limit) if held_out else None
+
+
+def _held_out_set(config: RL, rows: str, env: Callable[..., Any] | None) -> Tasks:
+    return load_tasks(replace(config, tasks=rows, limit=None, split=None), None, env).first(config.eval_limit)
 
 
 def _learner(

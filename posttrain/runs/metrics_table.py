@@ -117,7 +117,7 @@ _TRAINING = (
     Metric("curriculum/accuracy", "Curriculum: accuracy of the stage", "share", "Running accuracy on the tasks of the stage, which ends it.", zero=True),
     Metric("curriculum/share", "Curriculum: share of the floor", "share", "Share of the prompts of a step that the floor of the curriculum takes: tasks in turn, or tasks of earlier stages."),
     Metric("mixture/{part}/share", "Mixture: share of {part}", "share", "Share of the prompts of a step that are of this part of a mixture."),
-    *(Metric(f"mixture/{{part}}/{what}", f"Mixture: {title} of {{part}}", unit, f"{meaning} of this part of a mixture.", zero=True) for what, title, unit, meaning in _OF_PARTS),
+    *(Metric(f"mixture/{{part}}/{what}", f"Mixture: {title} of {{part}}", unit, f"{meaning} of this part of a mixture, or of this set of held-out tasks.", zero=True) for what, title, unit, meaning in _OF_PARTS),
     Metric("branches", "Branches", "count", "Branches from within a rollout, mean over groups."),
     Metric("branches/shared", "Tokens shared by branches", "share", "Share of the tokens that branches took over from what they branched off."),
     Metric("ratio/max", "Greatest ratio", "", "Greatest importance ratio, new policy to old, of a token (or sequence) of the step.", STABLE, _RATIO, "greatest", "red", log=True),

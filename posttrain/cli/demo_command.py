@@ -60,7 +60,7 @@ def small(out: Path, seed: int) -> Any:
         out=str(out / "rl"), overwrite=True, seed=seed, threads=1,
         steps=400, prompts=64, group=8, minibatches=2, max_tokens=4, kl=0.0,
         lr=1e-3, betas=(0.9, 0.95), warmup=10, schedule="linear",
-        eval_tasks=str(out / "unseen.jsonl"), eval_every=20, save_every=100,
+        eval_tasks=(str(out / "unseen.jsonl"),), eval_every=20, save_every=100,
     )  # fmt: skip
     found = posttrain.evaluate(
         unseen, "arithmetic", str(learned.path), against=str(imitated.path),
@@ -109,7 +109,7 @@ def real(out: Path, seed: int, model: str) -> Any:
         practice, "verify:numeric", model, algorithm="grpo",
         out=str(out / "rl"), overwrite=True, seed=seed,
         steps=30, prompts=8, group=8, max_tokens=24, kl=0.0, lr=1e-5,
-        eval_tasks=str(out / "unseen.jsonl"), eval_every=10, save_every=30,
+        eval_tasks=(str(out / "unseen.jsonl"),), eval_every=10, save_every=30,
     )  # fmt: skip
     rows = []
     for name, tasks in tests.items():

@@ -357,3 +357,16 @@ def test_hidden_states_at_some_tokens_are_those_of_all() -> None:
     ).double()
     tokens, place, at = torch.randint(0, 40, (9,)), torch.arange(9), torch.tensor([8, 2, 2])
     assert torch.allclose(model(tokens, place, causal, at), model(tokens, place, causal)[at], atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama3"])
+def test_a_saved_model_has_its_rotary_settings_under_the_names_of_transformers_4_too(tmp_path: Path, name: str) -> None:
+    """A program that reads these alone, such as a converter to GGUF, would else compute another model, without an error."""
+    tiny_checkpoint(tmp_path / "theirs", name)
+    edit(tmp_path / "theirs", rope_parameters={**(LLAMA3_ROPE if name == "llama3" else {}), "rope_theta": 70_000.0})
+    ours = load_model(tmp_path / "theirs")
+    made = new_decoder(ours.config, seed=0)
+    for place, model in (("read", ours), ("made", made)):
+        model.save(tmp_path / place)
+        edit(tmp_path / place, rope_parameters=None)
+        assert load_model(tmp_path / place).config == ours.config and ours.config.rope_theta == 70_000.0

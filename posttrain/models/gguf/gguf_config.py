@@ -15,6 +15,7 @@ from typing import Any
 from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.models.gguf.gguf_file import GgufFile, StoredTensor, read_gguf, require_package
+from posttrain.models.rope_entries import written_rope
 
 NATIVE = ("llama", "qwen2", "qwen3")
 PERMUTED = ("llama",)
@@ -83,7 +84,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "head_dim": size,
         "hidden_act": "silu",
         "rms_norm_eps": _number(file, f"{kind}.attention.layer_norm_rms_epsilon", 1e-6),
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": _theta(file)},
+        **written_rope(_theta(file), scaling),
         "attention_bias": biased,
         **({"mlp_bias": "blk.0.ffn_up.bias" in file.tensors} if kind == "llama" else {"use_sliding_window": False}),
         "tie_word_embeddings": "output.weight" not in file.tensors,

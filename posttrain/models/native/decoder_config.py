@@ -13,6 +13,7 @@ from typing import Any
 from posttrain.core.types import UserError
 from posttrain.models.json_files import Fields, is_whole, shown
 from posttrain.models.native.decoder_shape import CONTEXT_MOST, LAYERS_MOST, ROPE_TYPES, SIZE_MOST, THETA, DecoderConfig
+from posttrain.models.rope_entries import written_rope
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -166,7 +167,7 @@ def written_config(config: DecoderConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.context,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
+        **written_rope(config.rope_theta, config.rope_scaling),
         "attention_bias": config.o_bias,
         "mlp_bias": config.mlp_bias,
         "sliding_window": None,

@@ -14,6 +14,7 @@ from posttrain.models.json_files import write_json
 from posttrain.models.native.decoder_config import written_config
 from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.native.weight_names import Pieces, stored_pieces
+from posttrain.models.rope_entries import written_rope
 from posttrain.models.row_shards import whole
 from posttrain.models.weight_files import FILE_BYTES, write_weights
 
@@ -48,6 +49,8 @@ def save_model(
     write_json(folder / "generation_config.json", {**model.generation, **_ends(model, tokenizer)})
     source = dict(model.source) or described(model, tokenizer)
     source.pop("torch_dtype", None)  # the name of "dtype" in older checkpoints
+    if "rope_parameters" in source:
+        source = {**written_rope(model.config.rope_theta, model.config.rope_scaling), **source}
     write_json(folder / "config.json", {**source, "dtype": str(dtype).removeprefix("torch."), **(told or {})})
     if tokenizer is not None:
         tokenizer.save(folder)

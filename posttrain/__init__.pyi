@@ -791,7 +791,32 @@ class DistillOptions(RLOptions, total=False):
     """Prompt for the teacher in place of the student's, built from columns: "{hint} {prompt}". A column
     "teacher_prompt" (text, or a list of messages) does the same."""
 
+class SearchOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    search: tuple[Literal["best-of-n", "beam", "best-first", "lookahead", "mcts"], ...]
+    """Search for each reply: the policy proposes steps, and --reward-model, a process reward model, chooses among them.
+    best-of-n: whole replies. beam: the best partial replies go on. best-first: the best one goes on. lookahead: a beam
+    that values steps by greedy rollouts. mcts: PUCT. Of several, each finds --samples replies."""
+    search_width: int
+    """Partial replies that a beam keeps; whole replies with which best-first ends."""
+    search_proposals: int
+    """Steps that are proposed after each partial reply. best-of-n samples --search-width times as many whole
+    replies."""
+    search_tokens: int | None
+    """Budget of sampled tokens per reply, those of discarded steps and rollouts included. Default: as many as best-of-n
+    takes at most."""
+    search_lookahead: int
+    """Steps of a rollout of --search lookahead."""
+    search_exploration: float
+    """The constant c of PUCT, for --search mcts: higher values visit more partial replies."""
+    choose: Literal["best", "majority", "weighted"]
+    """Choice among the whole replies that a search has found: the highest value (best), the most frequent final answer
+    (majority), or the answer with the highest sum of values (weighted). best-of-n with majority needs no reward
+    model."""
+
 class EvaluationOptions(
+    SearchOptions,
     SeedOptions,
     HardwareOptions,
     HeldOutOptions,
@@ -818,38 +843,15 @@ class EvaluationOptions(
     out: str | None
     """JSON file for all figures and rewards. The rollouts go into a file beside it that ends in .rollouts.parquet."""
 
-class SearchOptions(TypedDict, total=False):
+class SearchedOptions(SearchOptions, ServiceOptions, total=False):
     """Options of several verbs."""
 
-    search: tuple[Literal["best-of-n", "beam", "best-first", "lookahead", "mcts"], ...]
-    """Search for each reply: the policy proposes steps, and --reward-model, a process reward model, chooses among them.
-    best-of-n: whole replies. beam: the best partial replies go on. best-first: the best one goes on. lookahead: a beam
-    that values steps by greedy rollouts. mcts: PUCT. Of several, each finds --samples replies."""
-    search_width: int
-    """Partial replies that a beam keeps; whole replies with which best-first ends."""
-    search_proposals: int
-    """Steps that are proposed after each partial reply. best-of-n samples --search-width times as many whole
-    replies."""
-    search_tokens: int | None
-    """Budget of sampled tokens per reply, those of discarded steps and rollouts included. Default: as many as best-of-n
-    takes at most."""
-    search_lookahead: int
-    """Steps of a rollout of --search lookahead."""
-    search_exploration: float
-    """The constant c of PUCT, for --search mcts: higher values visit more partial replies."""
-    choose: Literal["best", "majority", "weighted"]
-    """Choice among the whole replies that a search has found: the highest value (best), the most frequent final answer
-    (majority), or the answer with the highest sum of values (weighted). best-of-n with majority needs no reward
-    model."""
     step_delimiter: str
     """Text at which a step ends; or line, or a regular expression between slashes: "/(?=Step [0-9])/"; reply: the reply
     is one step."""
     step_aggregate: Literal["sum", "mean", "min", "last", "product"]
     """Value of a partial reply, of the probabilities of its steps: last for reward models of the chance that the reply
     will be right; min or product for those of whether the step is right."""
-
-class SearchedOptions(SearchOptions, ServiceOptions, total=False):
-    """Options of several verbs."""
 
 class SampleOptions(ReplicaOptions, HardwareOptions, SearchedOptions, EnvWorkerOptions, DataOptions, total=False):
     """Options of posttrain sample."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.row_options import ChatTemplateGroup, Data, FromRows
-from posttrain.config.search_options import SearchedGroup
+from posttrain.config.search_options import SearchedGroup, SearchGroup
 from posttrain.config.service_options import LABELLERS
 from posttrain.config.shared_options import (
     EnvLimitGroup,
@@ -26,6 +26,7 @@ from posttrain.core.types import UserError
 
 @dataclass(frozen=True)
 class Evaluation(
+    SearchGroup,
     SeedGroup,
     HardwareGroup,
     HeldOutGroup,
@@ -52,6 +53,11 @@ class Evaluation(
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None = option(None, group="record", first_hour=True, value="FILE")
     """JSON file for all figures and rewards. The rollouts go into a file beside it that ends in .rollouts.parquet."""
+
+    def __post_init__(self) -> None:
+        if len(self.search) > 1:
+            raise UserError(f"--search {' '.join(self.search)}: eval takes one search, and compares models")
+        super().__post_init__()
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
             "--env is missing: what scores the replies, such as my.py:reward or a built-in name (gsm8k); or --reward-model, "
             "or --judge"
         )
+    if isinstance(config, Evaluation):
+        check_search(config, (config.temperature,))
     if isinstance(config, Prefer | RewardModelling | RL | Evaluation | Sample) and not config.model:
         raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
     if isinstance(config, Distill) and not (config.teacher or config.teachers):

@@ -1,13 +1,13 @@
 """Options of the search for replies at inference."""
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.config.option_groups import OptionGroup
-from posttrain.config.service_options import check_delimiter, play_the_only_service, process_model
+from posttrain.config.service_options import check_delimiter, process_model
 from posttrain.config.shared_options import ServiceGroup
 from posttrain.core.component import option
-from posttrain.core.reply_steps import SPANS, Aggregate
+from posttrain.core.reply_steps import LINE, SPANS, Aggregate
 from posttrain.core.types import UserError
 
 
@@ -33,6 +33,12 @@ class SearchGroup(OptionGroup, group="search"):
     choose: Literal["best", "majority", "weighted"] = "best"
     """Choice among the whole replies that a search has found: the highest value (best), the most frequent final answer
     (majority), or the answer with the highest sum of values (weighted). best-of-n with majority needs no reward model."""
+
+
+@dataclass(frozen=True)
+class SearchedGroup(SearchGroup, ServiceGroup, group="search"):
+    """A search, and the services beside it. Its reward model is no environment."""
+
     step_delimiter: str = option("line", value="TEXT")
     """Text at which a step ends; or line, or a regular expression between slashes: "/(?=Step [0-9])/"; reply: the reply
     is one step."""
@@ -41,27 +47,26 @@ class SearchGroup(OptionGroup, group="search"):
     will be right; min or product for those of whether the step is right."""
 
 
-@dataclass(frozen=True)
-class SearchedGroup(SearchGroup, ServiceGroup, group="search"):
-    """A search, and the services beside it. Its reward model is no environment."""
-
-    def __post_init__(self) -> None:
-        if not self.search:
-            play_the_only_service(self)
+def steps_of_search(config: Any) -> tuple[str, Aggregate]:
+    """Return (delimiter, aggregate) of the steps of a search: lines, and the value of the last one, unless given."""
+    aggregate: Literal["none", Aggregate] = config.step_aggregate
+    return config.step_delimiter or LINE, "last" if aggregate == "none" else aggregate
 
 
-def check_search(config: SearchedGroup, temperatures: tuple[float, ...]) -> None:
+def check_search(config: Any, temperatures: tuple[float, ...]) -> None:
     """Raise UserError, in one line, for options of a search that contradict each other or have no effect."""
-    for f in fields(SearchGroup)[1:]:
+    for f in fields(SearchedGroup if isinstance(config, SearchedGroup) else SearchGroup):
+        if f.name == "search" or f.name not in OF_SEARCH:
+            continue
         wanted = OF_SOME.get(f.name, ())
         if getattr(config, f.name) != f.default and not (set(wanted or config.search) & set(config.search)):
             name = f"--{f.name.replace('_', '-')}"
             raise UserError(f"{name} has no effect without --search {' or '.join(wanted)}".rstrip() + ": leave it out")
     if not config.search:
         return
-    if config.step_delimiter == SPANS or not config.step_delimiter:
+    if config.step_delimiter == SPANS:
         raise UserError("--search needs a --step-delimiter in the text: line, a text, a regular expression, or reply")
-    check_delimiter(config.step_delimiter)
+    check_delimiter(steps_of_search(config)[0])
     if config.reward_model:
         process_model(config)
     elif config.search != ("best-of-n",) or config.choose != "majority":
@@ -73,5 +78,7 @@ def check_search(config: SearchedGroup, temperatures: tuple[float, ...]) -> None
         )
 
 
+OF_SEARCH = {*(f.name for f in fields(SearchGroup)), "step_delimiter", "step_aggregate"}
+"""Options that need --search."""
 OF_SOME = {"search_lookahead": ("lookahead",), "search_exploration": ("mcts",)}
 """Options of one search alone -> the search."""

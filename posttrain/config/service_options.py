@@ -30,7 +30,9 @@ def named_services(values: Sequence[str], kind: str) -> list[tuple[str, str]]:
 
 
 def play_the_only_service(config: Any) -> None:
-    """Without an environment, a reward model or a judge alone is one."""
+    """Without an environment, a reward model or a judge alone is one, but for a model that a search asks."""
+    if getattr(config, "search", ()):
+        return
     given = [(kind.replace("_", "-"), value) for kind in SCORERS for value in getattr(config, kind)]
     if not config.env and len(given) == 1:
         [(kind, value)] = given
@@ -44,6 +46,13 @@ def check_step_rewards(config: Any) -> None:
 
     Without an environment the outcome of a reply earns nothing: its steps alone do.
     """
+    if getattr(config, "search", ()):
+        for name in ("step_rewards", "step_weight", "step_score"):
+            if getattr(config, name) != next(f.default for f in fields(config) if f.name == name):
+                raise UserError(
+                    f"--{name.replace('_', '-')} has no effect with --search: it rewards no step, leave it out"
+                )
+        return
     if not config.step_delimiter:
         given = [f.name for f in fields(config) if f.name.startswith("step_") and getattr(config, f.name) != f.default]
         if given:

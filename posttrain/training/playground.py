@@ -168,7 +168,7 @@ def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Call
     Raises UserError if these depend on the outcome, and nothing defines whether it is right.
     """
     own = env or config.env
-    if not (isinstance(config, StepRewardGroup) and config.step_delimiter):
+    if not (isinstance(config, StepRewardGroup) and config.step_delimiter) or bool(getattr(config, "search", ())):
         return own
     success = success_of(own, getattr(config, "success", None)) if config.step_rewards == "if-right" else None
     if config.step_rewards == "if-right" and success is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from posttrain.config.search_options import SearchedGroup
+from posttrain.config.search_options import steps_of_search
 from posttrain.config.service_options import process_model
 from posttrain.core.protocols import Engine, Model
 from posttrain.core.reply_steps import LINE, REPLY, expression_of
@@ -16,10 +17,10 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 def searching(
-    config: SearchedGroup, name: str, engine: Engine, model: Model, tokenizer: Tokenizer, services: Services
+    config: Any, name: str, engine: Engine, model: Model, tokenizer: Tokenizer, services: Services
 ) -> SearchEngine:
     """Return an engine that finds replies by the search of this name, with steps that `engine` samples."""
-    delimiter = config.step_delimiter
+    delimiter, aggregate = steps_of_search(config)
     expression = expression_of(delimiter)
     settings = SearchSettings(
         config.search_width,
@@ -37,5 +38,5 @@ def searching(
     )
     scorer = None
     if config.reward_model:
-        scorer = StepScorer(services, process_model(config), delimiter, config.step_aggregate)
+        scorer = StepScorer(services, process_model(config), delimiter, aggregate)
     return SearchEngine(engine, tokenizer, model.eos_ids, model.config.context, plan, scorer)

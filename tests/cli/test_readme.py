@@ -55,7 +55,7 @@ RUNS = {
     "coming-from": 14,
     "environments": 18,
     "chat-rows": 5,
-    "process-rewards": 7,
+    "process-rewards": 8,
     "distillation": 6,
     "retrieval": 7,
     "serving": 6,

@@ -16,6 +16,7 @@ from items_place import ROWS, furnish, read
 from row_files import refused
 
 import posttrain
+from posttrain.cli.main import main
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, answer_of, step_end
@@ -232,3 +233,83 @@ def test_contradicting_options_are_refused(place: Path) -> None:
     for message, options in cases:
         refused(partial(sample, "a.jsonl", **options), message)
     sample("a.jsonl", search=("best-of-n",), choose="majority", reward_model=())
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def digits(task: Any, reply: str) -> float:
+    return sum(c.isdigit() for c in reply) / (len(reply) + 1)
+
+
+def evaluate(**options: Any) -> Any:
+    given: dict[str, Any] = {**SEARCH, "samples": 2, "k": (1,), "max_tokens": 12, "env_workers": 0, "seed": 3}
+    given |= {"reward_model": ("reward",), "search": ("beam",), **options}
+    return posttrain.evaluate(ROWS[:3], digits, "start", success=2.0, **given)
+
+
+def test_eval_scores_the_replies_that_a_search_finds_and_counts_their_tokens(place: Path) -> None:
+    found, plain = (
+        evaluate(search_tokens=40),
+        evaluate(search=(), reward_model=(), step_delimiter="", search_width=4, search_proposals=4),
+    )
+    assert [r.reward for r in found.rollouts] == [pytest.approx(digits(None, r.text)) for r in found.rollouts]
+    assert {r.text for r in found.rollouts} != {r.text for r in plain.rollouts}
+    figure = found.figures["search tokens"]
+    assert 12 < figure["mean"] <= 40 and figure["tasks"] == 3 and "search tokens" not in plain.figures
+    again = evaluate(search_tokens=40, slots=2)
+    assert [r.text for r in again.rollouts] == [r.text for r in found.rollouts]
+
+
+def test_the_best_of_more_replies_has_a_higher_score_of_the_model_that_chose_it(place: Path) -> None:
+    """The environment is the score of the same reward model, of the whole reply."""
+    scores = []
+    for number in (1, 4, 16):
+        how = {"search": ("best-of-n",), "step_delimiter": "reply", "search_width": 1, "search_proposals": number}
+        found = posttrain.evaluate(
+            ROWS[:3], "reward-model", "start", reward_model=("reward",), samples=2, k=(1,), max_tokens=12, env_workers=0,
+            success=99.0, **how,
+        )  # fmt: skip
+        scores.append(found.figures["reward"]["mean"])
+        assert found.figures["search tokens"]["mean"] <= 12 * number
+    assert scores[0] < scores[1] < scores[2]
+
+
+def test_both_sides_of_a_comparison_search(place: Path) -> None:
+    found = evaluate(against="start")
+    assert found.against is not None and found.against["search tokens"] == found.figures["search tokens"]
+    assert found.differences["reward"]["mean"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--search", "beam", "mcts"], "--search beam mcts: eval takes one search"),
+        (
+            ["--search", "beam", "--reward-model", "reward", "--step-weight", "2"],
+            "--step-weight has no effect with --search",
+        ),
+        (["--search", "beam"], "--search needs the model that scores steps: --reward-model FOLDER"),
+        (["--search-width", "2"], "--search-width has no effect without --search"),
+        (
+            ["--search", "beam", "--reward-model", "reward", "--temperature", "0"],
+            "--temperature 0 proposes the same step",
+        ),
+        (
+            ["--search", "beam", "--reward-model", "reward", "--step-delimiter", "spans"],
+            "--search needs a --step-delimiter",
+        ),
+    ],
+)
+def test_a_search_that_eval_cannot_make_is_refused_in_one_line(
+    place: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tasks", "rows.jsonl", "--model", "start", "--env", "gsm8k", *words]
+    assert main(["eval", *words]) == 2
+    said = capsys.readouterr().err
+    assert told in said and said.count("\n") == 1
+
+
+def test_a_reward_model_of_a_search_is_no_environment(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tasks", "rows.jsonl", "--model", "start", "--search", "beam", "--reward-model", "reward"]
+    assert main(["eval", *words]) == 2 and "--env is missing" in capsys.readouterr().err

@@ -12,12 +12,14 @@ from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import validate
 from posttrain.core import run_date, user_files
 from posttrain.core.batch import Stats
+from posttrain.core.intervals import mean_interval, stated
 from posttrain.core.json_text import json_document
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Outcome, Rollout, Task, UserError, succeeds
 from posttrain.data.tasks import Stream, Tasks, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
+from posttrain.engines.search.search_engine import SearchEngine
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.load_env import success_of
 from posttrain.models.checkpoint_folder import load_model
@@ -29,6 +31,7 @@ from posttrain.training.figures import differences, summary
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.playground import open_playground, service_counts
+from posttrain.training.search_setup import searching
 from posttrain.training.setup import (
     end_tokens,
     fitting,
@@ -83,6 +86,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         raise UserError("these rows have no end: set with --limit how many to evaluate on")
     paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
     day = next(filter(None, map(day_of, paths)), None)  # both are asked alike
+    searched: list[dict[str, Any]] = []  # figures of the searches of each side
     with run_date.fixed(day), open_playground(config, env, data, device, models=paths) as ground:
         said.extend(ground.about)
 
@@ -101,7 +105,13 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
             how = config.slots, config.precision
             with closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas))) as engine:
                 engine.load(model, 0)
-                rollouts = ground.player(engine, tokenizer, context).play(repeated(some, config.samples, config.seed))
+                episodes = repeated(some, config.samples, config.seed)
+                if not config.search:
+                    rollouts = ground.player(engine, tokenizer, context).play(episodes)
+                else:
+                    search = searching(config, config.search[0], engine, model, tokenizer, ground.services)
+                    rollouts = ground.player(search, tokenizer, context).play(episodes)
+                    searched.append(_search_figures(search, episodes))
             reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
             if len(reasons) == len(rollouts):
                 raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")
@@ -115,11 +125,13 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     ks, too_few = _of_valid(ks, [rewards, other_rewards] if others else [rewards])
     outcomes, other_outcomes = outcomes_by_task(rollouts), outcomes_by_task(others)
     own = summary(list(rewards.values()), ks, success, outcomes=list(outcomes.values()))
+    own |= searched[0] if searched else {}
     invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)
     notes = (*left_out, *dict.fromkeys(said), *too_few, *_of_invalid(config.model, rollouts, own))
     if config.against is None:
         return Evaluated(own, rewards, rollouts, invalid, notes)
     other = summary(list(other_rewards.values()), ks, success, outcomes=list(other_outcomes.values()))
+    other |= searched[1] if searched else {}
     both = [task for task, ours in rewards.items() if ours and other_rewards.get(task)]
     if not both:
         raise UserError("no task has a valid reward of both checkpoints: look at the reasons in their rollouts")
@@ -130,6 +142,17 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         outcomes=[(outcomes[task], other_outcomes[task]) for task in both],
     )
     return Evaluated(own, rewards, rollouts, invalid, notes, other, found, others)
+
+
+def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Return the mean number of tokens that a search sampled for a reply, each task counted once."""
+    spent: dict[str, list[int]] = {}
+    for episode in episodes:
+        record = search.record(episode.seed)
+        if record is not None:
+            spent.setdefault(str(episode.task["id"]), []).append(record.spent)
+    means = [sum(own) / len(own) for own in spent.values()]
+    return {"search tokens": stated(sum(means) / len(means), mean_interval(means), tasks=len(means))} if means else {}
 
 
 def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:

@@ -177,12 +177,17 @@ def content(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("more", ["", "--lora 4"])
 @pytest.mark.parametrize(
     ("words", "model"),
-    [(PREFER, REFERENCE), ([*DISTILL, "--teacher-update-rate", "0.3"], TEACHER)],
+    [
+        ([*PREFER, "--reference-every", "3"], REFERENCE),
+        ([*DISTILL[:-1], "3", "--teacher-update-rate", "0.3"], TEACHER),
+    ],
     ids=["prefer", "distill"],
 )
 def test_a_model_that_has_moved_is_saved_and_resumed_bit_for_bit(
     place: Path, words: Sequence[str], model: str, more: str
 ) -> None:
+    """It moves after step 3 alone; the run goes on from step 4, whose checkpoint has it, to step 5."""
+    words = " ".join(words).replace("--steps 4", "--steps 5").split()
     common = [*words, *more.split(), *"--threads 1 --quiet --lr 1e-2 --save-every 2 --out run".split()]
     assert main(common) == 0
     stored = load_file(last("run") / "training" / f"{model}.safetensors")

@@ -428,7 +428,7 @@ class EnvPool:
         return event
 
     def _keep(self, id: int, which: int, result: Any) -> None:
-        """Store a result recorded by an episode in this process, as a copy, since the environment may change its own."""
+        """Store a result recorded by an episode in this process, as a copy: the environment may change its own."""
         if id in self._episodes:
             self._episodes[id].recorded[which] = deepcopy(result)
 

@@ -106,7 +106,7 @@ class Tools:
         return self._turn(made)
 
     async def answer_async(self, reply: Reply) -> Turn | None:
-        """Make and answer the calls as `answer` does, for async environments: all calls of the reply run concurrently."""
+        """Make and answer the calls as `answer` does, for async environments: the calls of a reply run concurrently."""
         checked = [(call, self._checked(call)) for call in reply.tool_calls]
         waiting = [
             recorded(_outcome_async, function, dict(call.arguments))

@@ -171,7 +171,7 @@ def _home(spec: str | Callable[..., Any]) -> ModuleType | None:
 
 
 def is_generator_env(function: Callable[..., Any]) -> bool:
-    """Return True for an environment (a generator function, or an object with such a call), False for a plain reward."""
+    """Return True for an environment (a generator function, or an object whose call is one), False for a reward."""
     return _is(function, inspect.isgeneratorfunction) or _is(function, inspect.isasyncgenfunction)
 
 

@@ -310,9 +310,7 @@ def _span(span: dict[str, Any]) -> SpanReward:
 def _read(content: bytes) -> dict[str, Any]:
     try:
         text = content.decode()
-        message, end = _READER.raw_decode(
-            text
-        )  # unlike `decode`, accepts no surrounding white space, which workers do not write
+        message, end = _READER.raw_decode(text)  # faster than `decode`: no white space around
     except (ValueError, RecursionError) as error:
         raise Garbled(str(error)) from None
     if end != len(text):

@@ -65,9 +65,7 @@ class Playground:
     about: tuple[str, ...] = ()  # the description of the environment
     models: tuple[Known, ...] = ()  # the models that will sample
     world: World = field(default_factory=Alone)  # the processes that share the episodes
-    parts: Mapping[str, tuple[Sampling, EpisodeLimits]] = field(
-        default_factory=dict
-    )  # part of a mixture -> its sampling and limits
+    parts: Mapping[str, tuple[Sampling, EpisodeLimits]] = field(default_factory=dict)  # by part of a mixture
     too_long: TooLong = "refuse"
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:

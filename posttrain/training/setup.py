@@ -46,9 +46,7 @@ MOST_UNKNOWN = 0.01  # share of tokens that may be unknown to the tokenizer
 LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are smaller
 GPU_TOKENS = 8192  # tokens of a micro-batch on a GPU if the size of its activations is unknown
 ACTIVATION_SHARE = 0.2  # share of a GPU's memory for the activations of a micro-batch
-MOST_BEYOND = (
-    1.05  # size of a tokenizer relative to the vocabulary: some checkpoints lack a few tokens that no text uses
-)
+MOST_BEYOND = 1.05  # tokenizer's size / vocabulary: some checkpoints lack tokens that no text uses
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
 
 

@@ -28,7 +28,7 @@ PLAY_OPTIONS = ("max_tokens", "stop", "max_episode_tokens", "max_turns", "max_to
 
 @dataclass(frozen=True)
 class AuditRequest:
-    """Options of `posttrain audit`; config documents each of them."""
+    """Options of `posttrain audit`, declared in `cli/inspect_commands.py`."""
 
     run: str | None = None
     gold: str | None = None

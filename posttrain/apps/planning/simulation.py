@@ -141,9 +141,7 @@ class Simulation:
         self.begun = 0  # groups
         self.opened = 0  # steps
         self.owed: defaultdict[int, int] = defaultdict(int)  # episodes that a step waits for
-        self.carried: defaultdict[int, list[SimulatedEpisode]] = defaultdict(
-            list
-        )  # later step -> episodes cut before it
+        self.carried: defaultdict[int, list[SimulatedEpisode]] = defaultdict(list)  # later step -> cut episodes
         self.groups: dict[int, tuple[Group, list[int]]] = {}  # number -> the group, [episodes that are not finished]
         self.whole: defaultdict[int, list[Group]] = defaultdict(list)  # step -> the groups that it learns from
         self.played = 0  # the last step that has no episode in progress

@@ -19,10 +19,7 @@ from posttrain.apps.view.rollout_store import Store
 
 STRONG = 0.7  # a correlation
 LEAST = 40  # fewest degrees of freedom of a correlation
-PAIRS, MORE = (
-    30,
-    0.8,
-)  # fewest pairs (correct, longer wrong reply); share in which the wrong one earns more
+PAIRS, MORE = 30, 0.8  # fewest pairs (correct, longer wrong); share in which the wrong one earns more
 GRADED = 5  # number of distinct values from which on a part is graded, not a check
 SHARE, STEPS, MOST = 20, 5, 20_000  # steps read: the last 1/SHARE, at least STEPS, with at most MOST rollouts
 REWARD = "reward"

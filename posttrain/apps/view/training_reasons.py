@@ -57,8 +57,8 @@ def why(row: Mapping[str, Any]) -> str:
 def equation(row: Mapping[str, Any], others: Sequence[float | None], objective: Sequence[str]) -> dict[str, Any]:
     """Return the reward's figures, and the equation that gives the recorded advantage.
 
-    `others`: rewards as used, of the whole group. The algorithm's own formula is returned in any case; it is shown
-    alone where no usual equation gives the value.
+    `others`: rewards as used, of the whole group. If no usual equation gives the value, only the algorithm's own
+    formula, which is always returned, describes the advantage.
     """
     found: dict[str, Any] = {"formula": _formula(objective)}
     value, advantage = row["used"] if row["used"] is not None else row["reward"], row["advantage"]

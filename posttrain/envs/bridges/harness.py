@@ -202,9 +202,7 @@ class _Session:
     _closed: bool = False
     _asked: asyncio.Queue[_Request] = field(default_factory=asyncio.Queue)
     _waiting: set[asyncio.Future[Any]] = field(default_factory=set)
-    _unread: dict[bytes, asyncio.Future[PolicyResponse]] = field(
-        default_factory=dict
-    )  # of clients without a connection
+    _unread: dict[bytes, asyncio.Future[PolicyResponse]] = field(default_factory=dict)  # client disconnected
 
     def describe(self) -> dict[str, Any]:
         return {"id": MODEL}

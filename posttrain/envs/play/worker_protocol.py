@@ -5,7 +5,7 @@ in which any code runs, answers in JSON that is checked as strictly as values th
 executed, and an unreadable message is `Garbled`.
 
     pool -> worker   a `WorkerSetup`, then lists of `WorkerCommand`
-    worker -> pool   {"ready": whether it is a plain reward, "async": whether it is async, "group": whether it scores groups}
+    worker -> pool   {"ready": whether a plain reward, "async": whether it is async, "group": whether it scores groups}
                      or {"failed": message}, then for each command, in order unless it is async,
                      {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}},
                      {"number": n, "sides": {side: {...}}} or {"number": n, "group": [[{...}, notes], ...]}, the last
@@ -310,7 +310,7 @@ def _span(span: dict[str, Any]) -> SpanReward:
 def _read(content: bytes) -> dict[str, Any]:
     try:
         text = content.decode()
-        message, end = _READER.raw_decode(text)  # faster than `decode`: no white space around
+        message, end = _READER.raw_decode(text)  # `decode` would skip white space
     except (ValueError, RecursionError) as error:
         raise Garbled(str(error)) from None
     if end != len(text):

@@ -38,12 +38,8 @@ class PlayedStep:
     after: Mark  # position of the collector after it
     collected: Collected
     stats: Stats
-    seconds: Mapping[
-        str, float
-    ]  # "load", "play", and within "play" the time in which all waited for environments or services
-    counts: Mapping[
-        str, float
-    ]  # counts of services and engines; like seconds, unknown for steps sampled before a resumption
+    seconds: Mapping[str, float]  # "load", "play", and in "play" those spent waiting for environments or services
+    counts: Mapping[str, float]  # of services and engines; like seconds, unknown for steps from before a resumption
     work: Mapping[str, float]  # counts of the engine in this step, see `engines.throughput`
 
 

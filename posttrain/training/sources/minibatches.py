@@ -64,7 +64,7 @@ class Minibatches:
         return [*batches, *self._texts(number, place)] if coefficients.get("policy", 1.0) else batches
 
     def _check_older(self, part: Credited, start: int) -> None:
-        """Assert that the algorithm has an importance weight for tokens that other weights than the learner's sampled."""
+        """Assert that the algorithm has an importance weight for tokens sampled by other weights than the learner's."""
         found = {span.version for r in part.rollouts for t in r.transcripts for span in t.spans}
         others = {version for version in found if version is not None} - {self.learner.version}
         weighed = self.algorithm.weighs_older or (others <= {start} and self.algorithm.weighs_updates)

@@ -22,7 +22,7 @@ from posttrain.training.sources.preferences import ComparisonTargets, Preference
 
 @dataclass(frozen=True)
 class RewardExamples(Memoryless):
-    """Source (see `posttrain.core.protocols.Source`) of `rows` preference examples a step, one optimizer update each."""
+    """Source of `rows` preference examples a step, one optimizer update each: see `posttrain.core.protocols.Source`."""
 
     items: PreferenceExamples
     algorithm: RewardModelAlgorithm

@@ -93,11 +93,10 @@ def choose_device(name: str, learner_devices: tuple[int, ...] = ()) -> torch.dev
 
 
 def microbatch_tokens(config: Training, model: Model) -> int:
-    """Return the tokens of a micro-batch.
+    """Return the tokens of a micro-batch. On a CPU larger ones would exceed its caches: more memory, and slower.
 
-    On a CPU larger ones would exceed its caches: more memory, and slower. For a large model it is fewer: matrix
-    products are as fast with 512 rows, and activations take half the memory. On a GPU as many as keep their activations
-    within a share of its memory, as few tokens do not occupy it.
+    For a large model it is fewer: products are as fast with 512 rows, with half the memory for activations. On a GPU as
+    many as keep their activations within a share of its memory, as few tokens do not occupy it.
     """
     if config.tokens_per_microbatch is not None:
         return config.tokens_per_microbatch
@@ -128,9 +127,9 @@ def load_tasks(
 ) -> Tasks | Stream:
     """Load the tasks of a verb, from given `rows` or from `config.tasks`.
 
-    Rows of `config.tasks` are converted by the `row_to_task` of the environment's module, or by `convert`; given rows
-    are taken unchanged, or converted by `convert`. An environment that makes its own prompts needs none. `left_out`:
-    the rows that `convert` leaves out, in words.
+    Rows of `config.tasks` are converted by `row_to_task` of the environment's module, or by `convert`; given rows only
+    by `convert`. An environment that makes its own prompts needs none. `left_out`: the rows that `convert` leaves out,
+    in words.
     """
     spec = env or config.env or None
     function = None
@@ -202,13 +201,12 @@ def rehearse(
     services: Services | None = None,
     viewer: Viewer | None = None,
 ) -> Turn | None:
-    """Run up to three tasks with sample replies, to report a broken environment before anything expensive starts.
+    """Run up to three tasks with sample replies, to report a broken environment early; return the first turn shown.
 
-    Returns the first turn shown. If no reply can be scored, the user gets a warning, not an error, as the environment
-    may score a model's replies. Raises UserError if the environment cannot start: it cannot be imported, no task's
-    episode shows a first turn, or it asks a service that is not among `services`. Services are not asked: an example of
-    their answers is used. `viewer`: the model that will sample; UserError also if its chat template does not show the
-    environment's messages.
+    If no reply can be scored, the user gets a warning, not an error, as the environment may score a model's replies.
+    Raises UserError if the environment cannot start: it cannot be imported, no task's episode shows a first turn, or it
+    asks a service that is not among `services`. Services are not asked: an example of their answers is used. `viewer`:
+    the model that will sample; UserError also if its chat template does not show the environment's messages.
     """
     services = services or Services()
     pool.ready()
@@ -379,8 +377,7 @@ def size_of(model: Model) -> str:
 
 def rate_note(lr: float, adapted: bool, size: int) -> list[str]:
     """Return a line for the user if models of this size (parameters) hardly learned at such a rate; else [].
-
-    The rates come from docs/results/learning-rates.md, and 1e-3 from the decoders of 0.1 million parameters.
+    Rates are from docs/results/learning-rates.md; 1e-3 is from decoders of 0.1 million parameters.
     """
     if size >= 500_000_000:
         return []

@@ -1,6 +1,6 @@
-"""DataReport on rows before a run: their shape, which of them a run would use, their lengths, and how a model reads them.
+"""Report on rows before a run: their shape, the rows that a run would use, their lengths, and the text a model reads.
 
-It uses the code of a run: the same conversions make the tasks, and the same transcripts mark what is trained.
+It uses the code of a run: the same conversions make the tasks, and the same transcripts mark trained tokens.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from posttrain.training.lost_reasoning import lost_reasoning_line
 
 PREFERENCES = ("preference pairs", "several responses with labels", "labelled responses", "labelled steps")
 PLAYED = ("rollouts of a run", "episodes to imitate")
-MEASURED = 2000  # rows whose tokens are counted, spread over all
+MEASURED = 2000  # most rows whose tokens are counted, evenly spread
 PERCENTILES = (0, 50, 90, 99, 100)
 WITHOUT = "without information: equal responses, ties alone or empty responses"
 
 
 class MarkedText(NamedTuple):
-    """A part of the text that a model reads."""
+    """A part of the text that a model reads, and whether it is trained."""
 
     text: str
     trained: bool
 
 
 class MarkedRow(NamedTuple):
-    """A row as a model reads it; several texts where the row has several responses."""
+    """A row as text that a model reads; several texts if the row has several responses."""
 
     where: str
     texts: Sequence[Sequence[MarkedText]]
     tokens: int  # of the longest one
-    trained: int  # of it
+    trained: int  # trained tokens of the longest one
 
 
 @dataclass
 class DataReport:
-    """Results, in the order in which they are printed."""
+    """Results of the report, in the order of printing."""
 
     shape: str
-    verb: str  # that learns from such rows
+    verb: str  # verbs that learn from such rows
     columns: Mapping[str, str]  # name -> the types of its values
     rows: int
     used: int = 0  # rows that make a task
@@ -65,14 +65,14 @@ class DataReport:
     prompts: int = 0  # different prompts
     measured: int = 0  # rows whose tokens were counted
     lengths: dict[str, list[int]] = field(default_factory=dict)  # part -> tokens of each measured row, sorted
-    context: int | None = None  # of the model
-    too_long: list[str] = field(default_factory=list)  # places of measured rows that exceed it
+    context: int | None = None  # context length of the model, in tokens
+    too_long: list[str] = field(default_factory=list)  # places of measured rows that exceed the context
     examples: list[MarkedRow] = field(default_factory=list)
     lost: str = ""  # the line about reasoning that the chat template does not show
 
     @property
     def ok(self) -> bool:
-        """Whether a run can begin with these rows."""
+        """Return whether a run can begin with these rows."""
         return not self.wrong and self.used > 0
 
 
@@ -84,9 +84,9 @@ def report(
     shown: int = 3,
     mask: Mask = "assistant",
 ) -> DataReport:
-    """Read all rows, and lay out some of them. `options`: the fields of a `Conversion`; `shown`: the number of examples.
-    `mask`: messages that sft trains.
+    """Read all rows, count the tokens of some, and keep examples.
 
+    `options`: the fields of a `Conversion`; `shown`: the number of examples; `mask`: messages that sft trains.
     Raises UserError where the rows cannot be read, or a row cannot be laid out for the model.
     """
     first = rows[0]
@@ -113,7 +113,7 @@ def _conversion(shape: str, options: Mapping[str, Any]) -> Conversion:
 
 
 def _columns(rows: Rows) -> dict[str, str]:
-    """Return the types of the columns in the first rows."""
+    """Return column -> the types of its values in the first 100 rows."""
     kinds: dict[str, dict[str, None]] = {}
     for row in islice(rows, 100):
         for name, value in row.items():
@@ -129,7 +129,7 @@ def _kind(value: Any) -> str:
 
 
 def _survey(rows: Rows, conversion: Conversion, found: DataReport) -> Iterator[int]:
-    """Yield the places of the rows that make a task."""
+    """Yield the places of the rows that make a task; count the others in `found`."""
     keys: set[int] = set()
     asked: set[int] = set()
     for place, row in enumerate(rows):
@@ -153,7 +153,7 @@ def _survey(rows: Rows, conversion: Conversion, found: DataReport) -> Iterator[i
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Return at most so many numbers below `count`, spread over all."""
+    """Return at most `most` numbers below `count`, evenly spread."""
     return sorted({i * (count - 1) // max(1, most - 1) for i in range(most)}) if count > most else list(range(count))
 
 
@@ -167,7 +167,7 @@ def _lay_out(
     shown: int,
     mask: Mask,
 ) -> None:
-    """Count tokens of rows that are spread over all, and keep some of them as examples."""
+    """Count the tokens of evenly spread rows, and keep some of these rows as examples."""
     chosen = _spread(len(places), MEASURED if model is not None else shown)
     examples = {chosen[i] for i in _spread(len(chosen), shown)}
     lengths: dict[str, list[int]] = {}
@@ -203,7 +203,7 @@ def _lay_out(
 
 
 def _transcripts(task: Task, model: Outline, chat: Chatting, mask: Mask) -> Iterator[Transcript]:
-    """Yield the transcripts of a row, as a run lays them out: of each response, or of the prompt alone."""
+    """Yield a row's transcripts as a run lays them out: one for each response, or the prompt alone."""
     ends = model.ends or ((model.tokenizer.eos_id,) if model.tokenizer.eos_id is not None else ())
     if not ends:
         raise UserError("the model names no end-of-sequence token: set eos_token_id in generation_config.json")
@@ -220,7 +220,7 @@ def _transcripts(task: Task, model: Outline, chat: Chatting, mask: Mask) -> Iter
 
 
 def _asked(task: Task, chat: Chatting, mask: Mask) -> Task:
-    """Return a row as the model is shown it."""
+    """Return the task as the model gets it: as messages if chat is on."""
     return AsMessages(chat.system, "response" in task, mask == "all")(task) if chat.on else task
 
 
@@ -231,12 +231,12 @@ def _is_answered(task: Task) -> bool:
 
 
 def _whole(response: str | Sequence[str]) -> str:
-    """Return a response, or the steps of one, each with its new line."""
+    """Return a response as one text; steps are joined, each with its line end."""
     return response if isinstance(response, str) else "".join(f"{step}\n" for step in response)
 
 
 def _written(task: Task, mask: Mask) -> Iterator[list[MarkedText]]:
-    """Yield the texts of a row without a model's template."""
+    """Yield the texts of a row without a chat template, one for each response."""
     whole = mask == "all"
     prompt = [MarkedText(task["prompt"], whole and "response" in task)] if isinstance(task.get("prompt"), str) else []
     messages = task.get("messages") or ()
@@ -255,7 +255,7 @@ def _written(task: Task, mask: Mask) -> Iterator[list[MarkedText]]:
 
 
 def _answered(task: Task, text: str) -> Task:
-    """Return the prompt of a task with this response, which alone is trained."""
+    """Return the prompt of a task with this response; only the response is trained."""
     if task.get("messages") is None:
         return {"prompt": task["prompt"], "response": text}
     context = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in task["messages"]]
@@ -273,5 +273,5 @@ def _pieces(transcript: Transcript, model: Outline) -> list[MarkedText]:
 
 
 def percentiles(counts: Sequence[int]) -> list[int]:
-    """Return the nearest-rank percentiles of sorted counts."""
+    """Return the nearest-rank percentiles `PERCENTILES` of sorted counts."""
     return [counts[max(0, -(-p * len(counts) // 100) - 1)] for p in PERCENTILES]

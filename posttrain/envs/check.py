@@ -1,12 +1,12 @@
-"""Tries an environment on a few tasks before a run is spent on it, and decides what is wrong with it.
+"""Tries an environment on a few tasks before a run is spent on it, and reports its defects.
 
-Each task is played with its own answer, if it has one, with its own replies (a list, one for each turn), and with replies
-of the kinds that models do produce: nothing, junk, very much, other scripts. Each case is played twice. An environment is
-sound if every case has a reward, the second time gives what the first gave, and a right reply earns another reward
-than a wrong one. An answer need not be a whole reply: where it earns what junk earns, it is tried again in the forms that
-scorers look for. Where no whole reply is known to be right, equal rewards are told and not judged. A service that the
-environment asks answers itself where it was given; else answers are made up, which follow from the question, and one case
-is played without an answer.
+Each task is run with its own answer, if it has one, with its own replies (a list, one for each turn), and with replies
+of kinds that models produce: nothing, junk, very long text, other scripts. Each case runs twice. An environment is
+sound if every case has a reward, both runs of a case are equal, and a correct reply earns another reward than a wrong
+one. An answer need not be a whole reply: if it earns as little as junk, it is tried again in the forms that scorers
+look for. If no whole reply is known to be correct, equal rewards are reported but not judged. A service that the
+environment asks is used if it was given; otherwise answers are made up, a fixed one for each question, and one case
+runs without an answer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from posttrain.envs.preview import Seen, Viewer
 from posttrain.envs.tried import FORMS, OWN, SCRIPT, STANDARD, TURNS, Case, Report
 from posttrain.models.tokenizer.tool_parser import HERMES
 
-TASKS = 4  # more only take longer to read
+TASKS = 4  # more would only make the report longer
 WITHOUT = Invalid("no answer", InvalidKind.UNANSWERED)
-MOST_ASKS = 64  # questions of an episode
+MOST_ASKS = 64  # most requests to services in an episode
 
 
 def check(
@@ -41,11 +41,11 @@ def check(
     services: Services | None = None,
     viewer: Viewer | None = None,
 ) -> Report:
-    """Play the first few tasks with `replies`, or with the sample replies. `seconds`: the limit of one call; `memory`:
-    GiB that the environment may take; `services`: who answers what it asks, as far as they are there; `viewer`: the model
-    that is to be shown it.
+    """Run the first few tasks with `replies`, or with the sample replies, and return the report.
 
-    Raises UserError if there are no tasks, or if the environment does not import.
+    `seconds`: limit of one call; `memory`: limit of the environment in GiB; `services`: those that answer its requests,
+    as far as given; `viewer`: the model whose view of the prompts is shown. Raises UserError if there are no tasks, or
+    if the environment cannot be imported.
     """
     if not tasks:
         raise UserError("there are no tasks to check the environment with")
@@ -75,22 +75,22 @@ def check(
 
 @dataclass
 class _Trial:
-    """Cases that are played one after the other."""
+    """Runs cases one after the other."""
 
     answers: _Answers
     viewer: Viewer | None
     pool: EnvPool = field(init=False)
     cases: list[Case] = field(default_factory=list)
     unanswered: Case | None = None
-    first: Turn | None = None  # that was shown
+    first: Turn | None = None  # first turn of any case
 
     def play(self, number: int, task: Task, kind: str, script: Sequence[str]) -> None:
-        """Play one case twice: the `number`-th task with these replies."""
+        """Run one case twice: the `number`-th task with these replies."""
         reply = ", ".join(script[:-1]) if kind == SCRIPT else script[0]
         seen = self.viewer.watch(task) if self.viewer is not None else None
         shown, result, slowest = _play(self.pool, task, script, self.answers, seen)
         repeats = True
-        if not (result and isinstance(_first(shown, result).reward, Invalid)):  # it may have taken all of its time
+        if not (result and isinstance(_first(shown, result).reward, Invalid)):  # that may have used up its time
             again = self.viewer.watch(task) if self.viewer is not None else None
             shown_again, result_again, slowest_again = _play(self.pool, task, script, self.answers, again)
             repeats = (shown, result) == (shown_again, result_again)
@@ -107,7 +107,7 @@ class _Trial:
             self.unanswered = Case(name, kind, reply, *_shown_text(shown), ends, (), slowest, True)
 
     def play_group(self, number: int, task: Task, samples: Sequence[tuple[str, str]]) -> None:
-        """Play all cases of a task twice, as one group: for a reward that scores whole groups."""
+        """Run all cases of a task twice, as one group, for a reward that scores whole groups."""
         first = self._group_played(task, [reply for _, reply in samples])
         again = self._group_played(task, [reply for _, reply in samples])
         name = str(task.get("id", number))
@@ -119,7 +119,7 @@ class _Trial:
             self.cases.append(Case(name, kind, reply, *told, done, (), max(seconds, slowest), done == second, seen))
 
     def _group_played(self, task: Task, replies: Sequence[str]) -> list[tuple[Turn, Seen | None, Done, float]]:
-        """Return of each reply the turn before it, its preview, its end, and the seconds of the call."""
+        """Return for each reply the turn before it, its preview, its end, and the seconds of the call."""
         self.pool.ready()
         for place in range(len(replies)):
             self.pool.start(place, task, "group")
@@ -139,7 +139,7 @@ class _Trial:
 
 
 def _first(shown: Sequence[Turn], result: Done) -> Done:
-    """Return the verdict on the first side, with the rewards of all sides as its components. Invalid, if one of them
+    """Return the verdict on the first side, with the rewards of all sides as its components; Invalid if one of them
     is.
     """
     if not result.sides:
@@ -155,7 +155,7 @@ def _first(shown: Sequence[Turn], result: Done) -> Done:
 
 @dataclass
 class _Answers:
-    """Stand-in that answers requests to services."""
+    """Answers requests to services: the given ones, else made-up answers."""
 
     services: Services
     asked: dict[str, None] = field(default_factory=dict)  # services by name, in order
@@ -175,7 +175,7 @@ class _Answers:
 
 
 def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str, list[str]]]:
-    """Return kinds of replies, each with its text turn by turn."""
+    """Return (kind, texts turn by turn) of each sample reply."""
     if replies is not None:
         return [(f"reply {number}", [reply]) for number, reply in enumerate(replies, 1)]
     own = [(key, [str(task[key])]) for key in OWN if isinstance(task.get(key), str | int | float)]
@@ -186,7 +186,7 @@ def _sample_replies(task: Task, replies: Sequence[str] | None) -> list[tuple[str
 
 
 def _in_forms(task: Task) -> list[tuple[str, str]]:
-    """Return kinds of replies with a task's answer."""
+    """Return (kind, text) of replies with a task's answer in the forms that scorers look for."""
     answer = task.get(OWN[1])
     return [(kind, form % answer) for kind, form in FORMS.items()] if isinstance(answer, str | int | float) else []
 
@@ -194,12 +194,12 @@ def _in_forms(task: Task) -> list[tuple[str, str]]:
 def _play(
     pool: EnvPool, task: Task, script: Sequence[str], answer: _Answers | None, seen: Seen | None = None
 ) -> tuple[list[Turn], Done | None, float]:
-    """Play one episode; return its turns, its end if it came within `TURNS`, and the seconds of its slowest call.
+    """Run one episode; return its turns, its end if it came within `TURNS`, and the seconds of its slowest call.
 
-    `script`: the replies, of which the last is given again and again. Without `answer`, questions have none. `seen`: by a
-    model, as whose replies they are read; without one calls of tools are read in Hermes' form.
+    `script`: the replies, of which the last is repeated. Without `answer`, requests to services get none. `seen`: the
+    model's view, by which replies are parsed; without it tool calls are parsed in Hermes' form.
     """
-    pool.ready()  # a worker that starts anew is not the environment's time
+    pool.ready()  # the start of a worker does not count as the environment's time
     shown: list[Turn] = []
     event, slowest = _timed(pool, lambda: pool.start(0, task))
     asked = 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcript:
-    """Return the same conversation, with only the last reply scored, and that up to a final token of `without`."""
+    """Return the same transcript with only the last reply scored, without a final token that is in `without`."""
     last = max(place for place, span in enumerate(transcript.spans) if span.learned)
     before = [replace(span, kind=SpanKind.PROMPT, learned=False) for span in transcript.spans[:last]]
     span = transcript.spans[last]
@@ -36,13 +36,12 @@ def last_alone(transcript: Transcript, without: Sequence[int] = ()) -> Transcrip
 def demonstrate(
     task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask: Mask = "assistant", length: int | None = None
 ) -> Transcript:
-    """The transcript of a demonstration: `prompt` and `response`, or chat `messages`, whose assistant turns are imitated
-    unless their weight is 0 or their "train" is false.
+    """Return the transcript of a demonstration: `prompt` and `response`, or chat `messages`.
 
-    Prompt and response are tokenised apart, as they are when the response is sampled. A response ends with the
-    end-of-sequence token, which is part of what is imitated, unless "response_stop" says that it was cut off. `mask`: see
-    `Mask`; all leaves out the first token, which nothing precedes. `length`: the first so many tokens only. Raises UserError
-    if nothing is left to imitate.
+    Assistant turns are imitated unless their weight is 0 or their "train" is false. Prompt and response are tokenised
+    separately, as when the response is sampled. A response ends with the end-of-sequence token, which is imitated,
+    unless "response_stop" marks it as cut off. `mask`: see `Mask`; "all" leaves out the first token, which nothing
+    precedes. `length`: keep only so many tokens. Raises UserError if nothing is left to imitate.
     """
     pieces = list(_pieces(task, tokenizer, eos_ids, mask))
     if task.get("response_stop") in CUT:
@@ -67,8 +66,8 @@ def demonstrate(
 def demonstrate_steps(task: Task, steps: Sequence[str], tokenizer: Tokenizer, begun: str = "") -> Transcript:
     """Return the transcript of a solution in steps, each a scored span that ends with a new line, the last one too.
 
-    Solutions are cut behind their first mistake: an end of its own would reveal that step. `begun`: text between the prompt
-    and the first step, which is context.
+    There is no end-of-sequence token: solutions are cut after their first mistake, which an end would reveal. `begun`:
+    text between the prompt and the first step, which is context.
     """
     chat = task.get("messages")
     shown = task["prompt"] if chat is None else tokenizer.render(chat, generation=True)
@@ -82,7 +81,7 @@ def demonstrate_steps(task: Task, steps: Sequence[str], tokenizer: Tokenizer, be
 
 
 def lost_reasoning(task: Task, tokenizer: Tokenizer, mask: Mask = "assistant") -> tuple[int, int]:
-    """Return how many assistant messages have thoughts that the template does not show: all of them, and trained ones.
+    """Count the assistant messages with thoughts that the template does not show: (all, trained ones).
 
     Raises UserError where the template cannot render the messages.
     """
@@ -100,7 +99,7 @@ def lost_reasoning(task: Task, tokenizer: Tokenizer, mask: Mask = "assistant") -
 
 
 def _thoughts(tokenizer: Tokenizer, message: Mapping[str, Any]) -> str:
-    """Return the thoughts of a message, "" for none: also those within its content, where the template reads thoughts."""
+    """Return the thoughts of a message, or "": also thoughts within its content, if the template can show thoughts."""
     apart = reasoning_of(message)
     if apart is None and tokenizer.reasoning_name is not None:
         apart = taken_apart(str(message["content"]))[0]
@@ -112,7 +111,7 @@ class _Piece(NamedTuple):
 
     tokens: list[int]
     imitated: bool
-    media: Sequence[Media] = ()  # in it, counted from its first token
+    media: Sequence[Media] = ()  # pictures in it, at positions from its first token
     context: bool = False  # whether it is never imitated: a turn that the row leaves out
 
 
@@ -125,7 +124,9 @@ def _shown(tokenizer: Tokenizer, text: str, messages: Sequence[Mapping[str, Any]
 
 
 def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
-    """Yield every token but the first, placeholders of pictures, and turns that the row leaves out."""
+    """Yield the pieces with all tokens imitated except the first, placeholders of pictures, and turns that the row
+    leaves out.
+    """
     first = True
     for piece in pieces:
         if piece.context:
@@ -145,7 +146,7 @@ def _all_imitated(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
 
 
 def learned_of(messages: Sequence[Mapping[str, Any]], mask: Mask) -> list[bool]:
-    """Return of each message whether it is imitated as a reply of the assistant."""
+    """Return for each message whether it is imitated as a reply of the assistant."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     return [
         message["role"] == "assistant" and not is_context(message) and (mask != "last" or i == last)
@@ -158,10 +159,10 @@ def _tools(task: Task) -> list[dict[str, Any]] | None:
 
 
 def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask: Mask) -> Iterator[_Piece]:
-    """Yield runs of tokens in order, and whether they are imitated.
+    """Yield runs of tokens in order, with whether they are imitated.
 
-    Assistant turns before the first one that is imitated belong to the prompt: the template renders them as it does where
-    a reply is sampled.
+    Assistant turns before the first imitated one belong to the prompt: the template renders them as in a prompt that is
+    sampled from.
     """
     if "messages" not in task:
         yield _Piece(tokenizer.encode(task.get("prompt", ""), start=True), False)
@@ -176,7 +177,7 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask: Mask
             continue
         if said < 0:
             yield _shown(tokenizer, tokenizer.render(messages[:i], True, tools), messages[:i], start=True)
-        else:  # as a policy would see it: behind what it said stands what it said, however the template shows it later
+        else:  # as a policy sees it: after its own reply as sampled, however the template shows that later
             before, new = messages[:said], messages[said + 1 : i]
             calls = _calls(messages[said])
             after, _, media, _ = _shown(tokenizer, tokenizer.render_after(before, new, calls, tools).text, new)
@@ -190,17 +191,17 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask: Mask
 
 
 def _ended(tokenizer: Tokenizer, reply: RenderedReply, eos_ids: Sequence[int], calling: bool) -> list[int]:
-    """Return the tokens of a reply up to its end: what the template puts after that is not sampled."""
+    """Return the tokens of a reply up to its end: text that the template puts after that is not sampled."""
     tokens = tokenizer.encode(reply.text)
     ends = [place for place, token in enumerate(tokens) if token in eos_ids]
     content = "" if calling else reply.content.strip()
     closing = reply.text.rpartition(content)[2] if content else ""
-    behind = sum(token in eos_ids for token in tokenizer.encode(closing))  # several: a policy ends with the first
+    behind = sum(token in eos_ids for token in tokenizer.encode(closing))  # if several, a policy ends with the first
     return tokens[: ends[-max(behind, 1)] + 1] if ends else tokens
 
 
 def _calls(message: Mapping[str, Any]) -> list[ToolCall]:
-    """Return the calls of a message in OpenAI's form. Raises UserError."""
+    """Return the tool calls of a message in OpenAI's form. Raises UserError for other forms."""
     found: list[ToolCall] = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)

@@ -1,7 +1,7 @@
-"""Preview of an episode as a model sees it: its turns as tokens, and calls of tools as its template writes them.
+"""Preview of an episode as a model sees it: its turns as tokens, and tool calls as its template writes them.
 
-So a chat template that is missing, that shows no tools, or that shows nothing of a message, and a context that is too short,
-are told before a model is loaded.
+So it is reported before a model is loaded if a chat template is missing, shows no tools or nothing of a message, or if
+the context is too short.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from posttrain.envs.play.episode import Episode, RunningEpisode
 
 @dataclass(frozen=True)
 class Viewer:
-    """View of a model without its weights."""
+    """A model's tokenizer and context, without its weights."""
 
     tokenizer: TextEncoder
     context: int  # tokens of prompt and replies together
-    ends: Sequence[int] = ()  # the id that ends a reply, if it is known
+    ends: Sequence[int] = ()  # ids that end a reply; empty if unknown
 
     def watch(self, task: Task) -> Seen:
         """Begin the preview of an episode."""
@@ -28,18 +28,18 @@ class Viewer:
 
 
 class Seen:
-    """State of the preview of one episode."""
+    """The preview of one episode."""
 
     def __init__(self, viewer: Viewer, task: Task) -> None:
         self._viewer = viewer
         self._playing = RunningEpisode(Episode(task, "", 0), viewer.tokenizer)
         self.prompt = 0  # tokens of the first turn
-        self.texts: list[str] = []  # what it was shown
-        self.problem: str | None = None  # why it could be shown no more
+        self.texts: list[str] = []  # texts that the model was shown
+        self.problem: str | None = None  # why a turn could not be shown
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest of its contexts."""
+        """Number of tokens of the longest context."""
         return max(map(len, self._playing.transcripts))
 
     @property
@@ -64,12 +64,12 @@ class Seen:
         self.prompt = len(tokens) if first else self.prompt
 
     def say(self, text: str) -> Reply | None:
-        """Return the reply that an environment gets for this text; None where the last turn could not be shown."""
+        """Return the reply that an environment gets for this text; None if the last turn could not be shown."""
         if self.problem is not None:
             return None
         try:
             tokens = [*self._viewer.tokenizer.encode(text), *self._viewer.ends]
-        except UserError:  # no model says it: to the environment it is all the same
+        except UserError:  # a text that no model can sample, which makes no difference to the environment
             tokens = list(self._viewer.ends)
         completion = Completion(0, tokens, [0.0] * len(tokens), text, StopReason.EOS, 0)
         return self._playing.reply(completion, 0.0)

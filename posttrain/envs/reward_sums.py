@@ -11,20 +11,20 @@ from posttrain.core.types import UserError
 
 TRL, VERL = "trl:", "verl:"
 PREFIXES = (PREFIX, TRL, VERL)
-"""Of names of rewards that are not functions of (task, reply)."""
+"""Prefixes of rewards that are not functions of (task, reply)."""
 _SUM = re.compile(r"\s+\+(?:\s+|$)|\+(?=(?:verify|trl|verl):)")
 _WEIGHT = re.compile(r"(.+?)\s*\*\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)")
 
 
 class RewardTerm(NamedTuple):
-    """A summand: the name of a reward, and its weight; None: no weight is given."""
+    """A summand: the name of a reward, and its weight; None if no weight is given."""
 
     spec: str
     weight: float | None
 
 
 def is_sum(spec: str) -> bool:
-    """Return whether the name has such a prefix, or is a sum with one that has."""
+    """Return whether a name has one of the prefixes, or is a sum with a summand that has."""
     return any(term.startswith(PREFIXES) for term in _SUM.split(spec.strip()))
 
 
@@ -34,7 +34,7 @@ def terms_of(spec: str) -> list[RewardTerm]:
 
 
 def own_name(term: str) -> str:
-    """Return the name of a term without the prefix of the library that it was written for."""
+    """Return the name of a term without the prefix "trl:" or "verl:"."""
     return term.removeprefix(TRL).removeprefix(VERL)
 
 

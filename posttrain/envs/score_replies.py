@@ -1,4 +1,4 @@
-"""Scores existing replies: environments are played with them in the place of a policy."""
+"""Scores existing replies: environments run with them in place of a policy's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.service_client import Services
 
-PAUSE = 0.001  # seconds between looks at services where nothing else is to be done
-MOST_ASKS = 1024  # questions about one reply
+PAUSE = 0.001  # seconds between polls of services while nothing else is to be done
+MOST_ASKS = 1024  # most requests to services for one reply
 
 
 def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, Reply]]) -> list[Done]:
-    """Score each (task, reply), in their order, by an environment of one turn. Replies to one task object are a group."""
+    """Return the result of each (task, reply), in their order, from an environment of one turn.
+
+    Replies to the same task object are a group.
+    """
     found: dict[int, Done] = {}
     turns, asks = [0] * len(replies), [0] * len(replies)
     for place, (task, _) in enumerate(replies):
@@ -39,9 +42,7 @@ def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, Reply
 
 
 def compare(services: Services, name: str, pairs: Sequence[dict[str, object]]) -> list[object]:
-    """Return the answers of a pairwise judge to each of these requests, in their order: 1, 0.5, 0, a dict, or
-    Invalid.
-    """
+    """Return the answers of a pairwise judge to these requests, in their order: 1, 0.5, 0, a dict, or Invalid."""
     answers: dict[int, object] = {}
     for place, content in enumerate(pairs):
         services.ask(place, Ask(name, content))

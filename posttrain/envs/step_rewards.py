@@ -1,8 +1,8 @@
-"""Rewards for the steps of replies, by a process reward model. They come on top of any environment's reward.
+"""Rewards for the steps of replies, from a process reward model. They are added to any environment's reward.
 
-A reply is split into steps, a reward model scores all of them in one pass, and each step's last token earns its reward, or
-the reply earns their sum, mean, minimum or last one. So whatever reads step rewards (grpo-process, rewards to go, GAE) or
-parts of a reward (decoupled) learns from them.
+A reply is split into steps, and a reward model scores all steps in one pass. Each step's last token earns its reward,
+or the reply earns their sum, mean, minimum, product or last one. So algorithms learn from them that use step rewards
+(grpo-process, rewards to go, GAE) or parts of a reward (decoupled).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_
 from posttrain.envs.play.service_client import Services
 
 PROCESS = "process"
-"""The part of a reward that comes from a process reward model."""
+"""The name of the reward's part from a process reward model."""
 
 _AGGREGATES: dict[Aggregate, Callable[[Sequence[float]], float]] = {
     "sum": math.fsum,
@@ -34,12 +34,12 @@ _AGGREGATES: dict[Aggregate, Callable[[Sequence[float]], float]] = {
 
 @dataclass(frozen=True)
 class StepScoring:
-    """How steps are found and what they earn.
+    """Settings of the split into steps, and of their rewards.
 
     delimiter    "line", "reply" or "spans"; a regular expression between slashes; or the text between steps
     probability  the value of a step is the sigmoid of its score, else the score itself
-    weight       what a value of 1 earns
-    aggregate    None: each step earns by its own value; else the reply earns by one value of all
+    weight       reward of a value of 1
+    aggregate    None: each step earns its own value; else the reply earns one value computed from all
     success      steps earn nothing unless the outcome is at least this (P-GRPO, arXiv 2508.05170, eq. 5); None: always
     """
 
@@ -55,12 +55,12 @@ class StepScoring:
 class Step:
     """A step of a reply."""
 
-    end: int  # characters of the reply up to its end, its delimiter included
+    end: int  # characters of the reply up to the step's end, its delimiter included
     text: str
 
 
 def split_steps(reply: str, delimiter: str, cut: bool = False) -> list[Step]:
-    """Return the steps of a reply. Blank ones are none, and neither is the last one of a reply that was cut off.
+    """Return the steps of a reply, without blank ones and, if the reply was cut off, without the last one.
 
     >>> split_steps("1+1=2\\n\\n2+2=4", "line")
     [Step(end=6, text='1+1=2'), Step(end=12, text='2+2=4')]
@@ -76,7 +76,7 @@ def split_steps(reply: str, delimiter: str, cut: bool = False) -> list[Step]:
 
 
 def split_at(reply: str, ends: Sequence[int]) -> list[Step]:
-    """Return the steps of a reply that end at these characters."""
+    """Return the steps of a reply that end after these numbers of characters."""
     places = sorted({end for end in ends if 0 < end <= len(reply)})
     steps = [Step(end, reply[start:end]) for start, end in zip([0, *places], places, strict=False)]
     return [step for step in steps if step.text.strip()]
@@ -104,11 +104,11 @@ def with_step_rewards(env: str | Callable[..., Any], how: StepScoring) -> Callab
 
 @dataclass
 class _Context:
-    """The prompt and the replies so far, in the form that the reward model reads."""
+    """The prompt and the replies so far, in the form for the reward model."""
 
     messages: list[Mapping[str, Any]] | None = None
-    text: str = ""  # of a context of messages: what stands behind them in the reply
-    readable: bool = True  # not where an environment shows token ids
+    text: str = ""  # the whole context; with messages, the text after them
+    readable: bool = True  # False if an environment shows token ids
 
     def show(self, turn: Turn) -> None:
         if turn.fresh or turn.whole or turn.tokens is not None:
@@ -130,14 +130,14 @@ class _Context:
 
 @dataclass
 class _Played:
-    """Replies of an episode that are learned from, each with the context that it was sampled in."""
+    """The trained replies of an episode, each with the context that it was sampled in."""
 
     context: _Context = field(default_factory=_Context)
     replies: list[tuple[Reply, Callable[[Sequence[Step]], dict[str, Any]] | None]] = field(default_factory=list)
-    earned: float = 0.0  # by turns
+    earned: float = 0.0  # sum of the turns' rewards
 
     def note(self, event: Any, said: Any) -> None:
-        """Note a turn and its reply."""
+        """Record a turn and its reply."""
         if not isinstance(said, Reply):
             return
         turn = Turn(text=event) if isinstance(event, str) else event
@@ -150,12 +150,12 @@ class _Played:
 
 
 class _Wrapped:
-    """An environment within another: it travels to workers by what names it, and is loaded there."""
+    """An environment around another one. It is sent to workers as the inner one's name, and is loaded there."""
 
     def __init__(self, env: str | Callable[..., Any], how: StepScoring) -> None:
         self.env, self.how = env, how
         function = load_env(env)
-        self.stands_for = function  # whose file reports of errors name
+        self.stands_for = function  # error messages name its file
         self.__qualname__ = env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
         lifted = lift_async if is_async(function) else lift
         self.inner: Any = function if is_generator_env(function) else lifted(function)
@@ -164,7 +164,7 @@ class _Wrapped:
         return _unpacked, (type(self), pack_env(self.env), self.how)
 
     def rewarded(self, verdict: Any, played: _Played) -> Generator[Ask, Any, Any]:
-        """Ask for the scores of the steps of all replies, and return the verdict with what they earn."""
+        """Request the scores of the steps of all replies, and return the verdict with their rewards."""
         done = read_verdict(verdict)
         if isinstance(done.reward, Invalid):
             return done.reward
@@ -200,7 +200,7 @@ class _Wrapped:
         return split_at(reply, [span.end for span in done.spans if span.reply in (reply.number, -1)])
 
     def _worth(self, outcome: float) -> float:
-        """Return what a value of 1 earns in a reply with this outcome."""
+        """Return the reward of a value of 1, given the episode's outcome."""
         right = self.how.success is None or succeeds(outcome, self.how.success)
         return self.how.weight if right else 0.0
 
@@ -224,7 +224,7 @@ class _Wrapped:
 
 
 class _Stepped(_Wrapped):
-    """The environment of one that is written with `def`."""
+    """An environment around one that is written with `def`."""
 
     def __call__(self, task: Task) -> Generator[Any, Any, Any]:
         playing, played, said = self.inner(task), _Played(), None
@@ -240,7 +240,7 @@ class _Stepped(_Wrapped):
 
 
 class _AsyncStepped(_Wrapped):
-    """The same of one that is written with `async def`."""
+    """An environment around one that is written with `async def`."""
 
     async def __call__(self, task: Task) -> AsyncGenerator[Any, Any]:
         playing, played, said = self.inner(task), _Played(), None
@@ -262,7 +262,7 @@ class _AsyncStepped(_Wrapped):
 
 @dataclass(frozen=True)
 class StepScorer:
-    """The value of a partial reply: an aggregate of the probabilities of its steps, by a process reward model."""
+    """The value of a partial reply: an aggregate of its steps' probabilities, from a process reward model."""
 
     services: Services
     service: str
@@ -270,7 +270,7 @@ class StepScorer:
     aggregate: Aggregate
 
     def __call__(self, context: Mapping[str, Any], reply: str, tell: Callable[[float | Invalid], None]) -> None:
-        """Ask for the value of a reply so far, and pass it to `tell`. A reply without a step has 0."""
+        """Request the value of a reply so far, and pass it to `tell`. A reply without a step has the value 0."""
         steps = [step.text for step in split_steps(reply, self.delimiter)]
         if not steps:
             tell(0.0)

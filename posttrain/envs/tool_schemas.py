@@ -1,7 +1,7 @@
 """The JSON schema of a function that a model may call, from its type hints and its docstring.
 
-The form is the one that chat templates are trained with, that of `transformers.utils.get_json_schema`: a test compares the
-two. That function is not used because transformers takes more than a second to import, in every worker.
+The form is that of `transformers.utils.get_json_schema`, with which chat templates are trained; a test compares the
+two. That function is not used because importing transformers takes more than a second, in every worker.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NO_HINT = inspect.Parameter.empty
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """{"type": "function", "function": {...}} of a function.
+    """Return {"type": "function", "function": {...}} of a function.
 
     Every parameter needs a type hint, and a line under "Args:" of the docstring; choices may be listed there, as in
-    `(choices: ["a", "b"])`. Raises UserError with what is missing.
+    `(choices: ["a", "b"])`. Raises UserError with the missing part.
     """
     try:
         return _schema(function)
-    except TypeError:  # it cannot be hashed
+    except TypeError:  # an unhashable callable
         return _schema.__wrapped__(function)
 
 
@@ -77,7 +77,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function)
-    except Exception as error:  # whatever a name in a hint stands for
+    except Exception as error:  # evaluating a hint may raise anything
         raise UserError(f"{name}: a type hint cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -146,7 +146,7 @@ def _of_union(args: Sequence[Any], name: str) -> dict[str, Any]:
 
 
 def validator_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema by which arguments are validated: no others than its own, and null where it says nullable."""
+    """Return the schema that validates arguments: no further properties, and null where a property is nullable."""
     closed = {"additionalProperties": False} if "properties" in parameters else {}
     strict: dict[str, Any] = _strict({**closed, **parameters})
     return strict
@@ -158,7 +158,7 @@ def _strict(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {key: _strict(value) for key, value in schema.items()}
-    if found.get("nullable") is not True:  # it may be the name of a parameter, too
+    if found.get("nullable") is not True:  # a parameter may have this name, too
         return found
     del found["nullable"]
     return {"anyOf": [{"type": "null"}, found]}

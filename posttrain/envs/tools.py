@@ -1,4 +1,4 @@
-"""Makes the calls of tools that replies ask for, and answers them. Decides what becomes of a call that cannot be made.
+"""Makes the tool calls of replies, and answers them. It decides the effect of a call that cannot be made.
 
 def assistant(task):
     tools = Tools(search, calculator, malformed="answer", raising="end")
@@ -24,7 +24,7 @@ from posttrain.envs.play.env_outputs import cleaned, read_schema
 from posttrain.envs.tool_schemas import validator_of
 
 Then = Literal["answer", "end", "invalid"]
-"""Outcome of an episode after a failed call: the model sees the error and continues, it ends and is scored, or it is
+"""Effect of a failed call on the episode: the model sees the error and continues, it ends and is scored, or it is
 invalid.
 """
 
@@ -33,7 +33,7 @@ class ToolFailed(Exception):
     """A call that makes its episode invalid."""
 
 
-LONGEST_RESULT = 1 << 18  # characters: a longer one would make the turn, and so the episode, invalid
+LONGEST_RESULT = 1 << 18  # characters; a longer result would make the turn, and so the episode, invalid
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,23 @@ class Called:
     """A call that was made, or could not be."""
 
     call: ToolCall
-    reply: int  # the number of the reply it stands in
-    answer: str  # what the model is told
+    reply: int  # number of the reply with the call
+    answer: str  # text of the answer to the model
     problem: str | None = None  # why there is no result
 
     def earns(self, reward: float) -> SpanReward:
-        """A reward for the tokens of this call: put it among the spans of a `Graded`."""
+        """Return a reward for the tokens of this call, to put among the spans of a `Graded`."""
         return SpanReward(self.call.end, reward, self.reply)
 
 
 class Tools:
-    """The tools of one episode: make it inside the environment. Over it go their schemas, so it is what `Turn.tools` takes.
+    """The tools of one episode, created inside the environment. Iteration yields their schemas, as `Turn.tools`
+    requires.
 
-    `functions` have type hints and docstrings; some may be coroutine functions, then use `answer_async`. `malformed`:
-    what becomes of a call that cannot be read, names no tool of these, or has other arguments than the tool takes;
-    `raising`: of one whose tool raises. Results are recorded: a lost worker makes no call twice. `once=False` is for tools
-    that do nothing but read and change what the episode itself holds: they are called again where it is played again, or
-    what they changed would be missing.
+    `functions` have type hints and docstrings; with coroutine functions, use `answer_async`. `malformed`: effect of a
+    call that cannot be read, names an unknown tool, or has invalid arguments; `raising`: of a call whose tool raises.
+    Results are recorded: after the loss of a worker no call is made twice. `once=False` is for tools that only read and
+    change the episode's own state: a replay calls them again, as their changes would otherwise be missing.
     """
 
     def __init__(
@@ -78,16 +78,17 @@ class Tools:
             raise UserError("two tools have one name")
         self._then = {"malformed": malformed, "raising": raising}
         self._once = once
-        self.calls: list[Called] = []  # all so far, in order
-        self.ended: str | None = None  # why, if a call ended the episode
+        self.calls: list[Called] = []  # all calls so far, in order
+        self.ended: str | None = None  # the problem, if a call ended the episode
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.schemas)
 
     def answer(self, reply: Reply) -> Turn | None:
-        """Make the calls of a reply: the turn that answers them; None if it makes none, or one of them ends the episode.
+        """Make the calls of a reply, and return the turn with their answers; None without calls, or if one ends the
+        episode.
 
-        Raises ToolFailed where that is to be invalid.
+        Raises ToolFailed if a failed call makes the episode invalid.
         """
         made = []
         for call in reply.tool_calls:
@@ -105,7 +106,7 @@ class Tools:
         return self._turn(made)
 
     async def answer_async(self, reply: Reply) -> Turn | None:
-        """Answer the calls, as `answer` does, for async environments: all calls of the reply run concurrently."""
+        """Make and answer the calls as `answer` does, for async environments: the calls of a reply run concurrently."""
         checked = [(call, self._checked(call)) for call in reply.tool_calls]
         waiting = [
             recorded(_outcome_async, function, dict(call.arguments))
@@ -124,7 +125,7 @@ class Tools:
         return self._turn(made)
 
     def _checked(self, call: ToolCall) -> Callable[..., Any] | str:
-        """The function to be called, or why it cannot be."""
+        """Return the function to call, or the reason why it cannot be called."""
         if call.problem is not None:
             return call.problem
         function = self._functions.get(call.name)
@@ -185,7 +186,7 @@ async def _outcome_async(function: Callable[..., Any], arguments: dict[str, Any]
 def _reason(error: Exception) -> str:
     try:
         return cleaned(f"{type(error).__name__}: {error}")
-    except Exception:  # the user's __str__
+    except Exception:  # raised by the user's __str__
         return type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Results of a trial of an environment, case by case, and their summary in words."""
+"""Results of the trial of an environment, case by case, and their summary in words."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ STANDARD = {
     "very long": "so we get 12, " * 4000,
     "unicode": "答えは４２ です \N{GRINNING FACE} \u0661\u0662 \u200b\x00 \N{LATIN SMALL LETTER E WITH ACUTE}",
 }
-OWN = ("response", "answer")  # what a task may call its right reply, or what such a reply has to say
-SCRIPT = "replies"  # and its right replies to turn after turn
+OWN = ("response", "answer")  # columns of a task for its correct reply, and for the answer that such a reply contains
+SCRIPT = "replies"  # column for correct replies turn by turn
 FORMS = {
     "boxed": "\\boxed{%s}",
     "marked": "#### %s",
     "tagged": "<answer>%s</answer>",
     "said": "The answer is %s.",
 }
-"""Replies that say an answer."""
-SHOWN = 1  # turns of an episode that are printed beside the first
-FEW = 3  # parts of a reward that are printed even where they are 0
-WIDTH = 79  # columns of a line, where texts are cut
-MOST = 100_000  # characters of a text that is shown as a whole
-TURNS = 64  # the reply is repeated that often, as in a run; many environments wait for a word that it does not contain
+"""Forms of a reply with an answer."""
+SHOWN = 1  # turns of an episode that are printed after the first
+FEW = 3  # most parts of a reward that are printed even if they are 0
+WIDTH = 79  # columns of a line, to which texts are cut
+MOST = 100_000  # most characters of a text with --verbose
+TURNS = 64  # most repetitions of the reply, as in a run; many environments wait for a word that it does not contain
 
 
 @dataclass(frozen=True)
 class Case:
-    """One task played with one reply, given again on every turn, or with its own replies, one after the other."""
+    """One task run with one reply, repeated on every turn, or with its own replies, one for each turn."""
 
     task: str  # its id
-    kind: str  # of reply
+    kind: str  # kind of reply
     reply: str
-    shown: tuple[str, ...]  # what the environment showed, turn by turn
-    asked: str  # the first of it, of messages what the user said last
-    result: Done | None  # of the side that was asked first; None: it still asked after `TURNS` turns
+    shown: tuple[str, ...]  # text of each turn
+    asked: str  # text of the first turn; of messages, the user's last
+    result: Done | None  # result of the first side; None: no end after `TURNS` turns
     steps: tuple[float, ...]  # rewards of its turns
     seconds: float  # of its slowest call
-    repeats: bool  # whether the second time went the same way
-    seen: Seen | None = None  # by the model, where one is known
+    repeats: bool  # whether the second run was equal
+    seen: Seen | None = None  # the model's view, if one is given
 
 
 @dataclass(frozen=True)
 class Report:
-    """The cases in the order they were played, task by task."""
+    """The cases in the order of their runs, task by task."""
 
     cases: tuple[Case, ...]
     given: bool = False  # whether the replies are the user's own
     asked: tuple[str, ...] = ()  # services that the environment asked
-    made_up: tuple[str, ...] = ()  # those of them whose answers were
-    unanswered: Case | None = None  # the first case, played without their answers
-    context: int | None = None  # of the model, where one is known
-    first: Turn | None = None  # what was shown first of all
-    told: tuple[str, ...] = ()  # what else is to be said of the model
-    columns: tuple[str, ...] = ()  # of the first task
+    made_up: tuple[str, ...] = ()  # services whose answers were made up
+    unanswered: Case | None = None  # the first case, run without answers of services
+    context: int | None = None  # context length of the model, if one is given
+    first: Turn | None = None  # the very first turn
+    told: tuple[str, ...] = ()  # further remarks on the model
+    columns: tuple[str, ...] = ()  # columns of the first task
 
     @property
     def known(self) -> bool:
-        """Whether one of the replies is a task's own, and complete: it should be right."""
+        """Whether one of the replies is a task's own complete reply, which should be correct."""
         return any(case.kind in (OWN[0], SCRIPT) for case in self.cases)
 
     @property
     def answered(self) -> bool:
-        """Whether one of the replies contains a task's answer, as a right reply does."""
+        """Whether one of the replies contains a task's answer, as a correct reply does."""
         return any(case.kind == OWN[1] for case in self.cases)
 
     @property
@@ -81,14 +81,14 @@ class Report:
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each case with a valid reward, as training counts it: step rewards included."""
+        """The reward of each valid case, as training counts it: step rewards included."""
         return [total for case in self.cases if (total := _total(case)) is not None]
 
     @property
     def constant(self) -> bool:
-        """Whether all replies to each task got the same reward: a group of rollouts would have no signal."""
+        """Whether all replies to each task got the same reward, so that a group of rollouts would have no signal."""
         if not self.rewards:
-            return False  # a different complaint
+            return False  # reported as invalid instead
         by_task: dict[str, set[float]] = {}
         for case in self.cases:
             if (total := _total(case)) is not None:
@@ -102,10 +102,10 @@ class Report:
         return sound and not useless and not self._unseen()
 
     def lines(self, verbose: bool = False) -> list[str]:
-        """The cases, then what they amount to. Of tasks but the first only what is wrong and new, unless `verbose`."""
-        told: set[str] = set()  # what was expected instead of what is invalid
+        """Return the lines of the cases, then their summary. Unless `verbose`, later tasks show only new problems."""
+        told: set[str] = set()  # reasons and expectations that were already printed
         lines: list[str] = []
-        hidden, known = 0, {""}  # what is wrong, as far as it was shown
+        hidden, known = 0, {""}  # problems that were already printed
         for number, (task, cases) in enumerate(self._by_task().items()):
             new = {_wrong(case): case for case in reversed(cases) if _wrong(case) not in known}
             shown = cases if verbose or number == 0 else list(reversed(new.values()))
@@ -127,9 +127,9 @@ class Report:
         return found
 
     def _case(self, case: Case, told: set[str], verbose: bool) -> list[str]:
-        """A case, and what it was shown after its first turn."""
+        """Return the lines of a case: its reply and result, then its turns after the first."""
         reply, width = (MOST, MOST) if verbose else (22, WIDTH - 26)
-        reply = min(reply, 60) if case.kind in STANDARD else reply  # these are known
+        reply = min(reply, 60) if case.kind in STANDARD else reply  # the standard replies are known
         took = f"   {_duration(case.seconds)}" if verbose else ""
         lines = [f"  {case.kind:<12} {_cut(case.reply, reply):<22} {_outcome(case, told, verbose)}{took}"]
         turns = case.shown[1:] if verbose else case.shown[1 : 1 + SHOWN]
@@ -142,7 +142,7 @@ class Report:
         return lines
 
     def _services(self) -> list[str]:
-        """Describe its requests to services, and what happens to an episode whose request has no answer."""
+        """Describe the requests to services, and the result of an episode whose request has no answer."""
         lines = []
         for name in self.asked:
             what = "passages" if "retriever" in name else "numbers from 0 to 1"
@@ -157,7 +157,7 @@ class Report:
         return lines
 
     def _unseen(self) -> list[str]:
-        """Describe turns that the model could not be shown, or has no room for."""
+        """Describe turns that cannot be shown to the model, or leave no room for a reply."""
         problems = []
         for case in self.cases:
             if case.seen is None or self.context is None:
@@ -223,7 +223,7 @@ class Report:
         return lines
 
     def _advice(self) -> str:
-        """Explain the consequence of equal rewards."""
+        """Explain the consequence of constant rewards."""
         if self.known:
             return ": nothing can be learned from it"
         if self.given:
@@ -232,7 +232,7 @@ class Report:
         return f": {which}; give some with --replies FILE, or name a column that has them with --fields.response COLUMN"
 
     def _in_form(self) -> list[str]:
-        """Describe the format of an answer, where that alone makes the difference."""
+        """Describe the form of an answer that earns more than the bare answer."""
         for case in self.cases:
             plain = next((c for c in self.cases if c.task == case.task and c.kind == OWN[1]), None)
             if case.kind in FORMS and plain is not None and _total(case) != _total(plain):
@@ -242,20 +242,22 @@ class Report:
 
 
 def _steps(case: Case) -> list[float]:
-    """Return the rewards of turns and components besides the final one."""
+    """Return the rewards of turns and spans besides the final reward."""
     assert case.result is not None
     return [*case.steps, *(span.reward for span in case.result.spans if span.reward)]
 
 
 def _total(case: Case) -> float | None:
-    """The reward that training counts; None: there is none."""
+    """Return the reward that training counts; None if it is invalid."""
     if case.result is None or isinstance(case.result.reward, Invalid):
         return None
     return case.result.reward + math.fsum(_steps(case)) + 0.0  # never -0
 
 
 def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
-    """`told`: what was already said to be expected; added to. Of many parts of a reward, those that are 0 are not shown."""
+    """Return the result of a case in words. `told`: reasons that were already printed; added to. Unless `verbose`, of
+    many parts of a reward those that are 0 are left out.
+    """
     if case.result is None:
         return "no end"
     if isinstance(case.result.reward, Invalid):
@@ -276,7 +278,7 @@ def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
 
 
 def _wrong(case: Case) -> str:
-    """Return the problem of a case; "": none."""
+    """Return the problem of a case, or ""."""
     if case.result is not None and isinstance(case.result.reward, Invalid):
         return case.result.reward.reason
     return "no end" if case.result is None else "" if case.repeats else "another result"

@@ -1,4 +1,7 @@
-"""Algorithm of a run: the chosen algorithm with the run's settings and what they imply. Contradictions are refused here."""
+"""The algorithm of a run: the chosen algorithm with the run's settings and their consequences.
+
+Refuses contradictions.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True, by_group: bo
     if algorithm.kl is None and not run.chooses("reference_every"):
         algorithm = replace(algorithm, moving=None)
     if not run.chooses("minibatches") and algorithm.replay is None:
-        # An update needs a group, and a paper's number of updates is one of larger steps.
+        # An update needs a group, and a paper's number of updates is for larger steps.
         algorithm = replace(algorithm, minibatches=min(algorithm.minibatches, run.prompts))
     algorithm = older_weights.add_importance_weight(algorithm, run)
     algorithm = algorithm.configured(RunLimits(_episode_tokens(run, single_turn), run.temperature))
@@ -55,7 +58,7 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True, by_group: bo
 
 
 def _episode_tokens(run: RL, single_turn: bool) -> int | None:
-    """Return the most tokens that the policy may sample in an episode; None: there is no bound."""
+    """Return the most tokens that the policy may sample in an episode; None: no limit."""
     if single_turn or run.max_turns == 1:
         return min(run.max_tokens, run.max_episode_tokens or run.max_tokens)
     return run.max_episode_tokens
@@ -67,7 +70,7 @@ def _with_required_components(algorithm: Algorithm, run: RL) -> Algorithm:
         algorithm = replace(algorithm, ratio=())
     if (
         algorithm.reinforces and not algorithm.surrogate.uses_ratio and algorithm.replay is None
-    ):  # a paper's number goes with its ratio
+    ):  # a paper's number of updates assumes its ratio
         algorithm = replace(algorithm, epochs=1, minibatches=1)
     if isinstance(algorithm.advantage, GAE) and run.chooses("gae_lambda"):  # the same for every length
         algorithm = replace(algorithm, advantage=replace(algorithm.advantage, alpha=None))
@@ -79,7 +82,7 @@ def _with_required_components(algorithm: Algorithm, run: RL) -> Algorithm:
 
 
 def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
-    """Yield (whether it holds, reason) of each contradiction between settings."""
+    """Yield (whether it applies, reason) for each contradiction between settings."""
     soft = isinstance(algorithm.critic, SoftQ)
     baselined = algorithm.advantage if isinstance(algorithm.advantage, Baselined) else None
     comparing = algorithm.needing(Need.GROUP)
@@ -273,7 +276,7 @@ def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[
 
 
 def _in_the_reward(algorithm: Algorithm) -> list[tuple[str, str]]:
-    """Return (option, its name in prose) of everything that is subtracted from each token's reward."""
+    """Return (option, name in messages) of each term that is subtracted from tokens' rewards."""
     kl, entropy = algorithm.kl, algorithm.entropy
     found = [
         ("--kl-where reward", "KL", kl is not None and kl.where == "reward"),
@@ -286,7 +289,7 @@ def _contradictions_of_reward_parts(algorithm: Algorithm) -> Iterator[tuple[bool
     advantage = algorithm.advantage
     if not isinstance(advantage, Decoupled):
         return
-    advantage.weight_of()  # raises for one that cannot be read
+    advantage.weight_of()  # raises for invalid weights
     yield (
         bool(algorithm.shaping),
         "compares the named parts of rewards, to which a reward for length adds nothing: set --overlong-cache 0, leave "
@@ -360,7 +363,7 @@ def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple
 
 
 def _selecting(algorithm: Algorithm) -> str:
-    """Return the options that choose tokens, as far as the algorithm has their components."""
+    """Return the options of the algorithm's components that select tokens."""
     chosen = [part.option for part in algorithm.select]
     return " and ".join([*chosen, *(["--kl-cov"] if algorithm.covariance else [])])
 

@@ -1,7 +1,7 @@
 """The process group of a run: joining it, and ending when another process fails.
 
-Each process does all that a run of one process does, with two exceptions: it samples its share of the groups, and computes
-its share of the micro-batches. All decisions (filters, credit, order, health) are computed by each of them from the same
+Each process does the same as a run of one process, with two exceptions: it samples its share of the groups, and
+computes its share of the micro-batches. Each computes all decisions (filters, credit, order, health) from the same
 numbers. Only the first one writes files and prints.
 """
 
@@ -20,10 +20,10 @@ from posttrain.runs.terminal.notices import held
 
 @contextmanager
 def open_world(config: Training) -> Iterator[World]:
-    """Yield the world of this process: alone, or one of those that torchrun or `--processes` has started.
+    """Yield the world of this process: alone, or one of the processes started by torchrun or `--processes`.
 
-    Messages before the description of the run are held back until then. Raises UserError where another process has failed,
-    with its message.
+    Messages before the description of the run are held back until it is printed. Raises UserError if another process
+    has failed, with its message.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if config.processes > 1:
@@ -54,7 +54,7 @@ def open_world(config: Training) -> Iterator[World]:
         world = joined(config.device, config.collective_timeout, config.learner_devices)
         try:
             yield world
-            world.gather(None)  # no process leaves while another one may still fail
+            world.gather(None)  # no process exits while another one may still fail
         except BaseException as error:
             world.fail(error)
             raise

@@ -1,6 +1,6 @@
 """Figures of an evaluation: mean reward, accuracy, pass@k, differences of two checkpoints.
 
-The task is the unit: every task counts once, whatever the number of its samples.
+Every task counts once, whatever the number of its samples.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from posttrain.core.types import UserError, succeeds
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that k of n samples, drawn without replacement, hold at least one of the c correct ones.
+    """Return the chance that k of n samples, drawn without replacement, contain at least one of the c correct ones.
 
-    1 - C(n - c, k) / C(n, k), the unbiased estimate of arXiv:2107.03374; in whole numbers, so it is exact to the last
-    bit. ValueError if k > n: there are too few samples.
+    1 - C(n - c, k) / C(n, k), the unbiased estimate of arXiv:2107.03374; in integers, so it is exact to the last bit.
+    Raises ValueError if k > n: there are too few samples.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs k from 1 to the number of samples, {n}")
@@ -35,17 +35,17 @@ def summary(
     level: float = LEVEL,
     outcomes: Sequence[Sequence[float]] | None = None,
 ) -> dict[str, Any]:
-    """Compute the figures of an evaluation. `per_task_rewards` holds, for each task, the valid rewards of its samples.
+    """Return the figures of an evaluation. `per_task_rewards`: for each task, the valid rewards of its samples.
 
-    A sample is right if its outcome is at least `success`; None: no reward defines it, and there is only the reward.
-    `outcomes`: one for each reward, by default the reward itself. The result:
+    A sample is correct if its outcome is at least `success`; None: no success threshold exists, and only the reward is
+    reported. `outcomes`: one for each reward, by default the reward itself. The result:
 
         {"tasks": 100, "samples": 800,
          "reward": {"mean": 0.52, "low": 0.44, "high": 0.60, "tasks": 100},
          "accuracy": {...}, "pass@4": {...}}
 
-    Where there is no interval, low and high are None, and "why" is the reason. Tasks without a valid sample are left out,
-    and from pass@k those with fewer than k; "tasks" is the number that remained. UserError if none did.
+    Without an interval, low and high are None, and "why" is the reason. Tasks without a valid sample are left out, and
+    from pass@k those with fewer than k; "tasks" is the number of tasks used. Raises UserError if none is left.
     """
     groups = [np.asarray(rewards, dtype=np.float64) for rewards in per_task_rewards if len(rewards)]
     if not groups:
@@ -75,7 +75,7 @@ def differences(
     level: float = LEVEL,
     outcomes: Sequence[tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Compute the differences of two checkpoints on the same tasks, first minus second, in reward and in accuracy.
+    """Return the differences of two checkpoints on the same tasks, first minus second, in reward and in accuracy.
 
     `outcomes`: see `summary`.
     """
@@ -96,7 +96,7 @@ def _difference(first: list[Any], second: list[Any], level: float, share: bool) 
 
 
 def _is_binary(groups: Sequence[Any]) -> bool:
-    """Whether all rewards are 0 or 1, right or wrong: then their mean is a share."""
+    """Return whether all rewards are 0 or 1, so that their mean is a share."""
     return all(bool(np.isin(rewards, (0.0, 1.0)).all()) for rewards in groups)
 
 

@@ -1,4 +1,4 @@
-"""The type in which a run holds the weights that it does not train."""
+"""The data type of the weights that a run does not train."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from posttrain.models.adapters.lora import is_adapted
 
 
 def frozen_type(config: Any, packed: str = "") -> torch.dtype | None:
-    """Return the type of matrices that are not trained, where it is not that of all weights.
+    """Return the type of frozen matrices; None: that of all weights.
 
-    `packed`: how an adapter that is continued has its frozen weights quantized. Raises UserError where
+    `packed`: quantization of the frozen weights of an adapter whose training continues. Raises UserError if
     `--frozen-weights` contradicts other options.
     """
     if getattr(config, "frozen_weights", "float32") == "float32":
@@ -30,7 +30,7 @@ def frozen_type(config: Any, packed: str = "") -> torch.dtype | None:
 
 
 def refuse_rounded_moves(config: Any, option: str, rate: float) -> None:
-    """Raise UserError where a frozen model moves in steps that bfloat16 would round away."""
+    """Raise UserError if a frozen model moves in steps that bfloat16 would round away."""
     if rate < 1 and frozen_type(config) is not None:
         raise UserError(
             f"{option} {rate:g} moves weights by less than --frozen-weights bfloat16 can hold: leave out one of them"
@@ -38,7 +38,7 @@ def refuse_rounded_moves(config: Any, option: str, rate: float) -> None:
 
 
 def refuse_useless(config: Training, model: Model, others: Mapping[str, Model]) -> None:
-    """Raise UserError where `--frozen-weights` is given, and nothing is frozen."""
+    """Raise UserError if `--frozen-weights` is given, but no weights are frozen."""
     services = [name for kind in SCORERS for name in getattr(config, kind, ())]
     if frozen_type(config) is not None and not (is_adapted(model) or others or services):
         raise UserError(

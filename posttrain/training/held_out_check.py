@@ -1,4 +1,4 @@
-"""Check that a checkpoint has not learned from the held-out tasks, by the records of the runs that it descends from."""
+"""Checks that a checkpoint was not trained on the held-out tasks, by the records of the runs that it descends from."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from posttrain.runs.jsonl import Row
 from posttrain.runs.run_files import RUN
 from posttrain.runs.run_reading import read_run, split_of
 
-OLDEST = 16  # runs that are followed back from a checkpoint
+OLDEST = 16  # most ancestors of a checkpoint that are read
 
 
 def overlap(model: str, tasks: str, held_out: float, split_seed: int) -> str | None:
-    """Return the reason why the held-out tasks of this file may not be new to a checkpoint, in words; None if there is none.
+    """Return why held-out tasks of this file may have been trained on by a checkpoint or its ancestors; None if they
+    were not.
 
-    A run with the same seed that held out as much, or more, has not seen them: a share is part of every greater one.
+    A run with the same seed that held out the same share, or more, did not train on them: a share is part of every
+    greater one.
     """
     own = _digest(tasks)
     if own is None or not held_out:
@@ -35,9 +37,10 @@ def overlap(model: str, tasks: str, held_out: float, split_seed: int) -> str | N
 
 
 def split_seed_of(model: str, tasks: str) -> tuple[Path, int] | None:
-    """Return the checkpoint's run, or the nearest ancestor that held out tasks, and the seed of that split.
+    """Return (folder, split seed) of the checkpoint's run, or of its nearest ancestor that held out tasks; None
+    without one.
 
-    A run that learned from this very file comes first: the same prompts in another file are held out alike.
+    A run that trained on this very file comes first, as the same prompts in another file are held out alike.
     """
     own, found = _digest(tasks), [(folder, run) for folder, run in _ancestry(Path(model)) if split_of(run["config"])[0]]
     alike = [one for one in found if own is not None and _learned(one[1], own)]
@@ -51,13 +54,13 @@ def _digest(tasks: str) -> str | None:
 
 
 def _learned(run: Row, digest: str) -> bool:
-    """Whether the run's tasks, or those of a part of its mixture, are those of this file."""
+    """Return whether the run's tasks, or those of a part of its mixture, are this file."""
     given = [value for name, value in run.get("inputs", {}).items() if name.split(" ")[-1] == "tasks"]
     return any(isinstance(one, Mapping) and one.get("digest") == digest for one in given)
 
 
 def _ancestry(model: Path) -> Iterator[tuple[Path, Row]]:
-    """Yield the checkpoint's run, the run whose checkpoint that one began with, and so on, as far as they exist."""
+    """Yield the checkpoint's run, the run of the checkpoint that it began with, and so on, as far as they exist."""
     for _ in range(OLDEST):
         folder = next((path for path in (model, *list(model.parents)[:2]) if (path / RUN).is_file()), None)
         if folder is None:

@@ -1,4 +1,4 @@
-"""Functions of the user's that watch a run: they get copies, and nothing that they do changes a result."""
+"""Functions of the user that observe a run. They get copies, so that they cannot change a result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METHODS = ("on_step", "on_evaluation", "on_checkpoint")
 
 
 class RolloutCopies(Sequence[Rollout]):
-    """Rollouts, of which a hook gets copies: each is made when it is asked for."""
+    """Rollouts for a hook, copied one by one when accessed."""
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
         self._rollouts = list(rollouts)
@@ -34,27 +34,28 @@ class Hooks:
     """The hooks of a run: functions, called after each step, or objects with any of `METHODS`."""
 
     def __init__(self, given: Sequence[Any]) -> None:
-        """`given`: hooks, or names of them (my.py:watch). A class is called for its object. Raises UserError for what is
-        no hook.
+        """`given`: hooks, or names of them (my.py:watch). A class is instantiated.
+
+        Raises UserError for an invalid hook.
         """
         self._hooks = [_opened(hook) for hook in given]
         self._shown: set[str] = set()
-        self.stop: str | None = None  # why a hook asks the run to stop
+        self.stop: str | None = None  # reason of a hook that asked to stop the run
 
     def __bool__(self) -> bool:
         return bool(self._hooks)
 
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Iterable[Rollout]) -> list[str]:
-        """Call them after a step. Return messages of hooks that failed, each once in a run."""
+        """Call the hooks after a step. Return messages about hooks that failed, each once in a run."""
         return self._call("on_step", step, dict(metrics), RolloutCopies(rollouts))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], rollouts: Iterable[Rollout]) -> list[str]:
-        """Call them after an evaluation; step 0 is before training."""
+        """Call the hooks after an evaluation; step 0 is before training."""
         held_out = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         return self._call("on_evaluation", step, held_out, RolloutCopies(rollouts))
 
     def checkpoint(self, path: Path) -> list[str]:
-        """Call them once a checkpoint is on disk."""
+        """Call the hooks once a checkpoint is on disk."""
         return self._call("on_checkpoint", path)
 
     def _call(self, method: str, *given: Any) -> list[str]:
@@ -64,7 +65,7 @@ class Hooks:
             if function is None:
                 continue
             name = getattr(hook, "__name__", type(hook).__name__)
-            try:  # metrics of its own for each: one hook must not mislead the next
+            try:  # each gets its own metrics, so that a hook cannot change those of the next
                 function(*(dict(value) if isinstance(value, dict) else value for value in given))
             except StopRun as asked:
                 self.stop = self.stop or f"hook {name}: {str(asked) or 'no reason is given'}"

@@ -1,4 +1,4 @@
-"""The only training loop: a source of steps x an objective. Everything else hooks in after a step."""
+"""The only training loop: a source of steps and an objective. Everything else is a hook after a step."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from queue import SimpleQueue
 from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.protocols import Learner, Objective, Source
 
-YOUNG = 50_000  # objects that are made before Python looks for cycles among them: a step makes as many in passing
+YOUNG = 50_000  # allocations before Python collects cycles; a step makes that many temporary objects
 
 Hook = Callable[["FinishedStep"], bool | None]
-"""Hook that is called after a step. It returns True to end training."""
+"""Function that is called after a step, and returns True to end training."""
 
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """Finished step, the input of hooks."""
+    """A finished step, as hooks get it."""
 
     step: TrainingStep
-    stats: Stats  # of source and updates
+    stats: Stats  # statistics of source and updates
     seconds: dict[str, float]  # "rollout" (the source), "update"
     last: bool  # whether training ends here, as planned or by interruption
-    between: float = (
-        0.0  # seconds after the update of the step before, until this one: its record, evaluation, checkpoint
-    )
-    fed: int = 0  # tokens of the updates' micro-batches
+    between: float = 0.0  # seconds between the previous step's update and this step: its record, evaluation, checkpoint
+    fed: int = 0  # tokens in the updates' micro-batches
 
 
 def train(
@@ -45,12 +43,12 @@ def train(
     interrupted: Callable[[], bool] = lambda: False,
     phase: Callable[[int, str], AbstractContextManager[None]] = lambda number, name: nullcontext(),
 ) -> int:
-    """Run steps `first` to `steps`; returns the number of the last one done. Stops early after an interruption.
+    """Run steps `first` to `steps`, or fewer if interrupted; return the number of the last one done.
 
-    `phase` gives a context for each phase of a step, "rollout" and "update".
+    `phase` returns a context manager for each phase of a step, "rollout" and "update".
     """
     gc.collect()
-    gc.freeze()  # models and libraries stay: without this, full collections walk through all of them every few steps
+    gc.freeze()  # models and libraries stay: otherwise full collections would traverse them every few steps
     before = gc.get_threshold()
     gc.set_threshold(YOUNG, *before[1:])
     number, updated = first - 1, time.perf_counter()
@@ -86,11 +84,11 @@ def train(
 
 @contextmanager
 def interruptible(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Within it, Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) requests an end after the running step.
+    """Context manager in which Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) ends the run after the current step.
 
-    A second Ctrl-C or SIGTERM ends at once. SIGHUP comes twice by itself, from the terminal and from its shell, and is
-    left alone where it was ignored (nohup). Handlers only take notes, since they interrupt anything, printing included:
-    `say` is called from a thread.
+    A second Ctrl-C or SIGTERM ends it at once. SIGHUP arrives twice, from the terminal and from its shell, and stays
+    ignored if it was (nohup). Handlers only set a flag, since they interrupt anything, printing included; `say` is
+    called from a thread.
     """
     asked = False
     told: SimpleQueue[str | None] = SimpleQueue()

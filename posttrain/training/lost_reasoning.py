@@ -1,4 +1,4 @@
-"""Counts rows whose thoughts the chat template drops, for a line at the start of a run."""
+"""Counts rows whose reasoning the chat template drops, for a line at the start of a run."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from posttrain.envs.demonstration import lost_reasoning
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.terminal.notices import warn
 
-READ_FOR_REASONING = 1000  # tasks
+READ_FOR_REASONING = 1000  # most tasks to read
 
 
 def warn_lost_reasoning(
     tokenizer: Tokenizer, tasks: AnyTasks, warn: Callable[[str], None] = warn, mask: Mask = "assistant"
 ) -> None:
-    """Warn where the messages of some tasks have thoughts that the model's chat template does not show."""
+    """Warn if messages of some tasks have reasoning that the model's chat template does not show."""
     if line := lost_reasoning_line(tokenizer, tasks.examples(READ_FOR_REASONING), mask):
         warn(line)
 
 
 def lost_reasoning_line(tokenizer: Tokenizer, tasks: Iterable[Task], mask: Mask = "assistant") -> str:
-    """Return the line about these tasks; "" where the template shows all of their thoughts."""
+    """Return the warning about these tasks; "" if the template shows all of their reasoning."""
     if tokenizer.chat_template is None:
         return ""
     read, rows, trained = 0, 0, 0
     for task in tasks:
         read += 1
         if task.get("messages"):
-            with suppress(UserError):  # reported where the row is laid out
+            with suppress(UserError):  # reported later, when the row is tokenised
                 lost, learned = lost_reasoning(task, tokenizer, mask)
                 rows, trained = rows + bool(lost), trained + bool(learned)
     if not rows:
@@ -45,7 +45,7 @@ def lost_reasoning_line(tokenizer: Tokenizer, tasks: Iterable[Task], mask: Mask 
 
 
 def _off(tokenizer: Tokenizer) -> bool:
-    """Whether the template has thoughts that are turned off."""
+    """Return whether the template can show reasoning, but it is turned off."""
     return (
         tokenizer.reasoning_name is not None
         and "enable_thinking" in tokenizer.template_variables

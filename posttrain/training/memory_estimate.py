@@ -1,7 +1,7 @@
-"""Memory of a GPU that a run takes at its peak, which is within an update: estimated before the first step.
+"""Estimate, before the first step, of the GPU memory at a run's peak, which is within an update.
 
-Weights are counted; gradients, moments and copies follow from them, activations from the model's shape and the tokens of a
-micro-batch. Within 10% of what was measured on an H200 (`tests/training/test_memory_estimate.py` has the figures).
+Weights are counted; gradients, moments and copies follow from them, activations from the model's shape and the tokens
+of a micro-batch. Within 10% of measurements on an H200 (`tests/training/test_memory_estimate.py` has the figures).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
 
 TIGHT = 0.95
-"""Share of a GPU's memory beyond which a run may not fit: fragments and libraries take some of it."""
-FEW_TOKENS = 1024  # of a micro-batch, below which a GPU waits for the host
+"""Share of a GPU's memory beyond which a run may not fit, because of fragmentation and libraries."""
+FEW_TOKENS = 1024  # tokens of a micro-batch below which a GPU waits for the host
 LORA_RANK = 16
 
 
 @dataclass(frozen=True)
 class SamplingSize:
-    """Requests of the engine in the learner's process that run at once."""
+    """Concurrent requests of the engine in the learner's process, and their length."""
 
     requests: int
-    tokens: int  # of a reply, at most
+    tokens: int  # most tokens of a reply
 
 
 def sampling_size(config: Training) -> SamplingSize | None:
-    """Return the size of what a run samples in the learner's process; None: nothing."""
+    """Return the size of the sampling in the learner's process; None if it samples nothing."""
     if not isinstance(config, RL) or config.engine != "local" or config.replicas:
         return None
     return SamplingSize(min(config.slots, config.prompts * config.group), config.max_tokens)
@@ -44,7 +44,7 @@ def sampling_size(config: Training) -> SamplingSize | None:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by what takes them."""
+    """Bytes of GPU memory by use."""
 
     parts: Mapping[str, float]
 
@@ -61,8 +61,9 @@ class MemoryEstimate:
 def estimate_memory(
     learner: LocalLearner, tokens: int, recompute: bool, sampling: SamplingSize | None, room: float
 ) -> MemoryEstimate | None:
-    """Estimate the peak of an update on a GPU with `room` bytes, which the policy's engine shares. None: the model's
-    activations are not known. `tokens`: of a micro-batch.
+    """Estimate the peak of an update on a GPU with `room` bytes, which the policy's engine shares.
+
+    None if the model's activations are unknown. `tokens`: of a micro-batch.
     """
     shape = learner.model.config
     if not isinstance(shape, DecoderConfig):
@@ -95,7 +96,7 @@ def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: 
     """Return the bytes of a decoding step's weights and cache, see `posttrain.engines.local.cuda_step`."""
     number, copied = 2 if narrow else 4, 0
     if narrow and 2 * shape.parameters < COPIED_SHARE * room:
-        # embedding and output head are used as they are where they are in bfloat16 already
+        # embedding and output head are not copied if they are in bfloat16 already
         held = 0 if model.head.dtype == torch.float32 else shape.vocab * shape.hidden * (1 if shape.tied else 2)
         copied = 2 * (shape.parameters - held)
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_size
@@ -105,7 +106,7 @@ def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: 
 def memory_lines(
     learner: LocalLearner, tokens: int, recompute: bool, sampling: SamplingSize | None, device: torch.device
 ) -> list[str]:
-    """Describe the estimate for a GPU, and what would help where it may not fit; nothing on a processor."""
+    """Return lines with the estimate for a GPU, and with remedies if it may not fit; [] on a CPU."""
     if device.type != "cuda":
         return []
     room = float(gpu_memory(device))
@@ -121,7 +122,7 @@ def advice(
     sampling: SamplingSize | None,
     room: float,
 ) -> list[str]:
-    """Return a line that names the options which save memory, where the estimate is more than the GPU has; else []."""
+    """Return a line with options that save memory, if the estimate exceeds the GPU's memory; else []."""
     if found.total <= TIGHT * room:
         return []
     ways = []
@@ -137,6 +138,6 @@ def advice(
 
 
 def _with_adapters(found: MemoryEstimate) -> float:
-    """Return the total with frozen weights in half as many bytes, and next to no gradients, moments and copies."""
+    """Return the total with frozen weights of half the bytes, and almost no gradients, moments and copies."""
     gone = found.parts["gradients"] + found.parts["moments"] + found.parts["copies in bfloat16"]
     return found.total - gone - found.parts["weights"] / 2

@@ -1,4 +1,4 @@
-"""Tasks of a mixture: each part is read and split as the tasks of a run are."""
+"""Tasks of a mixture: each part is read and split like the tasks of a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from posttrain.training.setup import split_tasks
 
 
 def rows_of(config: Passes, rows: Any, **reading: Any) -> tuple[AnyTasks, Tasks | MixedTasks | None]:
-    """Return the rows to train on, and those that are held out. `reading`: see `setup.split_tasks`."""
+    """Return the rows to train on, and the held-out rows. `reading`: see `setup.split_tasks`."""
     return mixed_tasks(config, rows, None, **reading) if config.mixture else split_tasks(config, rows, **reading)
 
 
 def mixed_tasks(
     config: RL | Passes, rows: Any, env: Callable[..., Any] | None, **reading: Any
 ) -> tuple[MixedTasks, MixedTasks | None]:
-    """Return the tasks of a mixture to train on, and those to evaluate on: up to `--eval-limit` of each part.
+    """Return a mixture's tasks to train on, and those to evaluate on: up to `--eval-limit` of each part.
 
     Raises UserError, with the name of the part, for rows that cannot be read or have no end.
     """
@@ -48,7 +48,7 @@ def mixed_tasks(
 
 
 def share_lines(tasks: AnyTasks, noun: str) -> list[str]:
-    """Describe the shares of the parts of a mixture. `noun`: of what."""
+    """Describe the shares of the parts of a mixture. `noun`: the unit of the shares."""
     if not isinstance(tasks, MixedTasks):
         return []
     return [f"mixture: {', '.join(f'{name} {share:.1%}' for name, share in tasks.shares.items())} of the {noun}"]

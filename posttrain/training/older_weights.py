@@ -1,8 +1,9 @@
-"""Rollouts of other weights than those that learn from them: an importance weight corrects for it, or the run is refused.
+"""Rollouts sampled by other weights than those that learn from them: an importance weight corrects it, or the run is
+refused.
 
-A gradient that is a mean over sampled tokens is the policy's own only for tokens that the policy sampled. All other tokens
-need a weight, whichever option brought them (`options_of_older_rollouts` names these options). `Minibatches` holds every
-update to that, by the versions of the weights that sampled its tokens.
+A gradient that is a mean over sampled tokens is the policy's own only for tokens that the policy sampled. All other
+tokens need a weight, whichever option causes them (see `options_of_older_rollouts`). `Minibatches` checks this for
+every update, by the versions of the weights that sampled its tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from posttrain.algorithms.surrogate import WeightedLogProbability
 from posttrain.config.training import RL
 
 REPLAYED = Correction(cap=10.0)
-"""Default correction under replay: ratios far from 1 are no noise there (ACER, arXiv 1611.01224, section 3.1, c = 10)."""
+"""Default correction under replay, where ratios far from 1 are no noise (ACER, arXiv 1611.01224, 3.1, c = 10)."""
 
 
 def options_of_older_rollouts(algorithm: Algorithm, run: RL) -> list[str]:
-    """Return the options by which a step learns from rollouts of other weights than those of its start."""
+    """Return the options by which a step learns from rollouts of other weights than those at its start."""
     options = {
         "--async-steps": run.async_steps > 0,
         "--tokens-per-step": run.tokens_per_step > 0,
@@ -31,9 +32,9 @@ def options_of_older_rollouts(algorithm: Algorithm, run: RL) -> list[str]:
 
 
 def add_importance_weight(algorithm: Algorithm, run: RL) -> Algorithm:
-    """Add the importance weight for rollouts of other weights, where there are some and the user chose none.
+    """Add the importance weight for rollouts of other weights, if there are such rollouts and the user chose no weight.
 
-    It is a ratio to the sampler where that is exact, or where nothing else is known of the rollouts; else a correction.
+    It is a ratio to the sampler if that is exact, or if nothing else is known about the rollouts; else a correction.
     """
     lags, chosen = options_of_older_rollouts(algorithm, run), run.chooses("correction")
     weighed = algorithm.weighs_older if lags else algorithm.weighs_updates or _updates(algorithm) == 1
@@ -78,7 +79,7 @@ def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
 
 
 def _contradictions_of_reward_weights(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
-    """Yield the contradiction of weights of single rewards with advantages that are no sums of them."""
+    """Yield the contradiction of weights on single rewards with advantages that are not sums of rewards."""
     at_rewards = isinstance(algorithm.surrogate, WeightedLogProbability) and algorithm.surrogate.at == "reward"
     discounted = isinstance(algorithm.advantage, GAE | KStep) or (
         isinstance(algorithm.advantage, ToGo) and algorithm.advantage.gamma != 1

@@ -1,4 +1,4 @@
-"""The learner of a run: its class, and loading of its models into the run's processes."""
+"""Opens the learner of a run, and loads its models into the run's processes."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from posttrain.training.frozen_weights import frozen_type, refuse_useless
 
 
 def held_model(config: Training, folder: Path, device: torch.device, world: World, frozen: bool = False) -> Model:
-    """Load the model of a folder for the learner; with `--shard` this process's rows of it, and no more is ever read.
+    """Load the model of a folder for the learner; with `--shard` only this process's rows are ever read.
 
-    `frozen`: it is not trained.
+    `frozen`: the model is not trained.
     """
     if not config.shard:
         model = load_model(folder, device=device, matrices=frozen_type(config) if frozen else None)
         if model.decoder is not None and not config.train_vision:
             model.decoder.freeze_vision()
         return model
-    from posttrain.learners.fsdp import shard  # it imports half of torch.distributed
+    from posttrain.learners.fsdp import shard  # imports much of torch.distributed
 
     return load_model(folder, device=device, shard=partial(shard, size=world.size, device=device), shares=world.size)
 
@@ -53,7 +53,7 @@ def held_model(config: Training, folder: Path, device: torch.device, world: Worl
 def policy(config: Training, folder: Path, device: torch.device, world: World) -> Model:
     """Load the model of a folder for training: all weights, or its adapters, which are new with `--lora`.
 
-    Raises UserError where the options contradict the adapter in the folder.
+    Raises UserError if the options contradict the adapter in the folder.
     """
     matrices = frozen_type(config)
     if config.lora is None and not is_adapter(folder):
@@ -69,7 +69,7 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
 
 
 def adapt(config: Training, decoder: Backbone, folder: Path) -> None:
-    """Freeze the weights of a decoder that was read from a folder, and let its adapters learn: those there, or new ones."""
+    """Freeze the weights of a decoder read from a folder, and make its adapters trainable: existing or new ones."""
     if config.lora is None and decoder.lora is None:
         return _refuse_without_lora(config)
     _refuse_shards(config)
@@ -95,14 +95,14 @@ def adapt(config: Training, decoder: Backbone, folder: Path) -> None:
 
 
 def reference(config: Training, model: Model, start: Path, world: World, moves: bool = False) -> Model:
-    """Return the policy as it was when the run began, frozen. With adapters it is the same weights without them.
+    """Return the policy at the start of the run, frozen. With adapters it shares the policy's frozen weights.
 
-    `moves`: it is replaced by the policy from time to time.
+    `moves`: the policy replaces it from time to time.
     """
     if model.decoder is None or model.decoder.lora is None:
         return held_model(config, start, model.head.device, world, frozen=True).requires_grad_(False)
     other = _beside_adapters(config, model.decoder, start, moves)
-    other.replays = False  # it routes by itself
+    other.replays = False  # it does not replay the policy's routing
     return other
 
 
@@ -125,7 +125,7 @@ def _refuse_without_lora(config: Training) -> None:
 
 
 def _adapter_options(config: Training) -> list[tuple[str, Any, Any]]:
-    """Return (option, its value, its default) of the options of adapters."""
+    """Return (option, value, default) of the adapter options."""
     return [
         ("--lora", config.lora, None),
         ("--lora-alpha", config.lora_alpha, None),
@@ -145,7 +145,7 @@ def _refuse_shards(config: Training) -> None:
 
 
 def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
-    """Raise UserError where the options contradict the adapter in the folder, whose training continues."""
+    """Raise UserError if the options contradict the adapter in the folder, whose training continues."""
     lora = decoder.lora
     assert lora is not None
     names = {name.rpartition(".")[2] for adapter in adapters(decoder) for name in adapter.names}
@@ -198,7 +198,7 @@ def new_learner(
 
 
 def _recompute_layers(model: Model, critic: Any) -> None:
-    """Let the decoders that learn recompute their layers. Raises UserError where there are none."""
+    """Make the trained decoders recompute their layers. Raises UserError if there is no decoder."""
     if not (decoders := decoders_in(cast(nn.Module, model))):
         raise UserError(
             f"--recompute layers is of a decoder's layers, and a {type(model).__name__} is none: leave it out"
@@ -208,7 +208,7 @@ def _recompute_layers(model: Model, critic: Any) -> None:
 
 
 def replay_experts(config: RL, model: Model) -> None:
-    """Prepare a policy for `--routing-replay`. Raises UserError where the options or the model do not allow it."""
+    """Prepare a policy for `--routing-replay`. Raises UserError if the options or the model do not allow it."""
     if not config.routing_replay:
         return
     if model.decoder is None or model.decoder.routers is None:

@@ -1,4 +1,4 @@
-"""Common parts of training on given responses: `sft`, `prefer` and `reward-model` make passes over the rows."""
+"""Common parts of `sft`, `prefer` and `reward-model`, which train on given responses in passes over the rows."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from posttrain.training.sources.example_stream import ExampleStream, steps_per_e
 from posttrain.training.sources.packing import Read
 from posttrain.training.sources.token_recording import TokenRecording
 
-READ_FOR_REPEATED = 1000  # rows
-LEAST_REPEATED = 8  # characters of a prompt: a response may begin with a shorter one by chance
+READ_FOR_REPEATED = 1000  # most rows to read
+LEAST_REPEATED = 8  # characters of a prompt; a response may begin with a shorter prompt by chance
 WITHOUT_LABELS = "without a label or comparison of different responses that are not empty"
 
 
 def compared_rows(config: Passes, rows: Any, convert: Convert) -> tuple[AnyTasks, Tasks | MixedTasks | None]:
-    """Return preference examples to learn from, and held-out ones; examples without any comparison or label are left out."""
+    """Return preference examples to train on, and held-out ones, without those that lack comparison and label."""
     found = rows_of(config, rows, convert=convert, left_out=WITHOUT_LABELS)
     warn_repeated_prompts(found[0])
     return found
 
 
 def warn_repeated_prompts(tasks: AnyTasks, warn: Callable[[str], None] = warn) -> None:
-    """Warn where some of a prompt's responses begin with the prompt and others do not: what is learned is that difference.
+    """Warn if some responses to a prompt begin with the prompt and others do not, as the model would learn that
+    difference.
 
-    A prompt that all of them repeat is removed when the rows are read.
+    A prompt that all of its responses repeat is removed when the rows are read.
     """
     some = tasks.examples(READ_FOR_REPEATED)
     found = [task for task in some if _repeated_by_some(task)]
@@ -62,26 +63,26 @@ def _repeated_by_some(task: Task) -> bool:
 
 
 def must_end(config: Passes, tasks: AnyTasks) -> None:
-    """Raise UserError for rows without end where passes over them are to be counted."""
+    """Raise UserError for rows without end if the run's length is given in passes over them."""
     if isinstance(tasks, Stream) and config.steps is None:
         raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
 
 
 def check(items: ExampleStream[Any], held_out: ExampleStream[Any] | None) -> None:
-    """Raise UserError where no row fits, before a run's folder is made."""
+    """Raise UserError if no row fits, before a run's folder is created."""
     for made in filter(None, (items, held_out)):
         made.check()
 
 
 def updates(config: Passes, made: ExampleStream[Any]) -> int:
-    """Return the number of optimizer updates of the run."""
+    """Return the number of the run's optimizer updates."""
     return config.steps or max(1, round(steps_per_epoch(made, config.rows) * config.epochs))
 
 
 def example_recording(
     config: Passes, learner: Learner, tokens_per_microbatch: int, read: Read = "next"
 ) -> ExampleRecording:
-    """Return the recording of some of the rows."""
+    """Return the recorder of some of the rows."""
     return ExampleRecording(_recording(config), learner, tokens_per_microbatch, read)
 
 
@@ -97,7 +98,7 @@ def sizes(
     noun: str,
     device: torch.device,
 ) -> list[str]:
-    """Describe the sizes of the run. `tasks`: to train on, and held out; `noun`: the unit of `--rows`."""
+    """Describe the sizes of the run. `tasks`: (to train on, held out); `noun`: the unit of `--rows`."""
     between = f", {build.backend(compiles())} between matrix products" if device.type == "cpu" else ""
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",

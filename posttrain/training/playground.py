@@ -1,7 +1,7 @@
-"""Environment and services of a verb, opened, rehearsed and closed in one place.
+"""Opens, rehearses and closes the environment and the services of a verb.
 
-Training, evaluation, sampling and chat ask a `Playground` for the player of a checkpoint. Errors of an environment, a reward
-model or an endpoint are reported here, before anything is sampled.
+Training, evaluation, sampling and chat get the player of a checkpoint from a `Playground`. Errors of an environment, a
+reward model or an endpoint are reported here, before anything is sampled.
 """
 
 from __future__ import annotations
@@ -44,16 +44,19 @@ from posttrain.training.setup import rehearse
 
 @dataclass(frozen=True)
 class Known:
-    """Model that will sample, without its weights."""
+    """A model that will sample, without its weights."""
 
     tokenizer: Tokenizer
-    chat: Chatting  # how plain prompts reach it
-    lines: Sequence[str]  # the description of it
+    chat: Chatting  # its treatment of plain prompts
+    lines: Sequence[str]  # its description
 
 
 @dataclass(frozen=True)
 class Playground:
-    """Environment and services; engines come and go with checkpoints. The bounds are those of a `Player`."""
+    """The environment and the services of a verb; engines change with checkpoints.
+
+    The limits are those of a `Player`.
+    """
 
     pool: EnvPool | MixedPool
     services: Services
@@ -62,11 +65,11 @@ class Playground:
     about: tuple[str, ...] = ()  # the description of the environment
     models: tuple[Known, ...] = ()  # the models that will sample
     world: World = field(default_factory=Alone)  # the processes that share the episodes
-    parts: Mapping[str, tuple[Sampling, EpisodeLimits]] = field(default_factory=dict)  # of a mixture
+    parts: Mapping[str, tuple[Sampling, EpisodeLimits]] = field(default_factory=dict)  # by part of a mixture
     too_long: TooLong = "refuse"
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
-        """Return a player with this engine; `context`: tokens that its model reads."""
+        """Return a player with this engine. `context`: context length of its model in tokens."""
         bounds = context, self.too_long, self.bounds, self.services
         return Player(self.pool, engine, tokenizer, self.sampling, *bounds, self.world, self.parts)
 
@@ -87,12 +90,11 @@ def open_playground(
     models: Sequence[Path] = (),
     world: World | None = None,
 ) -> Iterator[Playground]:
-    """Open the playground of a verb.
+    """Open the playground of a verb, as a context manager.
 
     `env`: the environment, if it is given as an object; `folder`: of the run; `models`: folders of the models that will
-    sample, which come with it without their weights.
-
-    Raises UserError for a service that cannot be opened, or an environment that cannot start.
+    sample, of which only tokenizers and configurations are loaded. Raises UserError for a service that cannot be
+    opened, or an environment that cannot start.
     """
     with ExitStack() as opened:
         services = opened.enter_context(open_services(config, device, resumed))
@@ -110,7 +112,7 @@ def open_playground(
         players = tuple(
             _rehearsed_model(config, model, pool, tasks, services, warn if not place else None)
             for place, model in enumerate(models)
-        )  # errors of tasks are reported once
+        )  # only the first model warns of errors of tasks
         if not players:
             rehearse(pool, tasks, services=services)
         if isinstance(config, Sample):  # its requests set their own sampling
@@ -137,7 +139,7 @@ def _rehearsed_model(
     services: Services,
     tell: Callable[[str], None] | None,
 ) -> Known:
-    """Rehearse a few tasks and return the model without its weights. `tell`: prints warnings."""
+    """Rehearse a few tasks; return the model without its weights. `tell`: prints warnings."""
     known = outline(folder, config.chat_template, config.chat_template_kwargs)
     chat = chatting(config, folder, known.tokenizer, known.ends)
     for part in tasks.each() if isinstance(tasks, MixedTasks) else (tasks,):
@@ -147,13 +149,13 @@ def _rehearsed_model(
 
 
 def viewer_of(model: Outline) -> Viewer:
-    """Return the viewer of the prompts that this model gets."""
+    """Return a viewer of prompts as this model gets them."""
     end = model.tokenizer.eos_id
     return Viewer(model.tokenizer, model.context, () if end is None else (end,))
 
 
 def _pool_of_parts(parts: Mapping[str, RL], opened: ExitStack) -> MixedPool:
-    """Open the environments of a mixture, which share the processes among them."""
+    """Open the environments of a mixture, among which the worker processes are divided."""
     pools = {}
     for name, own in parts.items():
         workers = default_workers() if own.env_workers is None else own.env_workers
@@ -163,9 +165,9 @@ def _pool_of_parts(parts: Mapping[str, RL], opened: ExitStack) -> MixedPool:
 
 
 def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Callable[..., Any]:
-    """Return the environment of a run: the given one, with step rewards where options ask for them.
+    """Return the environment of a run: the given one, with step rewards if options request them.
 
-    Raises UserError if these depend on the outcome, and nothing defines whether it is right.
+    Raises UserError if step rewards depend on success, and no success threshold is defined.
     """
     own = env or config.env
     if not (isinstance(config, StepRewardGroup) and config.step_delimiter) or bool(getattr(config, "search", ())):
@@ -198,9 +200,9 @@ def open_dialogue(config: Chat, env: Env, device: torch.device) -> Iterator[Play
 def open_services(
     config: RL | SFT | Evaluation | Check | Sample | Label | Chat, device: torch.device, resumed: bool = False
 ) -> Services:
-    """Open the services that the options name, each tried once. The cheapest are tried first.
+    """Open the services that the options name, and try each once, the cheapest first.
 
-    A resumed run may continue with an endpoint that is down: its journal has the answers until it stopped.
+    A resumed run may continue with an endpoint that is down: its journal has the answers up to its interruption.
     """
     services, matrices = Services(), frozen_type(config)
     try:
@@ -227,11 +229,11 @@ def _recipes(config: RL | SFT | Evaluation | Check | Sample | Label | Chat) -> d
 
 
 def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Services, resumed: bool) -> None:
-    """Open the judges behind endpoints, each tried once."""
+    """Open the judges behind endpoints, and try each once."""
     for name, recipe in recipes.items():
         if isinstance(recipe, Generative):
             continue
-        from posttrain.services.judge import Judge  # and with it a library for HTTP
+        from posttrain.services.judge import Judge  # imports a library for HTTP
 
         judge = services.named[name] = Judge(recipe, name)
         if (problem := judge.problem()) is not None:
@@ -239,7 +241,7 @@ def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Service
 
 
 def _warn_or_refuse(problem: str, resumed: bool) -> None:
-    """Warn of a service that is down when a run is resumed; else raise UserError."""
+    """Warn of a service that is down if a run is resumed; else raise UserError."""
     if not resumed:
         raise UserError(problem)
     warn(f"{problem}; the run continues with the answers that it has, and further requests are invalid")
@@ -248,7 +250,7 @@ def _warn_or_refuse(problem: str, resumed: bool) -> None:
 def _open_retrievers(
     config: RL | SFT | Evaluation | Check | Sample | Label | Chat, services: Services, resumed: bool
 ) -> None:
-    """Open indices, and ask servers once."""
+    """Open indices, and try each retrieval server once."""
     for name, place in named_services(getattr(config, "retriever", ()), "retriever"):
         from posttrain.services.retriever import RemoteRetriever, retriever
 
@@ -258,7 +260,7 @@ def _open_retrievers(
 
 
 def service_counts(services: Services) -> Sequence[str]:
-    """Return the counts of the services, one line each, for the end of an evaluation."""
+    """Return the services' counts for the end of an evaluation, a line for each service."""
     counts = services.counts()
     lines = []
     for name in services.named:

@@ -1,6 +1,6 @@
-"""Baselines of reward models: rules of length, and a classifier that sees words without their order.
+"""Baselines of reward models: rules of length, and a bag-of-words classifier.
 
-A comparison is (place of the better response, place of the worse, share) among the texts of a preference example.
+A pair is (index of the better response, index of the worse) among the texts of a preference example.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from posttrain.data.tasks import order
 
 WORD = re.compile(r"\w+|[^\w\s]")
-PASSES = 10  # over the comparisons
-MOST = 20_000  # comparisons that the perceptron learns from
+PASSES = 10  # passes over the comparisons
+MOST = 20_000  # most comparisons that the perceptron is trained on
 
 Texts = Sequence[str]
 Pair = tuple[int, int]
@@ -22,21 +22,21 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class ComparedTexts:
-    """Texts of a preference example, and their comparisons."""
+    """The texts of a preference example, and their comparisons."""
 
     texts: Texts
     pairs: Sequence[Pair]
 
 
 def longer_wins(item: ComparedTexts) -> list[float]:
-    """Return for each pair 1 where the better text is the longer one in words, 0 where it is the shorter, 0.5 for a tie."""
+    """Return for each pair 1 if the better text is longer in words, 0 if it is shorter, 0.5 for a tie."""
     lengths = [len(WORD.findall(text)) for text in item.texts]
     return [_won(lengths[better] - lengths[worse]) for better, worse in item.pairs]
 
 
 @dataclass(frozen=True)
 class Perceptron:
-    """Averaged perceptron: weights of words, averaged over their values at all examples (Freund and Schapire 1999;
+    """An averaged perceptron: word weights, averaged over their values at all examples (Freund and Schapire 1999;
     Collins 2002).
     """
 
@@ -47,7 +47,7 @@ class Perceptron:
         """Train a perceptron on the differences in word counts of compared texts."""
         differences = [_difference(item, pair) for item in items for pair in item.pairs][:MOST]
         weights: dict[str, float] = {}
-        weighed: dict[str, float] = {}  # sum of each update times the number of the example that it was made at
+        weighed: dict[str, float] = {}  # sum of each update times the number of its example
         seen = 0
         for epoch in range(PASSES):
             for place in order(len(differences), epoch, seed):
@@ -60,7 +60,7 @@ class Perceptron:
         return Perceptron({word: value - weighed[word] / max(1, seen) for word, value in weights.items()})
 
     def wins(self, item: ComparedTexts) -> list[float]:
-        """Return for each pair 1 where the better text scores higher, 0 where it scores lower, 0.5 for a tie."""
+        """Return for each pair 1 if the better text scores higher, 0 if it scores lower, 0.5 for a tie."""
         scores = [sum(self.weights.get(w, 0.0) for w in _words(text)) for text in item.texts]
         return [_won(scores[better] - scores[worse]) for better, worse in item.pairs]
 

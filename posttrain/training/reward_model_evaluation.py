@@ -1,7 +1,7 @@
-"""Evaluation of a reward model on held-out preference examples, beside rules and a bag of words.
+"""Evaluation of a reward model on held-out preference examples, compared with rules of length and a bag of words.
 
-Intervals are clustered by prompt. The evaluation also finds the offset that takes the mean score over the training rows to
-0, which is written into every checkpoint.
+Intervals are clustered by prompt. The evaluation also finds the offset that shifts the mean score of the training rows
+to 0, which is written into every checkpoint.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longe
 from posttrain.training.sources.preferences import PreferenceExamples
 from posttrain.training.sources.reward_examples import RewardExamples
 
-AT_ONCE = 256  # preference examples that are packed into micro-batches together
+AT_ONCE = 256  # preference examples packed into micro-batches together
 CENTRED_ON = 128  # training examples whose mean score is the offset
-PARTS = 4  # of the comparisons, by their margin
-BINS = 10  # of the probability that the better response wins
+PARTS = 4  # parts of the comparisons, by margin
+BINS = 10  # bins of the probability that the better response wins
 
 
 class Scored:
-    """Evaluation of a reward model, called at each evaluation step; `report` has the figures of the last one."""
+    """The evaluation of a reward model, called at each evaluation step; `report` holds the figures of the last one."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Scored:
             stats.add(f"eval/{name.replace(' ', '_')}", figure["mean"])
 
     def offset(self) -> float:
-        """Offset that services add to scores. Comparisons do not define a score of 0; labels do."""
+        """Return the offset that services add to scores. Comparisons do not define a score of 0; labels do."""
         return 0.0 if self.objective.algorithm.link.reads_labels else -self.mean()
 
     def mean(self) -> float:
-        """Return the mean score of `CENTRED_ON` training examples, spread over all of them, under the current weights."""
+        """Return the mean score of `CENTRED_ON` evenly spread training examples under the current weights."""
         if self._centre[0] != self.learner.version:
             seen = self._items(self.source.items, CENTRED_ON)
             scores = [score for of_item in self._scores([item for _, item in seen]) for score in of_item]
@@ -81,7 +81,7 @@ class Scored:
         return [(place, item) for place in places for item in (items[place],) if item is not None]
 
     def _scores(self, items: Sequence[PreferenceExample]) -> list[list[float]]:
-        """Return the scores of the responses (or of their steps) of each preference example, in order."""
+        """Return the scores of each preference example's responses (or of their steps), in order."""
         found: list[list[float]] = [[] for _ in items]
         for first in range(0, len(items), AT_ONCE):
             for places, batch in self.source.batches(items[first : first + AT_ONCE]):
@@ -152,15 +152,15 @@ class Scored:
 
 
 def _figure(values: Sequence[Sequence[float]], share: bool = True) -> dict[str, Any]:
-    """Return the mean over all, with an interval clustered by preference example."""
+    """Return the mean over all values, with an interval clustered by preference example."""
     sums, counts = [sum(own) for own in values], [float(len(own)) for own in values]
     interval = (share_interval if share else ratio_interval)(sums, counts, of="items")
     return stated(sum(sums) / max(1.0, sum(counts)), interval)
 
 
 def _calibration_error(margins: np.ndarray[Any, Any]) -> float:
-    """Return the expected calibration error of sigma(|margin|) as the probability that the higher score is right, in equal
-    bins.
+    """Return the expected calibration error, in equal bins, of sigma(|margin|) as the probability that the higher
+    score is right.
     """
     confidence = 1 / (1 + np.exp(-np.abs(margins)))
     right = np.where(margins == 0, 0.5, margins > 0)
@@ -172,7 +172,7 @@ def _calibration_error(margins: np.ndarray[Any, Any]) -> float:
 
 
 def _by_margin(margins: np.ndarray[Any, Any]) -> list[dict[str, float]]:
-    """Return the accuracy of equal parts of the comparisons, by the absolute difference of scores, the smallest first."""
+    """Return the accuracy of equal parts of the comparisons, sorted by the absolute difference of scores."""
     ordered = margins[np.argsort(np.abs(margins), kind="stable")]
     parts = [part for part in np.array_split(ordered, PARTS) if len(part)]
     return [
@@ -186,7 +186,7 @@ def _by_margin(margins: np.ndarray[Any, Any]) -> list[dict[str, float]]:
 
 
 def _area(pairs: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Return the chance that a good response scores above a bad one (area under the ROC curve), ties counting half."""
+    """Return the chance that a good response outscores a bad one (area under the ROC curve); ties count half."""
     good = np.sort([s for own in pairs for s, y in own if y > 0.5])
     bad = np.array([s for own in pairs for s, y in own if y <= 0.5])
     if not len(good) or not len(bad):

@@ -1,4 +1,4 @@
-"""Common start of all verbs: device, rows, environment, and the checks before a run."""
+"""The common start of all verbs: device, rows, environment, and checks before a run."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from posttrain.system.user_code import load_named
 from posttrain.training.held_out_check import overlap
 from posttrain.training.sources.length_filter import Prompts, TooLong
 
-TRIAL_TURNS = 8  # of a sample reply to an environment that may wait for a word which it does not contain
-READ_FOR_UNKNOWN = 20  # tasks
-MOST_UNKNOWN = 0.01  # share of their tokens that may be unknown to the tokenizer
+TRIAL_TURNS = 8  # turns of a rehearsed episode; an environment may wait for a word that no sample reply contains
+READ_FOR_UNKNOWN = 20  # most tasks to read
+MOST_UNKNOWN = 0.01  # share of tokens that may be unknown to the tokenizer
 LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are smaller
-GPU_TOKENS = 8192  # of a micro-batch on a GPU, where the size of its activations is not known
-ACTIVATION_SHARE = 0.2  # of a GPU's memory, for the activations of a micro-batch
-MOST_BEYOND = 1.05  # times the vocabulary: some checkpoints lack a few tokens that are never used in texts
+GPU_TOKENS = 8192  # tokens of a micro-batch on a GPU if the size of its activations is unknown
+ACTIVATION_SHARE = 0.2  # share of a GPU's memory for the activations of a micro-batch
+MOST_BEYOND = 1.05  # tokenizer's size / vocabulary: some checkpoints lack tokens that no text uses
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
 
 
@@ -62,7 +62,7 @@ def prepare(config: Training | Evaluation | Sample) -> torch.device:
 
 
 def use_threads(count: int | None) -> None:
-    """Set the number of threads; None: as many as torch chose. Raises UserError for more than could be of use."""
+    """Set the number of threads; None: torch's choice. Raises UserError for more than can be useful."""
     if count:
         cores = os.cpu_count() or 1
         if count > max(64, 4 * cores):
@@ -73,7 +73,7 @@ def use_threads(count: int | None) -> None:
 def choose_device(name: str, learner_devices: tuple[int, ...] = ()) -> torch.device:
     """Return the device of that name; "auto": a CUDA device if there is one. Raises UserError if it cannot be used.
 
-    Of several processes of a machine each takes a CUDA device of its own, as far as there are enough.
+    Each of several processes of a machine takes a CUDA device of its own, as far as there are enough.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or learner_devices else "cpu"
@@ -86,17 +86,17 @@ def choose_device(name: str, learner_devices: tuple[int, ...] = ()) -> torch.dev
             torch.cuda.set_device(name)
     try:
         probe = torch.zeros(1, device=name)
-        probe.item()  # "meta" holds no numbers
+        probe.item()  # fails for "meta"
         return probe.device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def microbatch_tokens(config: Training, model: Model) -> int:
-    """Return the tokens of a micro-batch. On a CPU larger ones would leave its caches: more memory, and slower.
+    """Return the tokens of a micro-batch. On a CPU larger ones would exceed its caches: more memory, and slower.
 
-    Of a large model fewer: products with its matrices are as fast with 512 rows, and activations take half the memory. On a
-    GPU as many as keep their activations within a share of its memory: few tokens do not occupy it.
+    For a large model it is fewer: products are as fast with 512 rows, with half the memory for activations. On a GPU as
+    many as keep their activations within a share of its memory, as few tokens do not occupy it.
     """
     if config.tokens_per_microbatch is not None:
         return config.tokens_per_microbatch
@@ -110,7 +110,7 @@ def microbatch_tokens(config: Training, model: Model) -> int:
 
 
 def tokens_of_activations(shape: DecoderConfig, room: float) -> int:
-    """Return how many tokens keep their activations within so many bytes, in bfloat16: a multiple of 1,024 of at most
+    """Return the number of tokens whose activations in bfloat16 fit into `room` bytes: a multiple of 1,024, at most
     32,768.
     """
     return max(1024, min(32_768, int(room / shape.activation_bytes(narrow=True)) // 1024 * 1024))
@@ -125,17 +125,17 @@ def load_tasks(
     convert: Convert | None = None,
     left_out: str = "",
 ) -> Tasks | Stream:
-    """Load the tasks of a verb, from `rows` that are given or from `config.tasks`.
+    """Load the tasks of a verb, from given `rows` or from `config.tasks`.
 
-    Rows of `config.tasks` are converted by the `row_to_task` beside the environment, or by `convert`; given rows are taken
-    unchanged, or converted by `convert`. An environment that makes its own prompts needs none. `left_out`: which rows
-    `convert` leaves out, in words.
+    Rows of `config.tasks` are converted by `row_to_task` of the environment's module, or by `convert`; given rows only
+    by `convert`. An environment that makes its own prompts needs none. `left_out`: the rows that `convert` leaves out,
+    in words.
     """
     spec = env or config.env or None
     function = None
     doing("reading rows" if rows is not None else f"reading {config.tasks}")
     if convert is None and spec is not None:
-        function = load_env(spec)  # its errors are reported before anything heavy starts
+        function = load_env(spec)  # reports errors before anything expensive starts
         need = () if need == ("prompt",) and is_generator_env(function) else need
         convert = load_converter(spec) if rows is None else None
     if rows is None:
@@ -153,7 +153,7 @@ def load_tasks(
     if callable(rows):
         if config.limit is None:
             return Stream(rows, Conversion(**options))
-        rows = (row for make in [rows] for row in islice(make(), config.limit))  # not called before it is read
+        rows = (row for make in [rows] for row in islice(make(), config.limit))  # called only when read
     tasks = to_tasks(load_rows(rows, config.split, config.limit), **options, split_seed=split_seed)
     if (refuses := getattr(function, "problem_of_row", None)) and (problem := refuses(tasks[0])):
         raise UserError(f"{tasks.where(0)}: {problem}")
@@ -168,7 +168,7 @@ def split_tasks(
     convert: Convert | None = None,
     left_out: str = "",
 ) -> tuple[Tasks | Stream, Tasks | None]:
-    """Return the tasks to train on, and those that are held out."""
+    """Return the tasks to train on, and the held-out tasks."""
     if not config.held_out:
         return load_tasks(config, rows, env, need, None, convert, left_out), None
     seed = config.seed if config.split_seed is None else config.split_seed
@@ -183,7 +183,7 @@ def split_tasks(
 
 
 def amount(tasks: AnyTasks) -> str:
-    """Describe the number of tasks, and the columns that they were read from."""
+    """Describe the number of tasks, and the columns that they come from."""
     if isinstance(tasks, MixedTasks):
         return "; ".join(f"{name}: {amount(own)}" for name, own in tasks.parts.items())
     if isinstance(tasks, Stream):
@@ -201,14 +201,12 @@ def rehearse(
     services: Services | None = None,
     viewer: Viewer | None = None,
 ) -> Turn | None:
-    """Run up to three tasks with sample replies, so that a broken environment is reported before anything heavy starts.
+    """Run up to three tasks with sample replies, to report a broken environment early; return the first turn shown.
 
-    Returns the first turn that it shows.
-
-    An environment that can score none of them gets a warning, no error: it may score more of a model's replies. Raises
-    UserError if the environment cannot even start: it does not import, or no task's episode shows a first turn, or it asks a
-    service that is not among `services`. Services are not asked: an example of their answers is fed. `viewer`: the model
-    that will sample; it is also a UserError if its chat template does not show the environment's messages.
+    If no reply can be scored, the user gets a warning, not an error, as the environment may score a model's replies.
+    Raises UserError if the environment cannot start: it cannot be imported, no task's episode shows a first turn, or it
+    asks a service that is not among `services`. Services are not asked: an example of their answers is used. `viewer`:
+    the model that will sample; UserError also if its chat template does not show the environment's messages.
     """
     services = services or Services()
     pool.ready()
@@ -225,7 +223,7 @@ def rehearse(
                 return first
             reasons.append(event.reward.reason)
             if not shown or event.reward.kind is InvalidKind.TIMEOUT:
-                break  # another reply would change nothing, or take as long again
+                break  # another reply would not help, or would take as long
     if not begun:
         raise UserError(
             f"the environment fails before it shows the model anything: {reasons[0]}; correct it, or the columns that it "
@@ -236,13 +234,15 @@ def rehearse(
 
 
 def _sample_replies(task: Task) -> list[str]:
-    """Return possible replies of a model: the task's own answer, where it has one, and some usual forms."""
+    """Return possible replies of a model: the task's own answer, if it has one, and some usual forms."""
     own = [str(task[name]) for name in ("response", "answer") if isinstance(task.get(name), str | int | float)]
     return [*filter(str.strip, own), *SAMPLE_REPLIES]
 
 
 def warn_unknown_tokens(tokenizer: Tokenizer, tasks: AnyTasks, warn: Callable[[str], None] = warn) -> None:
-    """Warn where the tokenizer has no tokens for a good part of the text of some tasks: the model cannot read it."""
+    """Warn if the tokenizer has no tokens for more than `MOST_UNKNOWN` of some tasks' text, which the model cannot
+    read.
+    """
     if tokenizer.unknown_id is not None:
         texts = (text for task in tasks.examples(READ_FOR_UNKNOWN) for text in texts_of(task))
         _warn_unknown_tokens(tokenizer, texts, "the tasks' text", warn)
@@ -251,7 +251,7 @@ def warn_unknown_tokens(tokenizer: Tokenizer, tasks: AnyTasks, warn: Callable[[s
 def warn_unknown_tokens_in_episodes(
     tokenizer: TextEncoder, texts: Iterable[str], warn: Callable[[str], None] = warn
 ) -> None:
-    """Warn where the tokenizer has no tokens for a good part of the texts that an environment shows."""
+    """Warn if the tokenizer has no tokens for more than `MOST_UNKNOWN` of an environment's texts."""
     if tokenizer.unknown_id is not None:
         _warn_unknown_tokens(tokenizer, texts, "what the environment shows", warn)
 
@@ -271,13 +271,13 @@ def _warn_unknown_tokens(tokenizer: TextEncoder, texts: Iterable[str], what: str
 
 
 def require_chat_template(tokenizer: Tokenizer, tasks: AnyTasks) -> None:
-    """Raise UserError, before a model is loaded, where rows are messages and the tokenizer has no template for them."""
+    """Raise UserError, before a model is loaded, if rows are messages and the tokenizer has no chat template."""
     if tokenizer.chat_template is None and (task := next((t for t in tasks.examples() if t.get("messages")), None)):
-        tokenizer.render(task["messages"])  # its message names the fix
+        tokenizer.render(task["messages"])  # raises with the fix
 
 
 def texts_of(task: Task) -> list[str]:
-    """Yield the texts of a task: its prompt, and the response to learn."""
+    """Return the texts of a task: its prompt or messages, and its responses."""
     said: list[Any] = [task.get("prompt"), task.get("response"), *(task["replies"] if is_script(task) else ())]
     said += [message["content"] for message in task.get("messages") or ()]
     for response in task.get("responses") or ():
@@ -288,7 +288,9 @@ def texts_of(task: Task) -> list[str]:
 def _rehearsed(
     pool: EnvPool | MixedPool, services: Services, task: Task, reply: str, seen: Seen | None
 ) -> tuple[bool, Done | None, Turn | None]:
-    """Run one episode; return whether it showed a turn or asked a service, its end if it came, and its first turn."""
+    """Run one episode; return whether it showed a turn or asked a service, its end if there was one, and its first
+    turn.
+    """
     pool.start(0, task)
     first: Turn | None = None
     for turns in range(TRIAL_TURNS + 1):
@@ -310,11 +312,11 @@ def _rehearsed(
 
 
 def _reply_to(turn: Turn, reply: str, seen: Seen | None) -> Reply:
-    """Return the reply to a turn. Raises UserError where the turn cannot be shown to the model."""
+    """Return the reply to a turn. Raises UserError if the turn cannot be shown to the model."""
     if seen is None:
         return Reply(reply)
     seen.show(turn)
-    if seen.problem is not None and not turn.whole:  # the template cannot show this turn: the episode is invalid
+    if seen.problem is not None and not turn.whole:  # a whole turn that cannot be shown only makes the episode invalid
         raise UserError(seen.problem)
     said = seen.say(reply)
     return Reply(reply) if said is None else said
@@ -323,7 +325,7 @@ def _reply_to(turn: Turn, reply: str, seen: Seen | None) -> Reply:
 def fitting(
     tasks: Tasks | MixedTasks | None, pool: EnvPool | MixedPool, tokenizer: Tokenizer, too_long: TooLong
 ) -> list[Task]:
-    """Return the tasks whose prompts fit, as far as that is known before their episodes."""
+    """Return the tasks whose prompts fit, as far as that is known before their episodes run."""
     if tasks is None or not pool.single_turn:
         return list(tasks or ())
     return Prompts(tasks, tokenizer, too_long).fitting()
@@ -347,7 +349,7 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def watch_lengths(config: Training, context: int) -> TooLong:
-    """Return the treatment of rows that are longer than `context` tokens; it prints warnings until a display takes over."""
+    """Return the handler of rows longer than `context` tokens; it prints warnings until a display takes over."""
     return TooLong(config.too_long, context, (lambda text: None) if config.quiet else tell)
 
 
@@ -368,15 +370,14 @@ def parameters(model: Model) -> int:
 
 
 def size_of(model: Model) -> str:
-    """Describe the numbers of parameters of a model and of those that are trained."""
+    """Describe the number of parameters of a model, and of the trained ones."""
     count, learning = parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"{count:,} parameters" + (f" of which {learning:,} learn" if learning < count else "")
 
 
 def rate_note(lr: float, adapted: bool, size: int) -> list[str]:
-    """Return a line for the user where models of this size (parameters) learned next to nothing at such a rate; else [].
-
-    The rates come from docs/results/learning-rates.md, and 1e-3 from the decoders of 0.1 million parameters.
+    """Return a line for the user if models of this size (parameters) hardly learned at such a rate; else [].
+    Rates are from docs/results/learning-rates.md; 1e-3 is from decoders of 0.1 million parameters.
     """
     if size >= 500_000_000:
         return []
@@ -389,7 +390,7 @@ def rate_note(lr: float, adapted: bool, size: int) -> list[str]:
 
 
 def reply_length_note(max_tokens: int, context: int) -> list[str]:
-    """Return a line for the user where no reply can be as long as --max-tokens allows; else []."""
+    """Return a line for the user if no reply can be as long as --max-tokens allows; else []."""
     if max_tokens < context:
         return []
     return [

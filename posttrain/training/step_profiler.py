@@ -1,4 +1,4 @@
-"""Profiles some steps of a run with torch's profiler: a trace of each phase, and a table of where its time goes."""
+"""Profiles some steps of a run with torch's profiler: a trace of each phase, and a table of time by kind of work."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ KINDS = {
     "copies, gather, scatter": r"memcpy|memset|copy|cat|index|gather|scatter|embedding|fill",
     "other elementwise": r"elementwise|vectorized|mul|add|sub|div|exp|_kernel",
 }
-"""Kind of work -> pattern of the names of its kernels (on a processor: operations); the first that fits counts."""
+"""Kind of work -> pattern of the names of its kernels (on a CPU: of operations); the first match counts."""
 OTHER = "other"
-TOP = 15  # kernels of a phase that are listed
+TOP = 15  # kernels listed for a phase
 
 
 class StepProfiler:
-    """Profiler of the phases of some steps. It writes into `folder` after each phase, and calls `say` with the place after
-    the last step.
+    """Profiler of the phases of some steps.
+
+    It writes to `folder` after each phase, and reports the place by `say` after the last.
     """
 
     def __init__(self, folder: Path, steps: range, learner: Any, say: Callable[[str], None]) -> None:
-        """Profile on the learner's device, where it has one."""
+        """Profile on the learner's device, if it has one."""
         self._folder, self._steps, self._say = folder, steps, say
         self._page: list[str] = []
         self._gpu = getattr(getattr(learner, "device", None), "type", "cpu") == "cuda"
 
     def phase(self, number: int, name: str) -> AbstractContextManager[None]:
-        """Return a context in which a phase of a step is profiled, if the step is one of those asked for."""
+        """Return a context manager that profiles a phase of a step, if the step is one of those requested."""
         return self._profiled(number, name) if number in self._steps else nullcontext()
 
     @contextmanager
@@ -61,10 +62,10 @@ class StepProfiler:
 
 
 def kernels(profiler: Any, gpu: bool) -> list[tuple[str, float, int]]:
-    """Return (name, seconds, launches) of a GPU's kernels, the longest first; on a processor, of operations."""
+    """Return (name, seconds, launches) of a GPU's kernels, the longest first; on a CPU, of operations."""
     found = []
     for event in profiler.key_averages():
-        # rows of operations, and of annotations such as an optimizer's step, repeat the time of the kernels in them
+        # rows of operations, and of annotations such as an optimizer's step, include the time of their kernels again
         marked = getattr(event, "is_user_annotation", False) or event.key.startswith("Optimizer.")
         if gpu and (marked or event.device_type.name != "CUDA"):
             continue

@@ -1,4 +1,4 @@
-"""The order of the tasks of a run of `rl`, by its options: see `--curriculum`."""
+"""Makes the order of the tasks of a run of `rl` from its options: see `--curriculum`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from posttrain.training.sources.mixture import Mixture
 from posttrain.training.sources.task_order import SolveRate, Stages, TaskOrder, Uniform
 
 MOST_STAGES = 1000
-SHOWN_STAGES = 8  # whose numbers of tasks are shown
+SHOWN_STAGES = 8  # most stages whose numbers of tasks are shown
 
 
 def task_order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
-    """Return the order in which a run visits its tasks. `success`: the reward of a right reply, if there is one.
+    """Return the order in which a run visits its tasks. `success`: the success threshold, if there is one.
 
-    Raises UserError where the tasks do not have what the curriculum needs.
+    Raises UserError if the tasks lack something that the curriculum needs.
     """
     if not isinstance(tasks, MixedTasks):
         return _order(config, tasks, success)
@@ -65,7 +65,7 @@ def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
 
 
 def order_lines(config: RL, order: TaskOrder) -> list[str]:
-    """Describe the order of the tasks, where it is not the usual one."""
+    """Describe the order of the tasks; [] for the uniform order."""
     floor = f"{config.curriculum_floor:.0%} of the prompts"
     if isinstance(order, Mixture):
         shares = ", ".join(f"{name} {share:.1%}" for name, share in order.shares.items())
@@ -85,8 +85,8 @@ def order_lines(config: RL, order: TaskOrder) -> list[str]:
 def stages_of(tasks: Tasks, column: str) -> dict[float | str, Integers]:
     """Return the values of a column in ascending order, each with the places of its tasks.
 
-    Texts are numbers if all of them are. Raises UserError, in one line that names the row, for a missing value, and for one
-    that cannot be compared with the others.
+    Texts are compared as numbers if all of them are numbers. Raises UserError, in one line that names the row, for a
+    missing value, and for one that cannot be compared with the others.
     """
     doing(f"reading the column {column}")
     values = [_value(tasks, place, task, column) for place, task in enumerate(tasks)]
@@ -124,7 +124,7 @@ def _shown(value: float | str) -> str:
 
 
 def _number(value: float | str) -> float | None:
-    """Return a value as a number; None where it is a text that is none."""
+    """Return a value as a number; None for a text that is no number."""
     try:
         number = float(value)
     except ValueError:

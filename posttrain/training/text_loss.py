@@ -1,4 +1,4 @@
-"""Loss of given texts within training: held-out responses of `sft`, and loss of the texts of `--forget`."""
+"""The loss of given texts within training: of held-out responses of `sft`, and of the texts of `--forget`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from posttrain.runs.run_folder import RunFolder
 from posttrain.training.setup import microbatch_tokens, watch_lengths
 from posttrain.training.sources.sft_source import Demonstrations, Transcripts
 
-AT_ONCE = 1000  # rows whose transcripts are made at once
+AT_ONCE = 1000  # rows whose transcripts are in memory together
 
 Measure = Callable[[Stats], Sequence[Outcome] | None]
-"""Evaluation within training: adds its metrics, and returns the rollouts that it sampled."""
+"""Evaluation within training: adds its metrics, and returns the outcomes of the rollouts that it sampled."""
 
 
 def read_texts(option: str, file: str) -> Tasks | Stream:
-    """Read rows with `text`, which becomes a response without a prompt, or with prompt and response. Raises UserError."""
+    """Read rows with `text`, which becomes a response without a prompt, or with prompt and response.
+
+    Raises UserError.
+    """
 
     def text_or_row(row: dict[str, Any]) -> Task:
         if "text" not in row and "response" not in row:
@@ -38,7 +41,9 @@ def read_texts(option: str, file: str) -> Tasks | Stream:
 
 
 def text_loss(texts: Transcripts, source: Demonstrations, learner: Learner, metric: str) -> Callable[[Stats], None]:
-    """Return the function that adds the mean negative log-likelihood of these texts' scored tokens under that name."""
+    """Return a function that adds the mean negative log-likelihood of these texts' scored tokens as the metric
+    `metric`.
+    """
 
     def measure(stats: Stats) -> None:
         for first in range(0, len(texts), AT_ONCE):
@@ -53,7 +58,10 @@ def text_loss(texts: Transcripts, source: Demonstrations, learner: Learner, metr
 def with_forgetting(
     run: RunFolder[Any], learner: Learner, tokenizer: Tokenizer, measure: Measure | None, device: torch.device
 ) -> Measure | None:
-    """Return the evaluation with the loss of the texts of `--forget` in it. Raises UserError where there can be none."""
+    """Return the evaluation extended by the loss of the texts of `--forget`.
+
+    Raises UserError if that is not possible.
+    """
     config: Training = run.config
     if config.forget is None:
         return measure

@@ -1,8 +1,8 @@
 """The course of a run, from its first or resumed step to its end: record, evaluate, save, show.
 
-Decides what a run leaves in its directory and when, how it goes on after a kill, and that nothing is lost when it ends
-before its time. On disk a run is its last checkpoint and the record until then; a resumed one begins there and repeats, byte
-for byte, what had come after.
+It decides which files a run writes and when, how it continues after a kill, and that nothing is lost if it ends early.
+On disk a run is its last checkpoint and the record until then; a resumed run begins there and repeats, byte for byte,
+the steps after it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from posttrain.training.hooks import Hooks
 from posttrain.training.loop import FinishedStep, interruptible, train
 from posttrain.training.step_profiler import StepProfiler
 
-WAITING = 0.3  # share of the steps' time from which on waiting for environments is worth a message
-RECENT_STEPS = 5  # steps that it is measured over
-HOOK = "hook"  # name of a finding: a hook failed
-HURRIED = 5.0  # seconds for trackers after a second Ctrl-C
-NOTICED = 1.0  # seconds that they take at least, so that toy runs are not bothered
+WAITING = 0.3  # share of the steps' time from which on waiting for environments is reported
+RECENT_STEPS = 5  # steps over which waiting is measured
+HOOK = "hook"  # name of the finding that a hook failed
+HURRIED = 5.0  # seconds for trackers to finish after a second Ctrl-C
+NOTICED = 1.0  # least seconds of these steps for a report, so that toy runs get none
 
 
 @dataclass
 class Run:
-    """Finished (or interrupted) run."""
+    """A finished (or interrupted) run."""
 
     path: Path
     checkpoint: Path | None  # the newest one: a Hugging Face folder
@@ -67,7 +67,7 @@ class Run:
 
 
 class Trainer:
-    """Trainer of a run from its first or resumed step to its end: record, evaluate, save, show."""
+    """Runs training from its first or resumed step to its end: records, evaluates, saves, shows."""
 
     def __init__(
         self,
@@ -79,7 +79,9 @@ class Trainer:
         steps: int,
         hooks: Hooks | None = None,
     ) -> None:
-        """`measure` evaluates on held-out tasks and returns its rollouts; `steps` is the number of the last step."""
+        """`measure`: evaluates on held-out tasks and returns the outcomes of its rollouts; `steps`: the number of the
+        last step.
+        """
         self.hooks = hooks or Hooks(())
         self.trackers: Trackers | None = None
         self.world = run.world
@@ -89,27 +91,30 @@ class Trainer:
         self.folder = run.path
         self.display = Display(quiet=self.config.quiet)
         self.saved = run.checkpoint  # the newest checkpoint
-        self.saving: Future[Path] | None = None  # the one after it, which the disk has not got yet
+        self.saving: Future[Path] | None = None  # the checkpoint that is being written
         self._beside: WorkerThread | None = None
         self.health = Health() if self.config.health != "off" else None
         self.ill: str | None = None  # why the health check or a hook stops the run
-        self.done = 0  # the last whole step: trained and recorded
+        self.done = 0  # the last complete step: trained and recorded
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
-        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: of waiting, of the whole step
+        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: waiting, the whole step
         self.noted_waiting = False  # whether a note on waiting was shown
-        self.noted_invalid = False  # and of invalid rewards
+        self.noted_invalid = False  # whether a note on invalid rewards was shown
         self.stopping = False  # whether any process was asked to stop
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
-        """Train to the end or to an interruption. `sizes` and `formula` describe it; they are shown and recorded."""
+        """Train to the end or to an interruption.
+
+        `sizes` and `formula` describe the run; they are shown and recorded.
+        """
         if self.saved:
             self._restore(self.saved)
         self.record = self.opened.open({"sizes": sizes, "objective": formula})
-        self.world.gather(None)  # what the record was before is gone for everybody
+        self.world.gather(None)  # no process may read the record from before
         with writing(self.folder):
             PICTURES.keep(self.folder / FOLDER)
         try:
-            # what scrolls away last is what matters most; where a formula is from, `posttrain algorithms NAME` says
+            # the most important lines come last; sources of formulas are shown by `posttrain algorithms NAME`
             self._begin([*(line.partition("   [")[0] for line in formula), *_options(self.config), *sizes])
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
@@ -118,7 +123,7 @@ class Trainer:
         except BaseException as error:
             self.display.close()
             outlook = self._rescue() if isinstance(error, UserError) and not self.world.rank else ""
-            with suppress(Exception):  # it would hide what went wrong first
+            with suppress(Exception):  # a second error would hide the first
                 self.record.close({})
             if self.trackers is not None:
                 self.trackers.finish("failed", *(() if isinstance(error, Exception) else (HURRIED,)))
@@ -138,12 +143,12 @@ class Trainer:
         return Run(self.folder, self.world.gather(self.saved)[0], stopped, self.ill)
 
     def _close(self, status: Status) -> None:
-        """Close the record, draw its curves, and let trackers deliver the rest."""
+        """Close the record, draw its curves, and let trackers finish their uploads."""
         with writing(self.folder):
             self.record.close((read_metrics(self.folder) or [{}])[-1])
         try:
             curves(self.folder)
-        except (UserError, OSError) as error:  # nothing to draw yet, or no room: the run itself is whole
+        except (UserError, OSError) as error:  # nothing to draw yet, or a full disk: the run itself is complete
             self.display.note(f"no curves were drawn: {error}")
         if self.trackers is not None:
             self.trackers.finish(status)
@@ -167,14 +172,14 @@ class Trainer:
             )
 
     def _begin(self, lines: list[str]) -> None:
-        """Show what runs; for a resumed run, repeat the health findings up to here."""
+        """Show the description of the run; for a resumed run, restore the health findings up to here."""
         self.whole = (self.learner.version, self.source.state())
         if self.saved:
             found = []
             if self.health:
                 self.health = Health.replay(row for row in read_metrics(self.folder) if row["step"] <= self.done)
                 found = [(f.step, f.name, f.message) for f in self.health.findings]
-            for row in read_health(self.folder):  # those of hooks do not follow from the metrics
+            for row in read_health(self.folder):  # findings about hooks cannot be computed from the metrics
                 if row["step"] <= self.done and (row["name"] == HOOK or not self.health):
                     found.append((row["step"], row["name"], row["message"]))
             with writing(self.folder):
@@ -216,12 +221,12 @@ class Trainer:
         return StepProfiler(self.folder / "profile", steps, self.learner, self.display.note)
 
     def _stop(self, asked: bool) -> bool:
-        """Whether to end after this step: if any process was interrupted, all end."""
+        """Return whether to end after this step: if any process was interrupted, all end."""
         self.stopping = self.stopping or any(self.world.gather(asked))
         return self.stopping
 
     def _after(self, trained: FinishedStep) -> bool:
-        """Record a step. Return whether the run ends here."""
+        """Record a step; return whether the run ends here."""
         number, config = trained.step.number, self.config
         stats = trained.stats
         if self.saving is not None and self.saving.done():
@@ -253,7 +258,7 @@ class Trainer:
         return self.ill is not None
 
     def _check_health(self, number: int, metrics: dict[str, float]) -> None:
-        """Check the run's health; show and record the findings, or end the run."""
+        """Check the run's health; show and record the findings, or mark the run to end."""
         if self.health is None:
             return
         found = self.health.look(number, metrics)
@@ -265,7 +270,7 @@ class Trainer:
                 self.ill = finding.message
 
     def _call_hooks(self, trained: FinishedStep, metrics: dict[str, float], held_out: Sequence[Outcome] | None) -> None:
-        """Call the hooks in the first process. Where one asks to stop, all processes end after this step."""
+        """Call the hooks in the first process. If a hook asks to stop, all processes end after this step."""
         number = trained.step.number
         if not self.world.rank:
             failed = self.hooks.step(number, metrics, [o.rollout for o in trained.step.outcomes])
@@ -277,14 +282,16 @@ class Trainer:
             self.ill = self.ill or asked[0]
 
     def _note_failed(self, failed: list[str]) -> None:
-        """Show and record which hooks failed."""
+        """Show and record messages about failed hooks."""
         with writing(self.folder):
             self.record.health((self.done, HOOK, message) for message in failed)
         for message in failed:
             self.display.note(f"step {self.done}: {message}")
 
     def _note_invalid(self, trained: FinishedStep) -> None:
-        """Show once why a reward was invalid: a few invalid rewards do not end a run, and appear as a share alone."""
+        """Show once why a reward was invalid, as a few invalid rewards do not end a run, and metrics show only their
+        share.
+        """
         reasons = [r.reward.reason for r in trained.step.played if isinstance(r.reward, Invalid)]
         if reasons and not self.noted_invalid:
             self.noted_invalid = True
@@ -294,7 +301,7 @@ class Trainer:
             )
 
     def _note_waiting(self, waiting: float, whole: float) -> None:
-        """Show once that steps spend their time on environments, with the option that helps."""
+        """Show once that steps spend their time waiting for environments, with the option that helps."""
         self.recent.append((waiting, whole))
         waited, took = (sum(column) for column in zip(*self.recent, strict=True))
         if not self.noted_waiting and len(self.recent) == RECENT_STEPS and took > NOTICED and waited > WAITING * took:
@@ -328,13 +335,13 @@ class Trainer:
         self.tokenizer.save(folder)
 
     def _rescue(self) -> str:
-        """Save the last whole step after a user's mistake, if no update came since. Return how to continue."""
+        """Save the last complete step after a user's mistake, if no update came since. Return how to continue."""
         with suppress(UserError):
             self._wait_for_checkpoint()
         saved = checkpoints.step_of(self.saved) if self.saved else 0
-        here = not self.config.shard  # and else it takes all processes
+        here = not self.config.shard  # sharded weights need all processes
         if here and self.done > saved and self.learner.version == self.whole[0]:
-            with suppress(UserError):  # the disk is full, which is perhaps why we are here
+            with suppress(UserError):  # a full disk may be the original error
                 self._save()
                 self._wait_for_checkpoint()
         if self.saved is None:
@@ -345,17 +352,17 @@ class Trainer:
 
 
 def _timing(trained: FinishedStep) -> dict[str, float]:
-    """Return a line of timing.jsonl: all of a step that depends on the clock."""
+    """Return the row of timing.jsonl: everything in a step that depends on the clock."""
     seconds = {**trained.step.seconds, **trained.seconds}
     timing = {f"seconds/{name}": value for name, value in seconds.items()}
     taken = max(1e-9, sum(trained.seconds.values()))
-    given = not trained.step.played  # rows, of which prompts are read and responses learned
+    given = not trained.step.played  # given rows, whose prompts are read and responses trained
     speeds = {"learned": trained.step.tokens, "read": trained.fed} if given else {"sampled": trained.step.tokens}
     timing |= {f"tokens_per_second/{name}": tokens / taken for name, tokens in speeds.items()}
     took: dict[str, list[float]] = {"environment": [], "reply": []}
     for rollout in trained.step.played:
         for turn in rollout.turns:
-            if turn.seconds:  # else it was played before the run was resumed
+            if turn.seconds:  # 0 if it was sampled before the run was resumed
                 took["reply" if turn.kind is SpanKind.SAMPLED else "environment"].append(turn.seconds)
     for who, turns in took.items():
         timing |= (
@@ -366,7 +373,7 @@ def _timing(trained: FinishedStep) -> dict[str, float]:
 
 
 def _options(config: Training) -> list[str]:
-    """Return the options that were chosen, in one line. run.json has all of them."""
+    """Return the chosen options in one line. run.json has all options."""
     default, chosen = as_dict(type(config)()), as_dict(config)
     named: list[str] = []
     for name, value in chosen.items():

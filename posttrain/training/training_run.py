@@ -1,4 +1,5 @@
-"""Run of any verb that trains: the verb builds the parts, and this module assembles them, from the lock to the last file.
+"""The run of any verb that trains: the verb builds the parts, and this module assembles them, from the lock to the
+last file.
 
 A verb is an entry of `config/verbs.py` and a function (`RunContext`) -> `RunParts`.
 """
@@ -33,11 +34,11 @@ from posttrain.training.trainer import Run, Trainer
 class RunContext(Generic[AnyTraining]):
     """Input of the function that builds a run."""
 
-    run: RunFolder[AnyTraining]  # with its options, checkpoint and processes
+    run: RunFolder[AnyTraining]  # its options, checkpoint and processes
     device: torch.device
     resources: ExitStack  # closed when the run ends
-    rows: Any = None  # instead of config.tasks, where Python passed them as objects
-    env: Callable[..., Any] | None = None  # instead of config.env
+    rows: Any = None  # rows passed as objects from Python, in place of config.tasks
+    env: Callable[..., Any] | None = None  # environment passed as an object, in place of config.env
 
     @property
     def config(self) -> AnyTraining:
@@ -53,22 +54,21 @@ class RunParts:
     learner: Learner
     tokenizer: Tokenizer
     steps: int  # the number of the last step
-    sizes: list[str]  # model, data, batch and the like: shown and recorded
+    sizes: list[str]  # lines on model, data, batch and so on: shown and recorded
     formula: list[str]  # the objective in plain mathematics: shown and recorded
-    measure: Callable[[Stats], Sequence[Outcome] | None] | None = None  # evaluates, and returns the rollouts of that
+    measure: Callable[[Stats], Sequence[Outcome] | None] | None = None  # evaluates; returns the outcomes
     notifiers: tuple[Any, ...] = ()  # parts whose `say` shows a message to the user
     finish: Callable[[Run], Sequence[str]] | None = (
-        None  # after the last step, in the first process; returns lines to print
+        None  # called after the last step, in the first process; returns lines to print
     )
 
 
 def run_training(
     config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None, hooks: Sequence[Any] = ()
 ) -> Run:
-    """Train. `rows` and `env` may be objects; `config` then holds a name for each, for the record. `hooks` are those
-    beside `config.hook`.
+    """Train. `rows` and `env` may be objects; `config` then holds a name for each, for the record.
 
-    Raises UserError for a mistake of the caller's.
+    `hooks`: further ones besides `config.hook`. Raises UserError for a mistake of the caller's.
     """
     build: Callable[[RunContext[AnyTraining]], RunParts] = load(VERBS[config.verb].function)
     with open_world(config) as world, begin(config, rows, env, world) as run, ExitStack() as resources:
@@ -88,7 +88,7 @@ def run_training(
 
 
 def _memory(config: Training, learner: Learner, device: torch.device) -> list[str]:
-    """Describe the memory that the run takes of a GPU, where it is not spread over several."""
+    """Describe the GPU memory that the run takes; [] on a CPU, or if it is spread over several GPUs."""
     if device.type != "cuda" or config.shard or not isinstance(learner, LocalLearner):
         return []
     tokens = microbatch_tokens(config, learner.model)

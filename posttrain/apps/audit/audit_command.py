@@ -22,13 +22,13 @@ from posttrain.runs.terminal.printing import table
 WIDTH = 80
 LIMIT = 200  # tasks of a probe without --limit
 TASK_OPTIONS = ("tasks", "split", "fields", "prompt_template", "response_template", "env")
-"""The run's record of its tasks; `--tasks` replaces all but the environment."""
+"""Options in run.json that define the run's tasks; `--tasks` replaces all of them but the environment."""
 PLAY_OPTIONS = ("max_tokens", "stop", "max_episode_tokens", "max_turns", "max_tool_calls", "episode_timeout", "success")
 
 
 @dataclass(frozen=True)
 class AuditRequest:
-    """The options of the verb; see there."""
+    """Options of `posttrain audit`, declared in `cli/inspect_commands.py`."""
 
     run: str | None = None
     gold: str | None = None
@@ -45,7 +45,10 @@ class AuditRequest:
 
 
 def carry_out(request: AuditRequest, as_json: bool) -> int:
-    """Train the classifier, audit the run, probe it, as far as asked for; print. Returns the exit code."""
+    """Train the classifier, audit the run and probe it, each if requested.
+
+    Prints the results and returns the exit code.
+    """
     _check_options(request)
     said: dict[str, Any] = {}
     classifier = None
@@ -77,7 +80,7 @@ def carry_out(request: AuditRequest, as_json: bool) -> int:
 
 
 def _check_options(request: AuditRequest) -> None:
-    """Refuse options that do not go together."""
+    """Raise UserError for options that contradict each other or lack a counterpart."""
     if request.run is None and request.train_classifier is None:
         raise UserError("posttrain audit needs the folder of a run, or --train-classifier labelled.jsonl")
     if request.train_classifier is not None and request.classifier is None:
@@ -93,7 +96,10 @@ def _check_options(request: AuditRequest) -> None:
 
 
 def _has_rollouts(request: AuditRequest) -> bool:
-    """Whether there is something to audit, or an error to report: a run that is only probed needs none."""
+    """Return whether to audit the run's rollouts.
+
+    A run that is only probed needs none; otherwise missing ones are an error.
+    """
     only_probed = (
         request.sycophancy and request.gold is None and not request.disagreement and request.classifier is None
     )
@@ -104,7 +110,7 @@ def _has_rollouts(request: AuditRequest) -> bool:
 
 
 def _options(request: AuditRequest) -> dict[str, Any]:
-    """Return the tasks: by the run's own options, unless others are given."""
+    """Return the options that define the tasks: the run's own, replaced by `--tasks` and `--env` where given."""
     recorded = read_run(str(request.run))["config"]
     chosen = {name: recorded[name] for name in TASK_OPTIONS if recorded.get(name) is not None}
     if request.tasks is not None:
@@ -117,7 +123,7 @@ def _options(request: AuditRequest) -> dict[str, Any]:
 
 
 def _tasks(request: AuditRequest, limit: int | None = None) -> list[Task]:
-    """Return the first `limit` tasks: of those that the run held out, if it did and no others are named."""
+    """Return the first `limit` tasks; the run's held-out tasks if it has some and `--tasks` is not given."""
     from itertools import islice
 
     from posttrain.config.inference import Check
@@ -134,7 +140,7 @@ def _tasks(request: AuditRequest, limit: int | None = None) -> list[Task]:
 
 
 def _probe(request: AuditRequest) -> Probe:
-    """Sample the tasks and their probed twins with the same seeds."""
+    """Sample replies to the tasks and to the same tasks with a wrong opinion, with the same seeds, and compare them."""
     from posttrain.config.inference import Evaluation
     from posttrain.config.resolve import filled
     from posttrain.envs.play.load_env import success_of
@@ -217,7 +223,7 @@ def show_probe(probe: Probe) -> None:
 
 
 def _without_interval(figures: Sequence[Estimate]) -> None:
-    """Print the explanation of the star behind a figure."""
+    """Print why figures marked with a star have no interval."""
     for why in dict.fromkeys(figure.why for figure in figures if figure.why and isfinite(figure.value)):
         _wrapped("*", why)
 

@@ -1,7 +1,7 @@
 """A small classifier of hacked and honest replies: logistic regression on n-grams of letters and words.
 
-Its accuracy is measured on prompts that it has not seen: a classifier that knows the prompts by heart would look good
-on labelled replies and fail on others.
+Its accuracy is measured on unseen prompts: a classifier that has memorised the prompts would look good on the labelled
+replies and fail on others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from posttrain.core.types import UserError
 from posttrain.data.rows import load_rows
 
 LETTERS = (1, 2, 3, 4)  # sizes of the n-grams of letters
-CHARACTERS = 4000  # of a reply, the first ones that are looked at
-BUCKETS = 2**15  # n-grams are hashed into so many
-FOLDS = 5  # prompts are dealt into so many parts; each is judged by a classifier of the others
-PENALTY = 1e-4  # of half the squared norm of the weights, beside the mean loss
+CHARACTERS = 4000  # only the first characters of a reply are read
+BUCKETS = 2**15  # number of buckets that n-grams are hashed into
+FOLDS = 5  # folds of prompts; each is predicted by a classifier trained on the other folds
+PENALTY = 1e-4  # coefficient of half the squared norm of the weights, added to the mean loss
 UPDATES = 400  # of accelerated gradient descent: the loss is convex, and changes in its sixth digit by then
 KIND = "posttrain reply classifier 1"
 
@@ -37,7 +37,7 @@ TEXT, LABEL = ("text", "reply", "response"), ("hacked", "label")
 
 @dataclass(frozen=True, eq=False)
 class NgramFeatures:
-    """A sparse matrix [n, BUCKETS], row by row; every row has length 1 or is empty."""
+    """A sparse matrix [n, BUCKETS] in coordinate form; every row has length 1 or is empty."""
 
     row: Integers  # [entries]
     column: Integers  # [entries]
@@ -45,14 +45,14 @@ class NgramFeatures:
     rows: int
 
     def times(self, weights: Floats) -> Floats:
-        """[BUCKETS] -> [n]."""
+        """Return the product with weights [BUCKETS], [n]."""
         out: Floats = np.bincount(self.row, weights=self.value * weights[self.column], minlength=self.rows).astype(
             float
         )
         return out
 
     def transposed_times(self, residuals: Floats) -> Floats:
-        """[n] -> [BUCKETS]."""
+        """Return the transposed matrix times residuals [n], [BUCKETS]."""
         out: Floats = np.bincount(self.column, weights=self.value * residuals[self.row], minlength=BUCKETS).astype(
             float
         )
@@ -68,18 +68,21 @@ class NgramFeatures:
 
 @dataclass(frozen=True, eq=False)
 class HackClassifier:
-    """The chance that a reply is hacked."""
+    """A linear model of the probability that a reply is hacked."""
 
     weights: Floats  # [BUCKETS]
     bias: float
     held_out: dict[str, float]  # figures on prompts that were not seen: see `judged`
 
     def __call__(self, texts: Sequence[str]) -> Floats:
-        """[n] probabilities."""
+        """Return the probability that each text is hacked, [n]."""
         return _sigmoid(features(texts).times(self.weights) + self.bias)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, with the weights that are not 0. Raises UserError if it cannot be written."""
+        """Write the classifier as JSON, with the weights that are not 0.
+
+        Raises UserError if the file cannot be written.
+        """
         at = np.flatnonzero(self.weights)
         weights = {str(place): float(f"{self.weights[place]:.6g}") for place in at.tolist()}
         content = {"kind": KIND, "bias": self.bias, "held_out": self.held_out, "weights": weights}
@@ -109,7 +112,7 @@ class HackClassifier:
 
 @dataclass(frozen=True)
 class LabelledReplies:
-    """Replies of which it is known whether they are hacked."""
+    """Replies labelled as hacked or honest."""
 
     texts: list[str]
     hacked: list[bool]
@@ -117,9 +120,9 @@ class LabelledReplies:
 
 
 def read_labelled(path: str) -> LabelledReplies:
-    """Rows with "prompt", "text" (or "reply", "response") and "hacked" (or "label"): true or false, 1 or 0.
+    """Read rows with "prompt", "text" (or "reply", "response") and "hacked" (or "label"): true or false, 1 or 0.
 
-    Raises UserError for a row without them, and if only one kind is there, or only one prompt.
+    Raises UserError for a row without them, and if either label has replies to fewer than `FOLDS` prompts.
     """
     texts, hacked, prompts = [], [], []
     for number, row in enumerate(load_rows(path), 1):
@@ -143,7 +146,7 @@ def read_labelled(path: str) -> LabelledReplies:
 
 
 def train(labelled: LabelledReplies, seed: int = 0) -> HackClassifier:
-    """Return a classifier of all replies, with figures of others that were each kept from a fifth of the prompts."""
+    """Train a classifier on all replies. Its figures come from cross-validation in `FOLDS` folds of prompts."""
     x, y = features(labelled.texts), np.array(labelled.hacked, dtype=np.float64)
     fold = np.array([seed_of(seed, "fold", prompt) % FOLDS for prompt in labelled.prompts])
     unseen = np.full(len(y), np.nan)
@@ -158,9 +161,9 @@ def train(labelled: LabelledReplies, seed: int = 0) -> HackClassifier:
 
 
 def fit(x: NgramFeatures, y: Floats) -> tuple[Floats, float]:
-    """(weights, bias) of the least mean logistic loss + PENALTY / 2 |weights|^2, by Nesterov's method.
+    """Return (weights, bias) that minimise the mean logistic loss + PENALTY / 2 |weights|^2, by Nesterov's method.
 
-    Rows have length 1, so with the bias no curvature exceeds 2/4 + PENALTY: the step is one over that.
+    Rows have length 1, so with the bias no curvature exceeds 2/4 + PENALTY: the step size is its inverse.
     """
     step = 1 / (0.5 + PENALTY)
     weights, bias = np.zeros(BUCKETS), float(np.log(y.mean() / (1 - y.mean())))
@@ -176,7 +179,9 @@ def fit(x: NgramFeatures, y: Floats) -> tuple[Floats, float]:
 
 
 def judged(probability: Floats, y: Floats) -> dict[str, float]:
-    """Accuracy at one half, that of always naming the commoner kind, area under the curve, and how many replies."""
+    """Return accuracy at threshold 0.5, accuracy of always naming the commoner label, area under the curve, and the
+    count.
+    """
     return {
         "accuracy": float(np.mean((probability >= 0.5) == (y == 1))),
         "commoner": float(max(y.mean(), 1 - y.mean())),
@@ -186,7 +191,7 @@ def judged(probability: Floats, y: Floats) -> dict[str, float]:
 
 
 def area(score: Floats, y: Floats) -> float:
-    """Chance that a hacked reply has a higher score than an honest one, ties counting half (Mann and Whitney 1947)."""
+    """Return the chance that a hacked reply outscores an honest one; ties count half (Mann and Whitney 1947)."""
     positive = y == 1
     count = int(positive.sum())
     others = len(y) - count
@@ -196,7 +201,7 @@ def area(score: Floats, y: Floats) -> float:
 
 
 def features(texts: Sequence[str]) -> NgramFeatures:
-    """1 + log(count) of each n-gram of a text, hashed, scaled to length 1."""
+    """Return 1 + log(count) of each hashed n-gram of a text, scaled to length 1."""
     rows, columns, values = [], [], []
     for number, text in enumerate(texts):
         hashed = np.array([crc32(gram.encode("utf-8", "replace")) % BUCKETS for gram in _grams(text)], dtype=np.int64)
@@ -213,7 +218,7 @@ def features(texts: Sequence[str]) -> NgramFeatures:
 
 
 def _grams(text: str) -> Iterator[str]:
-    """n-grams of letters, with the borders of the text; words and pairs of them."""
+    """Yield n-grams of letters, with marks for the borders of the text, then words and pairs of words."""
     cut = text[:CHARACTERS].lower()
     framed = f"\x02{cut}\x03"
     for size in LETTERS:

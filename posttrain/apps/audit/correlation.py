@@ -1,4 +1,4 @@
-"""Correlations and changes of means, with intervals over prompts: the replies to one are not independent."""
+"""Correlations and changes of means, with intervals over prompts, as replies to one prompt are not independent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Estimate:
     value: float
     low: float = nan
     high: float = nan
-    why: str = ""  # there is no interval
+    why: str = ""  # reason for a missing interval
 
     @staticmethod
     def of(value: float, interval: Interval) -> Estimate:
@@ -40,26 +40,29 @@ class Estimate:
 
 
 def ranks(x: Floats) -> Floats:
-    """[n] ranks from 1 on; equal values share the mean of theirs."""
+    """Return ranks from 1 on, [n]; equal values share their mean rank."""
     _, place, count = np.unique(x, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     return ((2 * last - count + 1) / 2)[place]
 
 
 def correlation(x: Floats, y: Floats, prompt: Integers) -> Estimate:
-    """Pearson's correlation, its interval over prompts. `prompt`: [n], from 0 on."""
+    """Return Pearson's correlation with its interval over prompts.
+
+    `prompt`: [n], each reply's prompt number, from 0 on.
+    """
     sums = _sums(x, y, prompt)
     value = float(_correlated(sums.sum(0, keepdims=True))[0])
     return Estimate.of(value, correlation_interval(sums, _correlated)) if isfinite(value) else Estimate(nan)
 
 
 def rank_correlation(x: Floats, y: Floats, prompt: Integers) -> Estimate:
-    """Spearman's correlation, that of the ranks. Where a prompt is left out, the others keep their ranks."""
+    """Return Spearman's correlation. The interval leaves prompts out without recomputing the ranks of the others."""
     return correlation(ranks(x), ranks(y), prompt)
 
 
 def centred(x: Floats, cell: Integers) -> Floats:
-    """[n] without the mean of each cell [n]: the rest are differences between replies to one prompt in one step."""
+    """Return x minus the mean of its cell, [n]: differences between replies to one prompt in one step. `cell`: [n]."""
     count = np.bincount(cell)
     centre = np.bincount(cell, weights=x) / np.maximum(count, 1)
     out: Floats = x - centre[cell]
@@ -68,7 +71,9 @@ def centred(x: Floats, cell: Integers) -> Floats:
 
 
 def change(x: Floats, late: NDArray[np.bool_], prompt: Integers) -> Estimate:
-    """Mean of x where `late` minus its mean elsewhere, the interval over prompts. nan if either side is empty."""
+    """Return the mean of x where `late` minus its mean elsewhere, with an interval over prompts; nan if either is
+    empty.
+    """
     if late.all() or not late.any():
         return Estimate(nan)
     size = int(prompt.max()) + 1
@@ -82,7 +87,10 @@ def change(x: Floats, late: NDArray[np.bool_], prompt: Integers) -> Estimate:
 
 
 def _sums(x: Floats, y: Floats, prompt: Integers) -> Floats:
-    """[prompts, 6]: number, x, y, xx, yy, xy of each. Values are shifted and scaled first, which no correlation feels."""
+    """Return [prompts, 6]: count and sums of x, y, xx, yy, xy.
+
+    Both are standardised first, which changes no correlation.
+    """
     x, y = _standard(x), _standard(y)
     columns = (np.ones(len(x)), x, y, x * x, y * y, x * y)
     return np.stack([np.bincount(prompt, weights=column) for column in columns], axis=1)
@@ -98,7 +106,7 @@ def _standard(x: Floats) -> Floats:
 
 
 def _correlated(totals: Floats) -> Floats:
-    """[r, 6] -> [r]."""
+    """Return the correlations [r] of rows of sums [r, 6]."""
     n, x, y, xx, yy, xy = totals.T
     with np.errstate(invalid="ignore", divide="ignore"):
         of_x, of_y = xx - x * x / n, yy - y * y / n

@@ -1,4 +1,4 @@
-"""The replies of a run as arrays: the input of the audit. Reads rollouts as they were written, and writes nothing."""
+"""Arrays of the replies of a run: the input of the audit. Reads rollout files and writes nothing."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from posttrain.runs.record.schema import SCALARS
 from posttrain.runs.run_files import Folder
 from posttrain.runs.run_reading import read_run, rollout_steps
 
-STEPS = 40  # that are read unless more are asked for
-WINDOW = 0.2  # share of the steps read, at each end, that is called early or late
+STEPS = 40  # default number of steps to read
+WINDOW = 0.2  # share of the steps read that counts as early, and as late
 
 
 @dataclass(frozen=True, eq=False)
 class Replies:
-    """Every reply with a valid reward of some steps of a run, in order. n: how many."""
+    """The n replies with a valid reward, in order, of some steps of a run."""
 
     step: Integers  # [n]
-    prompt: Integers  # [n], number of its task, from 0 on: the unit of resampling
-    cell: Integers  # [n], number of its group: one prompt in one step
+    prompt: Integers  # [n], number of the reply's task, from 0 on: the unit of resampling
+    cell: Integers  # [n], number of the reply's group: one prompt in one step
     text: list[str]  # [n], the sampled text, the turns of an episode joined by line ends
     length: Floats  # [n], sampled tokens
     reward: Floats  # [n]
     parts: dict[str, Floats]  # name -> [n]; nan where a reply lacks it
-    stop: list[StopReason]  # [n], why the last reply of each ended
+    stop: list[StopReason]  # [n], stop reason of the last reply of the rollout
     tasks: list[Task]  # [n], columns of the task: id, prompt, answer
-    steps: list[int]  # that were read
-    recorded: int  # steps whose rollouts are there
+    steps: list[int]  # the steps that were read
+    recorded: int  # number of steps with rollouts on disk
     invalid: int = 0  # replies without a valid reward, left out
     single: bool = field(default=True)  # whether every episode had one reply
 
@@ -44,31 +44,36 @@ class Replies:
 
     @property
     def ends(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """([n] early, [n] late): those of the first and of the last fifth of the steps; nothing where there is one step."""
+        """Return masks ([n] early, [n] late) of the first and the last fifth of the steps; both empty if one step was
+        read.
+        """
         count = max(1, round(WINDOW * len(self.steps))) if len(self.steps) > 1 else 0
         early, late = self.steps[:count], self.steps[len(self.steps) - count :]
         return np.isin(self.step, early), np.isin(self.step, late)
 
     def part(self, name: str) -> Floats:
-        """[n] of a part of the reward. UserError with the names that there are."""
+        """Return a part of the reward, [n]. Raises UserError, with the known names, if there is none of that name."""
         if name not in self.parts:
             known = ", ".join(self.parts) or "none: return a dict from the reward, such as {'reward': r, 'gold': g}"
             raise UserError(f"the rollouts have no part of the reward named {name!r}; there are {known}")
         return self.parts[name]
 
     def with_tasks(self, tasks: Iterable[Task]) -> Replies:
-        """Return the replies with all columns of their tasks, found by id. The rollouts' own values stay."""
+        """Return the replies with all columns of their tasks, matched by id.
+
+        Values recorded in the rollouts take precedence.
+        """
         known = {str(task["id"]): task for task in tasks}
         return replace(self, tasks=[{**known.get(str(own["id"]), {}), **_without_nulls(own)} for own in self.tasks])
 
 
 def holds_replies(run: Folder) -> bool:
-    """Whether the run holds replies of its policy: others record the rows that they were given."""
+    """Return whether the run holds replies of its policy. Verbs that do not sample record their input rows instead."""
     return read_run(run)["verb"] in sampling() and bool(rollout_steps(run))
 
 
 def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
-    """Return the replies of at most so many steps, evenly spread, the first and the last among them.
+    """Return the replies of at most `most_steps` steps, evenly spread, including the first and the last.
 
     Raises UserError if the folder holds no run, or no rollouts with a valid reward.
     """
@@ -119,7 +124,7 @@ def _replies(row: Row) -> list[str]:
 
 
 def _task_of(group: str) -> str:
-    """A group is named after its task and the visit: "17#0"."""
+    """Return the task's id from a group's name, which is the id and the visit: "17#0"."""
     return group.rpartition("#")[0] or group
 
 

@@ -38,7 +38,7 @@ HACKED = 0.5  # probability from which on a reply is classed as hacked
 
 @dataclass(frozen=True)
 class Audit:
-    """The results of an audit. `trends` and `correlations` are by name, in the order in which they are printed."""
+    """Results of an audit. `trends` and `correlations` map names to figures, in the order of printing."""
 
     read: dict[str, int]  # steps, steps recorded, replies, prompts, invalid
     trends: dict[str, Trend]
@@ -50,7 +50,7 @@ class Audit:
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON data."""
+        """Return the results as JSON data."""
         return {
             "read": self.read,
             "findings": [{"name": f.name, "message": f.message} for f in self.findings],
@@ -75,12 +75,11 @@ def audit(
     most_steps: int = STEPS,
     limits: FindingLimits | None = None,
 ) -> Audit:
-    """Read at most so many steps of a run and look for what hacked rewards leave behind. Writes nothing.
+    """Read at most `most_steps` steps of a run and look for traces of reward hacking. Writes nothing.
 
-    gold: a second score of every reply: a part of the reward, or a reward of any name, which scores the texts now.
-    disagreement: two parts of the reward that ought to agree. tasks: rows that the gold score needs, found by their ids.
-
-    Raises UserError if the run has no rollouts, or for a name that there is not.
+    gold: a second score of every reply: a part of the reward, or any reward, which then scores the texts.
+    disagreement: two parts of the reward that ought to agree. tasks: rows that the gold score needs, matched by id.
+    Raises UserError if the run has no rollouts, or for an unknown name.
     """
     limits = limits or FindingLimits()
     replies = read_replies(run, most_steps)
@@ -118,7 +117,7 @@ LENGTH_ALL, LENGTH_WITHIN = "length, all replies", "length, within a prompt"
 
 
 def trend(replies: Replies, values: Floats) -> Trend:
-    """Means over the early and the late replies; those without the value, nan, are left out."""
+    """Return means over the early and the late replies; nan values are left out."""
     early, late = (side & np.isfinite(values) for side in replies.ends)
     ends = early | late
     if not (early.any() and late.any()):
@@ -130,7 +129,7 @@ def trend(replies: Replies, values: Floats) -> Trend:
 def _scores(
     replies: Replies, gold: str | None, disagreement: Sequence[str], tasks: Sequence[Task]
 ) -> dict[str, Floats]:
-    """Return the series that are compared with the reward: name -> [n]."""
+    """Return the series to compare with the reward: name -> [n]."""
     found: dict[str, Floats] = {}
     if gold is not None:
         found["gold"] = score_of(replies.with_tasks(tasks), gold)
@@ -144,7 +143,10 @@ def _scores(
 
 
 def _standard(values: Floats, around: NDArray[np.bool_] | None = None) -> Floats:
-    """Over the standard deviation of all replies read, around the mean of those named, or of all; 0 where nothing varies."""
+    """Divide by the standard deviation of all replies, after subtracting the mean of those in `around`, or of all.
+
+    Constant values become 0.
+    """
     some = values if around is None or not np.isfinite(values[around]).any() else values[around]
     if not np.isfinite(values).any():
         return values
@@ -156,7 +158,7 @@ def _standard(values: Floats, around: NDArray[np.bool_] | None = None) -> Floats
 def _correlations(
     replies: Replies, series: Mapping[str, Floats], templates: Sequence[Spread], gold: str | None
 ) -> dict[str, tuple[Estimate, Estimate]]:
-    """Return correlations of the reward with each series; within a prompt: after the mean of each group is taken off."""
+    """Return correlations of the reward with each series. Within a prompt: each group's mean is subtracted first."""
     reward, within = replies.reward, centred(replies.reward, replies.cell)
 
     def both(x: Floats, y: Floats, at: Any = slice(None)) -> tuple[Estimate, Estimate]:
@@ -178,7 +180,7 @@ def _correlations(
 
 
 def _rewards(run: Folder, replies: Replies) -> tuple[list[int], Floats]:
-    """Return the mean reward of every step: of metrics.jsonl, which has them all, or of the replies that were read."""
+    """Return (steps, mean rewards): from metrics.jsonl, which has all steps, else from the replies that were read."""
     rows = [(row["step"], row["reward"]) for row in read_metrics(run) if row.get("reward") is not None]
     if rows:
         return [step for step, _ in rows], np.array([value for _, value in rows], dtype=np.float64)
@@ -187,7 +189,7 @@ def _rewards(run: Folder, replies: Replies) -> tuple[list[int], Floats]:
 
 
 def _by_step(replies: Replies, series: Mapping[str, Floats]) -> list[dict[str, float]]:
-    """One row a step: the mean of each series, and the share of the commonest opening."""
+    """Return a row for each step: the mean of each series, and the share of the commonest opening."""
     openings = commonest_opening(replies)
     rows = []
     for place, step in enumerate(replies.steps):

@@ -1,4 +1,4 @@
-"""A second score of the replies of a run: a part of the reward that the rollouts carry, or any reward, computed now."""
+"""A second score of a run's replies: a part of the reward recorded in the rollouts, or any reward, computed now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from posttrain.envs.reward_sums import is_sum
 
 
 def score_of(replies: Replies, name: str) -> Floats:
-    """[n] the part of the reward of that name, or the reward "my.py:name" of each text; nan where invalid.
+    """Return a second score of each reply, [n]: the part of the reward of that name, or a reward "my.py:name"; nan if
+    invalid.
 
     Raises UserError for a name that is neither, a part that no reply has, and a reward that can score nothing.
     """
@@ -46,8 +47,10 @@ def score_of(replies: Replies, name: str) -> Floats:
 def scored(
     env: str, tasks: Sequence[Task], texts: Sequence[str], stops: Sequence[StopReason], outcomes: bool = False
 ) -> tuple[Floats, list[str]]:
-    """([n] rewards, nan where invalid; why those are), each different pair of task and reply scored once. `outcomes`: the
-    numbers that success is compared with, instead of the rewards.
+    """Return ([n] rewards, nan where invalid; reasons of the invalid ones). Equal pairs of task and reply are scored
+    once.
+
+    `outcomes`: return the numbers that success is compared with, instead of the rewards.
     """
     scores = np.full(len(texts), np.nan)
     reasons: list[str] = []

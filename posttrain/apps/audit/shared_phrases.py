@@ -1,4 +1,4 @@
-"""Text that replies to different prompts share: openings and closings that spread, and nearly the same replies."""
+"""Text shared by replies to different prompts: openings and closings that spread, and near-duplicates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from posttrain.apps.audit.correlation import Estimate, Floats, centred, change, 
 from posttrain.apps.audit.replies import Replies
 
 SIZES = (1, 3)  # words of an opening or a closing: a mark, a phrase
-COMPARED = 128  # replies of a step among which near-duplicates are looked for
-CHARACTERS = 2000  # of a reply, the first ones that are compared
+COMPARED = 128  # replies of a step that are compared for near-duplicates
+CHARACTERS = 2000  # only the first characters of a reply are compared
 ALIKE = 0.9  # from this similarity on (2 x longest common subsequence / both lengths) two replies are nearly the same
 
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without spaces: each counts as a word
@@ -28,7 +28,7 @@ Gram = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Spread:
-    """The opening or closing of one size whose share of the replies grew most from early to late."""
+    """The opening or closing, of a given number of words, whose share of the replies grew most from early to late."""
 
     place: str  # "opening" or "closing"
     size: int  # words
@@ -50,7 +50,7 @@ class Spread:
 
 
 def words(text: str) -> list[str]:
-    """In small letters; a mark is a word.
+    """Return the words in lower case; a punctuation mark is a word.
 
     >>> words("Sure! It's 42.")
     ['sure', '!', 'it', "'", 's', '42', '.']
@@ -59,7 +59,10 @@ def words(text: str) -> list[str]:
 
 
 def spreads(replies: Replies) -> list[Spread]:
-    """One for each place and size, those that grew most first. A reply of fewer words has no opening of that size."""
+    """Return a Spread for each place and size, fastest growth first.
+
+    Replies with fewer words than the size do not count.
+    """
     if not replies.ends[0].any():
         return []
     said = [words(text) for text in replies.text]
@@ -94,7 +97,7 @@ def _shares(grams: Sequence[Gram], equal: Floats, side: NDArray[np.bool_]) -> di
 
 
 def commonest_opening(replies: Replies) -> Floats:
-    """[steps] share of the replies of a step that begin with its commonest three words."""
+    """Return, for each step, the share of replies that begin with its commonest three words, [steps]."""
     opening = [tuple(words(text)[:3]) for text in replies.text]
     found = []
     for step in replies.steps:
@@ -104,10 +107,11 @@ def commonest_opening(replies: Replies) -> Floats:
 
 
 def near_duplicates(replies: Replies) -> Floats:
-    """[n] 1.0 where a reply is nearly the same as one to another prompt in its step, 0.0 where not; nan: not compared.
+    """Return 1.0 for a reply that is nearly the same as one to another prompt in its step, else 0.0; nan: not
+    compared. [n]
 
-    Compared are at most `COMPARED` of a step, evenly spread over it. Replies to prompts with the same text or answer are
-    not: right ones may well be the same.
+    At most `COMPARED` replies of a step, evenly spread, are compared. Pairs whose prompts have the same text or answer
+    are not compared, as their correct replies may well be the same.
     """
     prompt = np.array([str(t["prompt"]) for t in replies.tasks])
     answer = np.array([str(t.get("answer")) if t.get("answer") is not None else f"#{t['id']}" for t in replies.tasks])

@@ -1,1 +1,1 @@
-"""A plan for other machines, from the files of a pilot run."""
+"""Throughput forecast for other machines, from the files of a pilot run."""

@@ -1,4 +1,4 @@
-"""The input of a simulation: episodes to be sampled, speeds of engines and learners, and their numbers."""
+"""Input of a simulation: episodes to sample, speeds of engines and learners, and their numbers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class JobTurn:
     """A turn of an episode: the environment works, the engine reads the new tokens, and samples."""
 
     steps: int  # decoding steps of the reply
-    read: int = 0  # tokens that go through the model before the first of them
-    wait: float = 0.0  # seconds of the environment before the engine is asked
+    read: int = 0  # prompt tokens that the model reads before the first decoding step
+    wait: float = 0.0  # seconds of the environment before the engine gets the request
 
 
 @dataclass(frozen=True)
 class JobEpisode:
-    """One rollout as it is sampled."""
+    """A rollout as the simulation samples it."""
 
     stages: tuple[JobTurn, ...]
-    reward: float = 0.0  # seconds from its last reply to its reward
+    reward: float = 0.0  # seconds from the last reply to the reward
 
     @property
     def sampled(self) -> int:
@@ -30,25 +30,25 @@ class JobEpisode:
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of a task. The first prompt of all of them is computed once on an engine."""
+    """The rollouts of a task. An engine computes their shared first prompt once."""
 
     episodes: tuple[JobEpisode, ...]
-    tokens: int  # that an update learns from or reads, the shared prompt once
+    tokens: int  # tokens that an update learns from or reads; the shared prompt counts once
 
 
 @dataclass(frozen=True)
 class Speed:
     """The speed of one engine."""
 
-    decoding: tuple[tuple[float, float], ...]  # (running requests, seconds of a step), by the first
-    read: float = 0.0  # seconds a token that is read
+    decoding: tuple[tuple[float, float], ...]  # (running requests, seconds of a step), sorted by requests
+    read: float = 0.0  # seconds per prompt token
     load: float = 0.0  # seconds of a weight sync
-    reply: float = 0.0  # seconds in which a finished reply keeps it from decoding
+    reply: float = 0.0  # seconds per finished reply in which the engine does not decode
     slots: int = 256  # requests at once
-    admitted: int = 1  # free slots that are waited for before requests are admitted, while others run
+    admitted: int = 1  # free slots needed to admit requests while others run
 
     def step(self, running: int) -> float:
-        """Seconds of a decoding step: on the line between measurements, beyond them on the last line."""
+        """Return seconds of a decoding step: linear between measurements; beyond the last, the last line goes on."""
         known = self.decoding
         if len(known) == 1 or running <= known[0][0]:
             return known[0][1]
@@ -60,19 +60,19 @@ class Speed:
 
 @dataclass(frozen=True)
 class Learning:
-    """The speed of one learner; several share the tokens."""
+    """The speed of one learner; several learners share the tokens."""
 
     token: float  # seconds of scoring and updating, for each token of a group
-    step: float = 0.0  # seconds that a step takes besides: its record, evaluation and checkpoint
+    step: float = 0.0  # further seconds of a step: its record, evaluation and checkpoint
     sum: float = 0.0  # seconds a step to sum gradients, where there are several
 
 
 @dataclass(frozen=True)
 class Job:
-    """The part of a job that the options fix on any machines."""
+    """The part of a job that does not depend on the machines."""
 
     prompts: int  # groups a step
-    group: Callable[[int], Group]  # the n-th that is begun
+    group: Callable[[int], Group]  # number n -> the n-th group of the job
     speed: Speed
     learning: Learning
 

@@ -1,7 +1,7 @@
-"""Reads a job off the files of a pilot run: what its episodes looked like, and how fast its engine and its learner were.
+"""Reads a job from the files of a pilot run: the lengths of its episodes, and the speed of its engine and learner.
 
-A pilot is a run of one process with one engine. Its first step, and the first after each resumption, is left out: in it
-kernels are compiled, and caches are empty.
+A pilot is a run of one process with one engine. The first step, and the first after each resumption, are left out:
+kernels are compiled in them, and caches are empty.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from posttrain.runs.record.schema import SCALARS
 from posttrain.runs.run_files import TIMING
 from posttrain.runs.run_reading import read_run, read_timing, rollout_steps
 
-LEAST = 3  # steps that are measured
-MOST_READ = 20  # steps whose rollouts are read, the last ones
+LEAST = 3  # measured steps that a pilot must have
+MOST_READ = 20  # most steps whose rollouts are read; the last ones
 _BUCKET = re.compile(r"decoding/(\d+)/steps")
 
 
 @dataclass(frozen=True)
 class Pilot:
-    """The measurements of a job on the machine that it was tried on."""
+    """Measurements of a job on the pilot's machine."""
 
     folder: str
     job: Job
     groups: tuple[Group, ...]
     steps: int  # that were measured
     size: tuple[int, int]  # prompts a step, replies a prompt
-    resized: bool  # whether the pilot's own were others
+    resized: bool  # whether the size differs from the pilot's own
     steps_per_hour: float  # of the pilot itself
-    update_tokens: float  # that its learner scored and learned from in a second
-    waits: float  # seconds of an environment before a reply, and of the reward, summed over an episode; the mean
+    update_tokens: float  # tokens per second that the learner scored and learned from
+    waits: float  # mean seconds of an episode that the environment and the reward took
 
 
 def read_pilot(
@@ -51,9 +51,9 @@ def read_pilot(
     weight_sync: float | None = None,
     gradients: float = 0.0,
 ) -> Pilot:
-    """Return the pilot in a folder, with other sizes of a step if these are given, and other seconds than its own.
+    """Read the pilot in a folder. `prompts`, `group`, `weight_sync` replace the pilot's own values where given.
 
-    Raises UserError if it is no pilot.
+    Raises UserError if the folder holds no pilot.
     """
     run = read_run(folder)
     config = run["config"]
@@ -102,7 +102,7 @@ def _check_kind(folder: str, verb: str, config: Row) -> None:
 
 
 def _measured(folder: str, run: Row) -> list[Row]:
-    """Return the rows of timing.jsonl that count."""
+    """Return the rows of timing.jsonl without the first steps, which warm up."""
     cold = {1, *(again.get("step", 0) + 1 for again in run.get("resumes", []) if isinstance(again, dict))}
     every = [row for row in read_timing(folder) if row["step"] > 0]
     rows = [row for row in every if row["step"] not in cold]
@@ -125,7 +125,7 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 
 
 def _speed(folder: str, rows: Sequence[Row], config: Row, weight_sync: float | None, replies: float) -> Speed:
-    """Return the speed of the engine. `replies`: of a step."""
+    """Return the speed of the engine. `replies`: mean number of replies in a step."""
     total: dict[str, float] = defaultdict(float)
     for row in rows:
         for name, value in row.items():
@@ -153,9 +153,9 @@ def _speed(folder: str, rows: Sequence[Row], config: Row, weight_sync: float | N
 
 
 def rising(measured: Iterable[tuple[float, float, float]]) -> tuple[tuple[float, float], ...]:
-    """(requests, seconds, weight) as a curve that never falls: where it would, neighbours become their weighted mean.
+    """Return (requests, seconds, weight) as a curve that never falls: falling neighbours become their weighted mean.
 
-    A step of more requests takes no less time; where it seems to, that is noise.
+    A step of more requests takes no less time; a measured fall is noise.
     """
     pooled: list[list[float]] = []  # requests x weight, seconds x weight, weight
     for requests, seconds, weight in measured:
@@ -167,7 +167,7 @@ def rising(measured: Iterable[tuple[float, float, float]]) -> tuple[tuple[float,
 
 
 def _groups(folder: str, steps: Sequence[int]) -> tuple[tuple[Group, ...], list[int], int]:
-    """Return the groups of these steps, their tokens, and how many there were."""
+    """Return the groups of these steps, the tokens of each, and the number of groups."""
     groups: list[Group] = []
     for step in steps:
         members: dict[str, list[Row]] = defaultdict(list)
@@ -188,7 +188,7 @@ def _group(rows: Sequence[Row]) -> Group:
 
 
 def _own(row: Row) -> list[Row]:
-    """Return the turns that were sampled for this rollout, not for the one that it left."""
+    """Return the turns sampled for this rollout, without those before its branch point."""
     turns: list[Row] = row["turns"][row["branch_turns"] or 0 :]
     return turns
 
@@ -208,9 +208,10 @@ def _episode(row: Row) -> JobEpisode:
 
 
 def _draw(groups: Sequence[Group], size: int, usual: int, seed: int) -> Callable[[int], Group]:
-    """Return the n-th group of a simulated job: one of the pilot's, its members drawn again where `size` is another one.
+    """Return a function n -> the n-th group of a simulated job: one of the pilot's, its members redrawn if `size`
+    differs.
 
-    The same n is the same group in every setting, so that settings differ by nothing else.
+    The same n gives the same group in every setting, so that settings differ by nothing else.
     """
 
     @lru_cache(maxsize=1 << 16)

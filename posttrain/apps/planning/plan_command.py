@@ -1,4 +1,4 @@
-"""The command `posttrain plan`: simulates a pilot's job in many settings, and reports the best one and its bottleneck."""
+"""The command `posttrain plan`: simulates a pilot's job in many settings, and prints the best and its bottleneck."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from posttrain.config.scale import Plan
 from posttrain.core.types import UserError
 
 SHOWN = 10  # settings, so that all fits a terminal of 24 lines
-SPLITS = 12  # of many devices, that are tried before the best one's neighbours are
-FEWEST, MOST, REPLIES = 16, 48, 12_000  # steps that are simulated, and replies that are enough
-ALIKE = 0.01  # steps per hour that differ by less are the same
+SPLITS = 12  # splits of many devices to try before the neighbours of the best one
+FEWEST, MOST, REPLIES = 16, 48, 12_000  # fewest and most steps to simulate, and the replies that suffice
+ALIKE = 0.01  # relative difference in steps per hour below which settings are equal
 HELP = {
     "decoding": "engines decode all the time: more of them, or shorter replies",
     "tail": "engines wait for their longest replies: --tokens-per-step helps",
@@ -50,7 +50,7 @@ def plan(run: str, config: Plan) -> int:
 
 
 def _enough(pilot: Pilot, config: Plan) -> int:
-    """Steps to simulate: fewer large ones, so that a plan takes seconds."""
+    """Return the steps to simulate: fewer if steps are large, so that a plan takes seconds."""
     replies = pilot.job.prompts * pilot.size[1]
     return max(FEWEST, min(MOST, REPLIES // replies)) + 4 * max(config.async_steps)
 
@@ -67,7 +67,7 @@ def _check(config: Plan) -> None:
 
 
 def _tried(config: Plan, outcome: Callable[[PlanSetting], SimulationResult]) -> list[SimulationResult]:
-    """Return the outcomes of all settings that are asked for."""
+    """Simulate all requested settings and return their results."""
     cuts: tuple[int | None, ...] = (None,) if config.tokens_per_step is None else (None, config.tokens_per_step)
     ways = [(ahead, cut) for ahead in config.async_steps for cut in cuts]
     if config.gpus is None:
@@ -87,7 +87,8 @@ def _tried(config: Plan, outcome: Callable[[PlanSetting], SimulationResult]) -> 
 def _splits(
     gpus: int, ahead: int, cut: int | None, of: Callable[[PlanSetting], SimulationResult]
 ) -> list[SimulationResult]:
-    """Return all splits of a few devices; of many some, and then the neighbours of the best until none is better.
+    """Return the results of all splits of a few devices; of many: of some, then of the best one's neighbours until
+    none is better.
 
     Each process of a run has engines of its own, so there are at least as many engines as learners.
     """
@@ -108,7 +109,7 @@ def _splits(
 
 
 def _best(found: Iterable[SimulationResult]) -> SimulationResult:
-    """Return the fastest; among those as fast, the one least ahead, with the fewest devices."""
+    """Return the fastest; among equally fast ones, that with the fewest `async_steps`, then the fewest devices."""
     ordered = sorted(found, key=lambda o: (o.setting.async_steps, o.setting.tokens or 0, o.setting.devices))
     most = max(o.steps_per_hour for o in ordered)
     return next(o for o in ordered if o.steps_per_hour >= most * (1 - ALIKE))
@@ -135,7 +136,7 @@ def _lines(
 
 
 def _about(pilot: Pilot, alone: SimulationResult) -> list[str]:
-    """Return the pilot in a few lines."""
+    """Return the lines that describe the pilot."""
     episodes = [episode for group in pilot.groups for episode in group.episodes]
     lengths = sorted(episode.sampled + 1 for episode in episodes)
     speed, most = pilot.job.speed, len(lengths)

@@ -1,8 +1,8 @@
-"""A simulation of a job, event by event: engines, environments and learners, on the clock of an imaginary machine.
+"""A discrete-event simulation of a job: engines, environments and learners of an imaginary machine.
 
-Decided here: the work of an engine between two events follows from the number of its requests, so only beginnings and ends
-of requests are events. An engine holds weights of one version and takes up others when it has finished all that was
-begun with them; different engines may be at different versions. Nothing is drawn here: a job in a setting has one outcome.
+Between two events an engine's work follows from its number of requests, so only beginnings and ends of requests are
+events. An engine holds weights of one version and loads others once all requests of that version have finished;
+versions may differ between engines. Nothing is random: a job in a setting has one outcome.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from posttrain.apps.planning.job import Group, Job, JobEpisode, PlanSetting, Speed
 
 KINDS = ("decoding", "tail", "reading", "loading", "environments", "weights")
-"""Uses of an engine's time. Tail: it decodes less than half of the requests that it had at most with these weights.
-Environments: all that it has waits for them, or for rewards. Weights: it has nothing, and waits for the learners."""
+"""Uses of an engine's time. Tail: it decodes less than half of the most requests that it had with these weights.
+Environments: all its episodes wait for environments or rewards. Weights: it has no episode, and waits for the learners.
+"""
 
-BUSY = 0.9  # share of the learners' time from which on they are the bottleneck
+BUSY = 0.9  # working share of the learners' time from which on they are the bottleneck
 
 
 @dataclass(eq=False)
@@ -26,19 +27,19 @@ class SimulatedEpisode:
 
     episode: JobEpisode
     group: int
-    step: int  # in which it is in progress
+    step: int  # step in which it is in progress
     engine: SimulatedEngine | None = None
     stage: int = 0
-    steps: int = 0  # decoding steps that are left of its stage
-    left: int = 0  # and of its share in this step
+    steps: int = 0  # decoding steps left in its stage
+    left: int = 0  # decoding steps left before it is cut in this step
     context: int = 0  # tokens so far
-    asked: float = 0.0  # when the engine was
-    again: bool = False  # whether all of its context has to be read with new weights
+    asked: float = 0.0  # time of the request
+    again: bool = False  # whether new weights have to read its whole context
 
 
 @dataclass(frozen=True)
 class Served:
-    """One request of an engine: when it was asked, begun and finished, in seconds."""
+    """A finished request of an engine: times of arrival, begin and end, in seconds."""
 
     asked: float
     begun: float
@@ -52,23 +53,23 @@ class SimulatedEngine:
     speed: Speed
     version: int = 0
     owed: int = 0  # episodes that are neither finished nor cut
-    rewards: int = 0  # that are computed for its finished episodes
-    of: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # the same by version
+    rewards: int = 0  # finished episodes whose rewards are being computed
+    of: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # version -> `owed` of it
     waiting: defaultdict[int, deque[SimulatedEpisode]] = field(default_factory=lambda: defaultdict(deque))  # by version
     running: list[tuple[float, int, float, SimulatedEpisode]] = field(
         default_factory=list
     )  # heap: (place of its end, order, begun, whose)
     place: float = 0.0  # decoding steps so far
-    now: float = 0.0  # until when `place` and `spent` are counted
-    busy: float = 0.0  # until when it does something else than decoding
-    doing: deque[tuple[float, str]] = field(default_factory=deque)  # (until when, what) of that
-    most: int = 0  # requests at once with these weights
-    events: int = 0  # that were announced; only the last one counts
-    known: set[tuple[int, int]] = field(default_factory=set)  # (group, version) whose prompt was read
+    now: float = 0.0  # time up to which `place` and `spent` are counted
+    busy: float = 0.0  # time until which it does something else than decoding
+    doing: deque[tuple[float, str]] = field(default_factory=deque)  # (until when, kind) of that other work
+    most: int = 0  # most requests at once with these weights
+    events: int = 0  # number of scheduled ends; only the last one is valid
+    known: set[tuple[int, int]] = field(default_factory=set)  # (group, version) of the prompts that were read
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
 
     def advance(self, now: float) -> None:
-        """Count what happened since the last event."""
+        """Count the decoding steps and the use of time since the last event."""
         while self.doing and self.now < now:
             until, what = self.doing[0]
             end = min(until, now)
@@ -91,25 +92,25 @@ class SimulatedEngine:
             self.doing.append((self.busy, what))
 
     def next_end(self) -> float:
-        """When the next of the running requests ends."""
+        """Return when the next running request ends."""
         left = max(0.0, self.running[0][0] - self.place)
         return max(self.now, self.busy) + left * self.speed.step(len(self.running))
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """The results, over the steps after the first ones."""
+    """The results, over the steps after the warm-up."""
 
     setting: PlanSetting
     steps_per_hour: float  # of the job's own number of groups
-    engines: dict[str, float]  # share of their time by kind
-    learners: float  # share of their time in which they work
-    learned: tuple[float, ...]  # when each step was, in seconds
-    served: tuple[Served, ...]  # all requests, if that was asked for
+    engines: dict[str, float]  # share of the engines' time by kind
+    learners: float  # share of the learners' time in which they work
+    learned: tuple[float, ...]  # end of each step, in seconds
+    served: tuple[Served, ...]  # all requests, if traced
 
     @property
     def idle(self) -> tuple[float, float]:
-        """Shares of the engines' and of the learners' time in which they do nothing; one share where they are the same."""
+        """Return the idle shares of the engines' and of the learners' time; both the same if they share devices."""
         engines = self.engines["environments"] + self.engines["weights"]
         if self.setting.shared:
             both = max(0.0, engines - self.learners)
@@ -118,7 +119,7 @@ class SimulationResult:
 
     @property
     def limit(self) -> str:
-        """The largest use of time: a kind of the engines' time, or learners."""
+        """Return the largest use of time: a kind of the engines' time, or "learners"."""
         if self.learners >= BUSY:
             return "learners"
         shares = dict(self.engines)
@@ -131,7 +132,7 @@ class Simulation:
     """One job in one setting, for some steps."""
 
     def __init__(self, job: Job, setting: PlanSetting, steps: int, trace: bool = False) -> None:
-        """`trace`: whether the outcome has all requests."""
+        """`trace`: whether the result lists all requests."""
         self.job, self.setting, self.steps, self.trace = job, setting, steps, trace
         self.engines = [SimulatedEngine(job.speed) for _ in range(setting.engines)]
         self.events: list[tuple[float, int, str, object]] = []
@@ -140,13 +141,13 @@ class Simulation:
         self.begun = 0  # groups
         self.opened = 0  # steps
         self.owed: defaultdict[int, int] = defaultdict(int)  # episodes that a step waits for
-        self.carried: defaultdict[int, list[SimulatedEpisode]] = defaultdict(list)  # for a step that has not begun
+        self.carried: defaultdict[int, list[SimulatedEpisode]] = defaultdict(list)  # later step -> cut episodes
         self.groups: dict[int, tuple[Group, list[int]]] = {}  # number -> the group, [episodes that are not finished]
         self.whole: defaultdict[int, list[Group]] = defaultdict(list)  # step -> the groups that it learns from
         self.played = 0  # the last step that has no episode in progress
         self.learned: list[
             tuple[float, int, int, float]
-        ] = []  # of each step: when, its groups, those whole by then, seconds
+        ] = []  # of each step: its end, its groups, groups finished by then, seconds of learning
         self.finished = 0  # groups that are whole
         self.learning = False
         self.dirty: dict[int, SimulatedEngine] = {}
@@ -176,7 +177,7 @@ class Simulation:
         return max(0, step - 1 - self.setting.async_steps)
 
     def _open(self) -> None:
-        """Begin all steps whose weights there are."""
+        """Begin all steps whose weights exist."""
         while self._version(self.opened + 1) <= len(self.learned):
             self.opened += 1
             for playing in self.carried.pop(self.opened, ()):
@@ -191,11 +192,11 @@ class Simulation:
                     self._begin(SimulatedEpisode(episode, number, self.opened), engine)
 
     def _free(self) -> SimulatedEngine:
-        """Return the engine that owes least."""
+        """Return the engine with the fewest unfinished episodes."""
         return min(self.engines, key=lambda engine: engine.owed)
 
     def _begin(self, playing: SimulatedEpisode, engine: SimulatedEngine) -> None:
-        """Begin an episode, or go on with it, in its step."""
+        """Begin or continue an episode in its step."""
         playing.engine, playing.left = engine, self.setting.tokens or 1 << 62
         engine.advance(self.now)
         engine.owed += 1
@@ -209,7 +210,7 @@ class Simulation:
         return 0 if self.setting.clock else self._version(playing.step)
 
     def _played(self) -> None:
-        """Go on to learning from the steps that are whole."""
+        """Begin learning from the next step if it has no episode in progress."""
         if self.setting.clock:
             return
         while self.played < self.opened and not self.owed[self.played + 1]:
@@ -250,7 +251,7 @@ class Simulation:
     # -- episodes ------------------------------------------------------------------------------------------------------
 
     def _ask(self, playing: SimulatedEpisode) -> None:
-        """The environment works, then the engine is asked."""
+        """Send the next request, after the environment's time."""
         stage = playing.episode.stages[playing.stage]
         playing.steps = stage.steps
         if stage.wait:
@@ -265,13 +266,13 @@ class Simulation:
         self.dirty[id(playing.engine)] = playing.engine
 
     def _ends(self, what: tuple[SimulatedEngine, int]) -> None:
-        """A request may end, if nothing came between."""
+        """Handle the scheduled end of a request, unless another event has changed it."""
         engine, event = what
         if event == engine.events:
             self.dirty[id(engine)] = engine
 
     def _settle(self, engine: SimulatedEngine) -> None:
-        """Take finished requests out, admit others, and schedule the next end."""
+        """Remove finished requests, admit others, and schedule the next end."""
         engine.advance(self.now)
         while engine.running and engine.next_end() <= self.now + 1e-12 * max(1.0, self.now):
             end, _, begun, playing = heapq.heappop(engine.running)
@@ -304,7 +305,7 @@ class Simulation:
         engine.most = max(engine.most, len(engine.running))
 
     def _read(self, engine: SimulatedEngine, playing: SimulatedEpisode) -> int:
-        """Tokens to be read before this request can be decoded."""
+        """Return the tokens to read before this request can be decoded."""
         if playing.again:
             playing.again = False
             return playing.context
@@ -317,7 +318,7 @@ class Simulation:
         return tokens
 
     def _reply_ended(self, playing: SimulatedEpisode) -> None:
-        """A reply has ended, or was cut."""
+        """Handle the end or the cut of a reply."""
         if playing.steps or not playing.left:
             unfinished = playing.steps or playing.stage + 1 < len(playing.episode.stages)
             if unfinished:
@@ -334,7 +335,7 @@ class Simulation:
             self._rewarded(playing)
 
     def _cut(self, playing: SimulatedEpisode) -> None:
-        """Leave the rest of an episode to the next step."""
+        """Continue the episode in the next step."""
         self._leave(playing)
         if not playing.steps:  # between two turns: the next one is asked for then
             playing.stage += 1
@@ -371,7 +372,7 @@ class Simulation:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _outcome(self) -> SimulationResult:
-        """Over the steps behind the first fifth, in which engines are not yet as far ahead as they may be.
+        """Return the results without the first fifth, in which engines are not yet as far ahead as they may be.
 
         Learning is counted no faster than sampling: rollouts sampled in advance can be learned from only once.
         """

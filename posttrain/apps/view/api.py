@@ -1,4 +1,4 @@
-"""The answers to the front end, by path: the same over HTTP and inside an exported file."""
+"""The JSON responses to the front end, by path: the same over HTTP and inside an exported file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from posttrain.core.types import UserError
 from posttrain.runs.run_reading import divides_by_sampler
 
 Query = Mapping[str, str]
-WAIT = 1.0  # seconds for data that is being read
+WAIT = 1.0  # seconds to wait for data that is being read
 
 
 class Answers:
-    """Answers about some runs."""
+    """Makes the JSON responses about some runs."""
 
     def __init__(self, runs: Sequence[OpenRun]) -> None:
         self.runs = list(runs)
@@ -29,9 +29,11 @@ class Answers:
         self._making = threading.Lock()
 
     def of(self, path: str, query: Query) -> Any:
-        """Plain JSON data. Raises UserError for missing or unreadable data; KeyError for no such path.
+        """Return the response as plain JSON data. Raises UserError for missing or unreadable data, KeyError for an
+        unknown path.
 
-        Files may hold anything: content that no run writes is reported in a line, and the other pages stay.
+        Files may hold anything: content that no run writes becomes a UserError of one line, so that the other pages
+        work.
         """
         ask = self._asked(path, query)
         try:
@@ -57,7 +59,7 @@ class Answers:
         answer, run = _OF_RUN.get(name), self.runs[int(number)]
         if answer is None:
             raise KeyError(path)
-        run.ready.wait(WAIT)  # one page with all its figures, not one without them first
+        run.ready.wait(WAIT)  # avoids a first page without figures
 
         def answered() -> Any:
             try:
@@ -86,7 +88,7 @@ class Answers:
         }
 
     def _overview(self, run: OpenRun, words: Sequence[str], query: Query) -> Any:
-        with self._making:  # a reloaded page waits for the same one
+        with self._making:  # a reloaded page waits for the overview that is being made
             stamp = run.stamp
             kept = self._kept.get(str(run.folder))
             if kept is None or kept[0] != stamp:

@@ -1,7 +1,7 @@
-"""The rollouts of a run as they were at some moment, in columns of memory that never change.
+"""An immutable snapshot of a run's rollouts, in columns in memory.
 
-Rows are in the order of their steps, evaluations behind the step, and their places there: of equal rows the earlier comes
-first in every order. Texts are numbers into a dictionary of distinct ones, numbers are float64 with nan for null.
+Rows are sorted by step, then evaluation after training, then index: of equal rows the earlier comes first in every
+order. Texts are codes into a dictionary of distinct texts; numbers are float64 with nan for null.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ Codes = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
 
-KEPT = 8  # answers that are remembered
+KEPT = 8  # answers in the cache
 FIGURES = ("n", "valid", "right_n", "mean", "sd", "low", "high", "replies", "first", "length")
-"""Figures of a group: rollouts, those with a reward, those that are right, statistics of the reward, distinct replies,
-the least index, the mean length of the reply."""
-_OF_TEXTS = "whole: "  # begins the names of values that follow from whole texts
+"""Figures of a group: rollouts, rollouts with a reward, successful rollouts, statistics of the reward, distinct
+replies, the least index, the mean length of the reply.
+"""
+_OF_TEXTS = "whole: "  # prefix of cached columns that depend on whole texts
 _WHOLE = ("n", "valid", "right_n", "replies", "first")
 
 
 def merged(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return all rows of some tables in order, each text once in its column's dictionary."""
+    """Return all rows of some tables in order; each column's dictionary has a text once."""
     table = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
     key = keys(table)
-    if not _in_order(key):  # steps are in pieces, one after the other, and evaluations behind those of 50 steps
+    if not _in_order(key):  # the index has pieces of 50 steps, each with its evaluations last
         begins = np.flatnonzero(np.diff(key >> 32, prepend=-1))
         parts = np.argsort(key[begins], kind="stable")
         pairs = list(zip(begins[parts].tolist(), np.append(begins[1:], len(key))[parts].tolist(), strict=True))
@@ -53,7 +54,7 @@ def _in_order(key: NDArray[Any]) -> bool:
 
 
 def sorted_within(values: Places, begins: Places) -> Places:
-    """Values, each stretch between two of these places sorted: many short sorts are faster than one of all."""
+    """Sort each stretch of values between two of `begins`, in place: many short sorts are faster than one of all."""
     ends = [*begins[1:].tolist(), len(values)]
     for begin, end in zip(begins.tolist(), ends, strict=True):
         values[begin:end].sort()
@@ -61,7 +62,7 @@ def sorted_within(values: Places, begins: Places) -> Places:
 
 
 def keys(table: pa.Table) -> Places:
-    """Return a number for each row, by which rows are ordered and found."""
+    """Return the sort key of each row: step, held_out and index in one integer."""
     key = _plain(table["step"]).astype(np.int64)
     for name, bits in (("held_out", 1), ("index", 32)):
         key <<= bits
@@ -80,14 +81,17 @@ def outside(table: pa.Table, parts: Iterable[RolloutPart]) -> pa.Table:
 
 
 class RolloutColumns:
-    """The rollouts of a run. `limit`: the reward from which on a reply is right; `texts`: whole ones, as far as held."""
+    """The rollouts of a run.
+
+    `limit`: the reward from which on a reply succeeds; `texts`: the whole texts read so far.
+    """
 
     def __init__(self, table: pa.Table, limit: float | None = None, texts: pa.Table | None = None) -> None:
         self.table, self._texts = table, texts
         self.parts = [name.removeprefix("part.") for name in table.column_names if name.startswith("part.")]
         decides = f"part.{OUTCOME}" if OUTCOME in self.parts else "reward"
         best = limit if limit is not None else pc.max(table[decides]).as_py()
-        self.limit = (0.0 if best is None else float(best)) - 1e-6  # rounding may take as much
+        self.limit = (0.0 if best is None else float(best)) - 1e-6  # tolerance for rounding
         self._columns: dict[str, Any] = {}
         self._answers: OrderedDict[Any, Any] = OrderedDict()
 
@@ -95,17 +99,17 @@ class RolloutColumns:
         return int(self.table.num_rows)
 
     def with_texts(self, texts: pa.Table) -> RolloutColumns:
-        """Return the same rows, and their cached figures, with other whole texts."""
+        """Return the same rows with other whole texts; cached figures that do not depend on texts are kept."""
         other = copy(self)
         other._texts, other._answers = texts, OrderedDict()
         other._columns = {name: column for name, column in self._columns.items() if not name.startswith(_OF_TEXTS)}
         if other.long:
-            other.__dict__.pop("groups", None)  # it counts distinct replies
+            other.__dict__.pop("groups", None)  # the groups count distinct replies
         return other
 
     @property
     def long(self) -> bool:
-        """Whether any whole reply is held, beyond the beginnings."""
+        """Whether any whole reply is held; otherwise only the beginnings of replies are."""
         return self._texts is not None and self._texts["text"].null_count < len(self._texts)
 
     @cached_property
@@ -118,7 +122,7 @@ class RolloutColumns:
         return np.flatnonzero(np.diff(self.key >> 32, prepend=-1))
 
     def place(self, part: RolloutPart, index: int) -> int | None:
-        """Return the number of a row."""
+        """Return the number of the row with this part and index; None if there is none."""
         wanted = key_of(part, index)
         found = int(np.searchsorted(self.key, wanted))
         return found if found < len(self) and self.key[found] == wanted else None
@@ -129,7 +133,7 @@ class RolloutColumns:
         return slice(int(begin), int(end))
 
     def number(self, name: str) -> Floats:
-        """Return a column of numbers, or a figure of the groups, for each row; nan: null."""
+        """Return a column of numbers, or a figure of the row's group, for each row; nan: null."""
         if name in FIGURES and name != "length":
             return self.of_groups(name)[self.gid]
         return self.kept(name, lambda: _numbers(self.table[name]))
@@ -139,7 +143,7 @@ class RolloutColumns:
 
     @cached_property
     def outcome(self) -> Floats:
-        """The number of each row that success is compared with: its part "outcome", or the whole reward; nan: none."""
+        """The number of each row that success is compared with: the part "outcome", or else the reward; nan: none."""
         reward = self.number("reward")
         if OUTCOME not in self.parts:
             return reward
@@ -148,30 +152,30 @@ class RolloutColumns:
 
     @cached_property
     def right(self) -> Mask:
-        """The rows that are right."""
+        """Mask of the rows that succeed."""
         return self.outcome >= self.limit
 
     @cached_property
     def baseline(self) -> Mask:
-        """The greedy replies whose rewards are baselines: they are in no figure of their groups."""
+        """Mask of the greedy replies whose rewards are baselines: no figure of a group counts them."""
         return self.equal("fate", Fate.BASELINE)
 
     def codes(self, name: str) -> Codes:
-        """Return the place in `values` of each row's value; -1: null."""
+        """Return the index into `values(name)` of each row's text; -1: null."""
         return self.kept(name, lambda: _codes(self.table[name]))
 
     def values(self, name: str) -> pa.Array:
         return _one(self.table[name]).dictionary
 
     def whole(self, name: str) -> tuple[Codes, pa.Array]:
-        """Codes and values of whole texts; -1 where they are null, or not held."""
+        """Return codes and values of whole texts; -1 where null or not held."""
         if self._texts is None:
             return np.full(len(self), -1, dtype=np.int32), pa.array([], pa.string())
         values = _one(self._texts[name]).dictionary
         return self.kept(f"{_OF_TEXTS}{name}", lambda: self._aligned(name)), values
 
     def fullest(self, name: str) -> tuple[Codes, pa.Array]:
-        """Codes and values of whole texts, and of beginnings where a whole one is not held."""
+        """Return codes and values of whole texts, or of their beginnings where the whole text is not held."""
         codes, values = self.whole(name)
         starts = f"{name}_start"
         if starts not in self.table.column_names:
@@ -188,13 +192,13 @@ class RolloutColumns:
         return np.where(key[at] == self.key, codes[at], -1).astype(np.int32) if len(key) else np.full_like(self.gid, -1)
 
     def commonest(self, name: str, places: Places) -> str | None:
-        """Return the text that most of some rows have."""
+        """Return the commonest text of a column among some rows."""
         codes, times = np.unique(self.codes(name)[places], return_counts=True)
         code = int(codes[times.argmax()])
         return None if code < 0 else str(self.values(name)[code])
 
     def equal(self, name: str, value: str) -> Mask:
-        """Return the rows that have this text in a column."""
+        """Return the mask of the rows with this text in a column."""
         code = pc.index(self.values(name), value).as_py()
         found: Mask = self.codes(name) == code if code >= 0 else np.zeros(len(self), dtype=bool)
         return found
@@ -214,7 +218,7 @@ class RolloutColumns:
         return rank[codes]
 
     def rows(self, places: NDArray[Any], names: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Return some rows as they are answered: these columns, or all with the figures of their groups."""
+        """Return some rows as JSON data: these columns, or all columns with the figures of their groups."""
         table = self.table.select(names or self.table.column_names).take(pa.array(places))
         columns = {name: table[name].to_pylist() for name in table.column_names}
         if not names:
@@ -234,7 +238,7 @@ class RolloutColumns:
         key = (part * (len(self.values("group")) + 1) + group) * (len(self.values("side")) + 1) + side
         begins = np.flatnonzero(np.diff(key, prepend=-1))
         sizes = np.diff(np.append(begins, len(key)))
-        if _in_order(key[begins]):  # a group at a time, and each new to the dictionary: as a run writes them
+        if _in_order(key[begins]):  # the order in which a run writes: group after group, each new to the dictionary
             return np.repeat(np.arange(len(begins), dtype=np.int32), sizes)
         _, first, inverse = np.unique(key[begins], return_index=True, return_inverse=True)
         order = np.empty(len(first), dtype=np.int32)
@@ -243,7 +247,7 @@ class RolloutColumns:
 
     @cached_property
     def _order(self) -> tuple[Places, Places]:
-        """Rows group by group, and where each group begins among them."""
+        """The rows sorted by group, and the place in them at which each group begins."""
         in_order = _in_order(self.gid)
         order = np.arange(len(self)) if in_order else np.argsort(self.gid, kind="stable")
         return order, np.flatnonzero(np.diff(self.gid[order], prepend=-1))
@@ -261,7 +265,7 @@ class RolloutColumns:
 
     @cached_property
     def groups(self) -> dict[str, Floats]:
-        """FIGURES of each group."""
+        """The FIGURES of each group."""
         order, begins = self._order
         if not len(begins):
             return {name: np.zeros(0) for name in FIGURES}
@@ -290,13 +294,15 @@ class RolloutColumns:
         }
 
     def of_groups(self, name: str) -> Floats:
-        """Return a number of each group: one of FIGURES, the share that is right, or what its first row has."""
+        """Return a number for each group: one of FIGURES, the share of successes, or the first row's value of a
+        column.
+        """
         if name == "right":
             return self.groups["right_n"] / _nonzero(self.groups["valid"])
         return self.groups[name] if name in FIGURES else self.sortable(name)[self.first_rows]
 
     def _distinct(self, count: int) -> Floats:
-        """Replies of each group that differ, as far as their texts are held: a part's are, or its beginnings alone."""
+        """Count each group's distinct replies, by whole texts as far as they are held, else by their beginnings."""
         codes, values = self.fullest("text") if self.long else (self.codes("text_start"), self.values("text_start"))
         many = len(values) + 1
         pairs = sorted_within(self.gid.astype(np.int64) * many + codes + 1, self.begins)
@@ -306,7 +312,7 @@ class RolloutColumns:
 
     @cached_property
     def _task(self) -> NDArray[np.int64]:
-        """The task of each group, as a number: the same in other steps."""
+        """The task of each group, as a number that is the same in all steps."""
         at = self.first_rows
         key = self.flag("held_out")[at].astype(np.int64)
         for name in ("kind", "task", "side"):
@@ -315,9 +321,10 @@ class RolloutColumns:
 
     @cached_property
     def last_visits(self) -> tuple[Mask, Floats, Floats]:
-        """Of each group: whether it is the last visit to its task; right shares at the best visit and at this one.
+        """For each group: whether it is the last visit to its task; success shares of the task's best visit and of
+        this one.
 
-        Groups without any reward are no visits.
+        Groups without any reward do not count as visits.
         """
         task, valid, share = self._task, np.flatnonzero(self.groups["valid"]), self.of_groups("right")
         last, best = np.full(task.max(initial=-1) + 1, -1), np.full(task.max(initial=-1) + 1, -1.0)
@@ -326,11 +333,11 @@ class RolloutColumns:
         return last[task] == np.arange(len(task)), best[task], share
 
     def visits(self, gid: int) -> Places:
-        """Return the groups of the same task."""
+        """Return the groups of the same task as group `gid`."""
         return np.flatnonzero(self._task == self._task[gid])
 
     def groups_as(self, gids: NDArray[Any]) -> list[dict[str, Any]]:
-        """Return some groups as they are answered."""
+        """Return some groups as JSON data."""
         names = ("step", "held_out", "kind", "group", "side", "task", "epoch")
         table = self.table.select(names).take(pa.array(self.first_rows[gids]))
         columns = {name: table[name].to_pylist() for name in names}
@@ -341,7 +348,7 @@ class RolloutColumns:
     # -- cached answers ------------------------------------------------------------------------------------------------
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return a column that was made once."""
+        """Return a column, computed once and cached under `name`."""
         if name not in self._columns:
             self._columns[name] = make()
         return self._columns[name]
@@ -357,12 +364,12 @@ class RolloutColumns:
 
 
 def first(values: Floats, down: bool, count: int) -> Places:
-    """Places of the `count` first in order, nulls last; of equal ones the earlier is first."""
+    """Return the places of the `count` first values in order, nulls last; of equal values the earlier is first."""
     own = -values if down else values
     if count >= len(own):
         return np.argsort(own, kind="stable")
     limit = np.fmin.reduce(own)
-    if (own == limit).sum() < count:  # else a partition, which is slow where many are equal, is not needed
+    if (own == limit).sum() < count:  # a partition is slow where many values are equal
         limit = np.partition(own, count - 1)[count - 1]
     equal = np.isnan(own) if np.isnan(limit) else own == limit
     before = np.flatnonzero(~equal if np.isnan(limit) else own < limit)
@@ -371,7 +378,7 @@ def first(values: Floats, down: bool, count: int) -> Places:
 
 
 def plain(values: NDArray[Any], name: str = "") -> list[Any]:
-    """Return rows as JSON has them."""
+    """Return the values as JSON data: None for nan, int for counts."""
     known = np.isfinite(values)
     whole = name in _WHOLE
     return [
@@ -405,7 +412,7 @@ def _numbers(column: pa.ChunkedArray) -> Floats:
 
 
 def _plain(column: pa.ChunkedArray) -> NDArray[Any]:
-    """Whole numbers, or whether; null is 0 and false."""
+    """Return integers or booleans; null becomes 0 or False."""
     if column.num_chunks > 1:
         return np.concatenate([_plain(pa.chunked_array([chunk])) for chunk in column.chunks])
     array = _one(column)
@@ -422,5 +429,5 @@ def _codes(column: pa.ChunkedArray) -> Codes:
 
 
 def _nonzero(values: Floats) -> Floats:
-    """Divided by, it gives nan where there is nothing."""
+    """Replace 0 by nan, so that dividing by it gives nan."""
     return np.where(values == 0, np.nan, values)

@@ -1,6 +1,6 @@
-"""The first difference of two runs: the step, rollout and token that are not the same in both, in words.
+"""The first difference of two runs: the step, rollout and token that differ, with a sentence about it.
 
-Runs of the same tasks and seed are equal until something makes them differ; the place shows what it is: a prompt, a
+Runs with the same tasks and seed are equal until something makes them differ; the place shows the cause: a prompt, a
 sampled token, an environment's text. The search begins at the first step, and takes some seconds.
 """
 
@@ -17,17 +17,17 @@ from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.rollout_files import RolloutPart, rows
 from posttrain.core.types import SpanKind, UserError
 
-SECONDS = 8.0  # that are looked for it
-AROUND = 24  # tokens before the place that are shown
+SECONDS = 8.0  # limit of the search
+AROUND = 24  # tokens shown before the difference
 _NAMES = ("index", "group", "side", "member", "task", "replayed", "tokens")
-_NUMBERS = ("engine", "learner")  # log-probabilities: of sampled tokens, or else of given ones
+_NUMBERS = ("engine", "learner")  # log-probabilities: of sampled tokens, else of given ones
 
 Row = dict[str, Any]
 _kept: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 class TokenPlace(NamedTuple):
-    """A token of a rollout that both runs have, with its place in each."""
+    """A token of a rollout that both runs have, with the rollout's index in each."""
 
     part: RolloutPart
     a: int  # index of the rollout
@@ -36,7 +36,7 @@ class TokenPlace(NamedTuple):
 
 
 def parted(a: OpenRun, b: OpenRun) -> dict[str, Any]:
-    """Return whether and where they differ: `says` in words, `why` the likely cause, and the place itself."""
+    """Return whether and where the runs differ: `says` in words, `why` the likely cause, and the place itself."""
     key = (str(a.folder), a.store.version, str(b.folder), b.store.version)
     if key not in _kept:
         _kept.clear()
@@ -83,7 +83,9 @@ def _keys(table: pa.Table) -> list[tuple[Any, ...]]:
 
 
 def _differing(one: pa.Table, other: pa.Table, part: RolloutPart) -> TokenPlace | str | None:
-    """The first token of the first rollout that is another in the second run, or which rollout is in one run alone."""
+    """Return the first token that differs, in the first rollout that does; or, in words, a rollout that only one run
+    has.
+    """
     names = ["group", "side", "member", "tokens"]
     if one.select(names).equals(other.select(names)):
         return None
@@ -109,14 +111,16 @@ def _array(value: Any) -> Any:
 
 
 def _first(x: Any, y: Any) -> int | None:
-    """Return the first place where they differ; where one goes on after the other's end, that end."""
+    """Return the first index at which two arrays differ; if one continues the other, the shorter length; None if
+    equal.
+    """
     short = min(len(x), len(y))
     unlike = np.flatnonzero(x[:short] != y[:short])
     return int(unlike[0]) if len(unlike) else None if len(x) == len(y) else short
 
 
 def _numbers(a: OpenRun, b: OpenRun, part: RolloutPart) -> dict[str, Any] | None:
-    """Return the first log-probability of a step that differs, where its tokens are the same."""
+    """Return the first log-probability of a step that differs although the rollout's tokens are equal."""
     tables = [rows(run.store.files[part], names=("index", "tokens", *_NUMBERS)) for run in (a, b)]
     for name in _NUMBERS:
         one, other = (table[name] for table in tables)
@@ -176,7 +180,7 @@ def _difference_text(
 
 
 def _token(run: OpenRun, part: RolloutPart, index: int, at: int) -> Row:
-    """Return a token of a rollout with the text before it; `piece` None: the rollout has ended."""
+    """Return a token of a rollout with the text before it; `piece` is None if the rollout has ended."""
     names = ("task", "tokens", "spans", "engine")
     [row] = rows(run.store.files[part], [index], names).to_pylist()
     tokens, spans = row["tokens"], row["spans"] or []
@@ -199,7 +203,7 @@ def _sampled_before(row: Row, at: int) -> list[float]:
 
 
 def _before(own: list[Row], part: RolloutPart, index: int) -> dict[str, Any] | None:
-    """Return the first log-probability before a place that differs, where the tokens up to there are the same."""
+    """Return the first log-probability before a place that differs, in rollouts equal up to that place."""
     pairs = zip(own[0]["earlier"], own[1]["earlier"], strict=False)
     x, y = next(((x, y) for x, y in pairs if x != y), (0.0, 0.0))
     return {"part": part.name, "step": part.step, "index": index, "a": x, "b": y} if x != y else None

@@ -1,7 +1,7 @@
-"""One run in one HTML file, which opens from disk without a server, a network or anything beside it.
+"""Export of a run to one HTML file, which opens from disk without a server, a network or further files.
 
-It decides which rollouts go along: whole groups, drawn by seed from the last step back, or those that a condition names.
-The pages are the same ones; their answers are in the file, packed.
+It selects the exported rollouts: whole groups from the last step back, or those that a condition selects. The
+pages are those of `view`; the file holds their JSON responses, compressed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from posttrain.core.types import UserError
 STATIC = Path(__file__).parent / "static"
 ROLLOUTS = 200
 MOST = 5000
-PICTURES = 1_500_000  # bytes of all pictures together: in the file they take a third more
+PICTURES = 1_500_000  # bytes of all pictures together; base64 takes a third more
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The choice of exported rollouts: at most so many of those that a condition, or the filters of a page, name."""
+    """The choice of exported rollouts: at most `rollouts` of those selected by a condition or by a page's filters."""
 
     rollouts: int = ROLLOUTS
     where: str = ""
-    query: Mapping[str, str] | None = None  # filters as the address of the page has them
+    query: Mapping[str, str] | None = None  # filters, as in the page's address
 
     @classmethod
     def of(cls, query: Mapping[str, str], where: str = "") -> Selection:
-        """Raises UserError for a number of rollouts that is none."""
+        """Read a selection from an address. Raises UserError for an invalid number of rollouts."""
         text = query.get("rollouts", str(ROLLOUTS))
         if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST:
             raise UserError(f"rollouts is a number from 1 to {MOST}, not {text[:20]!r}")
@@ -47,12 +47,12 @@ class Selection:
 
 
 def exported(run: OpenRun, selection: Selection) -> bytes:
-    """Return the file's content."""
+    """Return the content of the HTML file."""
     return packed(gathered(run, selection)[0])
 
 
 def gathered(run: OpenRun, selection: Selection) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of the file, and the missing parts with the reasons. Raises UserError where nothing is left."""
+    """Return the file's data, and the problems with parts left out. Raises UserError where nothing is left."""
     answers = Answers([run])
     rows, problems = [], [run.store.problem] if run.store.problem else []
     kept: dict[str, Any] = {"runs": answers.of("runs", {}), "0/overview": answers.of("0/overview", {})}
@@ -83,7 +83,7 @@ def gathered(run: OpenRun, selection: Selection) -> tuple[dict[str, Any], list[s
 
 
 def _pictures(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Addresses that hold the pictures themselves, of as many as there is room for."""
+    """Return name -> data URL of as many pictures as there is room for."""
     found, left = {}, PICTURES
     for name in names:
         one = picture(folder, name.removeprefix("sha256:"), left)
@@ -107,7 +107,7 @@ def _selected(run: OpenRun, selection: Selection) -> list[dict[str, Any]]:
 
 
 def _latest(run: OpenRun, rollouts: int) -> int:
-    """Return the step from which on there are as many rollouts, so that whole groups go along."""
+    """Return the step from which on there are at least `rollouts` rollouts, so that whole groups are exported."""
     parts = [part for part in sorted(run.store.files, reverse=True) if not part.held_out]
     count, step = 0, 0
     for part in parts:
@@ -119,7 +119,7 @@ def _latest(run: OpenRun, rollouts: int) -> int:
 
 
 def packed(kept: Mapping[str, Any]) -> bytes:
-    """Return the pages with everything inside. The content is data: it is packed, and read as JSON alone."""
+    """Return the HTML page with everything inside. The content is data: it is compressed, and only parsed as JSON."""
     data = json.dumps(kept, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
         "utf-8", "backslashreplace"
     )
@@ -146,7 +146,10 @@ _IMPORT = re.compile(r"^import\s+(?:\{[^}]*\}\s+from\s+)?\"\./(\w+\.js)\";\n", r
 
 
 def bundled(name: str = "main.js") -> str:
-    """The modules of the front end as one script, each after those that it imports. Their names do not collide: a test."""
+    """Return the front end's modules as one script, each after its imports.
+
+    A test checks that their names do not collide.
+    """
     done: dict[str, str] = {}
 
     def add(file: str) -> None:

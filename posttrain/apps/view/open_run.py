@@ -1,4 +1,4 @@
-"""A run as `view` has it open: its folder, the content of its files, its rollouts in memory, its tokenizer."""
+"""A run that `view` has open: its folder, the content of its files, its rollouts in memory, its tokenizer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from posttrain.runs.record.rollout_index import open_index
 from posttrain.runs.run_files import CHECKPOINTS, step_of
 from posttrain.runs.run_reading import read_health, read_metrics, read_run, read_timing
 
-PAUSE = 1.0  # seconds between two looks at a run that is on
-FIRST = 2.0  # seconds in which the first page goes before texts, which few pages need
-LAST = 5.0  # for reads in progress at the end
+PAUSE = 1.0  # seconds between two reads of a run in progress
+FIRST = 2.0  # seconds to wait for the first page before reading texts, which few pages need
+LAST = 5.0  # seconds to wait for reads in progress when closing
 
 
 class OpenRun:
-    """One run. `begin` reads its rollouts in a thread, and goes on doing so while the run does."""
+    """An open run. `begin` reads its rollouts in a thread, and keeps reading while the run is in progress."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -38,8 +38,8 @@ class OpenRun:
         self.pieces = TokenPieces(folder, self.about)
         self.store.vocabulary = self.pieces.vocabulary
         self.problem: str | None = None  # why its rollouts cannot be read
-        self.ready = threading.Event()  # whether the files that were there at first have been read
-        self.shown = threading.Event()  # whether a page has had an answer
+        self.ready = threading.Event()  # set once the files present at the start have been read
+        self.shown = threading.Event()  # set once a page has had an answer
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -50,14 +50,14 @@ class OpenRun:
 
     @property
     def on(self) -> bool:
-        """Whether the run goes on: run.json records no end, and it has not been killed."""
+        """Whether the run is in progress: run.json records no end, and its process has not been killed."""
         return "end" not in self.about and in_use(self.folder)
 
     def begin(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """End what reads: a thread that is cut off in another library's code takes the process with it."""
+        """Stop the reading thread: a thread that is cut off in another library's code takes the process with it."""
         self._ended.set()
         self.shown.set()
         self.store.closed = True
@@ -65,7 +65,7 @@ class OpenRun:
             self._thread.join(LAST)
 
     def read(self) -> None:
-        """All that is there now."""
+        """Read everything that is on disk now."""
         self.store.success = self._success()
         self.store.follow()
         if self.store.success is None and self._inferred():
@@ -85,15 +85,15 @@ class OpenRun:
                     self._index()
             except UserError as error:
                 self.problem = str(error)
-            except FileNotFoundError:  # a step that a resume has deleted: the next look sees it
+            except FileNotFoundError:  # a step that a resume has deleted: the next read notices
                 pass
-            except Exception as error:  # other faults of a file: the pages show them, and the next look tries again
+            except Exception as error:  # other faults of a file: the pages show them, and the next read tries again
                 self.problem = f"{self.folder} cannot be read: {one_line(error)[:200]}"
             self.ready.set()
             self._ended.wait(PAUSE if self.on else 5 * PAUSE)
 
     def _index(self) -> None:
-        """Complete the index of a run that has ended: the next one to open it need not wait."""
+        """Complete the index of a run that has ended, so that the next `view` of it opens faster."""
         if not self.on:
             with contextlib.suppress(OSError):
                 open_index(self.folder)
@@ -110,7 +110,7 @@ class OpenRun:
     # -- its files -----------------------------------------------------------------------------------------------------
 
     def series(self) -> tuple[list[int], dict[str, list[float | None]]]:
-        """Steps, and for each metric a value at each of them or None."""
+        """Return the steps, and for each metric its value at each step or None."""
         rows: dict[int, dict[str, float | None]] = {}
         for line in [*read_metrics(self.folder), *read_timing(self.folder)]:
             rows.setdefault(line["step"], {}).update({n: v for n, v in line.items() if n != "step"})
@@ -119,7 +119,7 @@ class OpenRun:
         return steps, {name: [rows[step].get(name) for step in steps] for name in sorted(names)}
 
     def check_condition(self, condition: str) -> None:
-        """Raise UserError unless this is a condition over the run's rollouts. None of them need have been read."""
+        """Raise UserError unless `condition` is valid over the run's rollouts. The rollouts need not have been read."""
         names = {name.partition("/")[2] for line in read_metrics(self.folder) for name in line if name[:7] == "reward/"}
         files = parts_of(self.folder)
         for part in {*list(files)[:1], *list(files)[-1:]}:
@@ -142,15 +142,15 @@ class OpenRun:
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def _success(self) -> float | None:
-        """Return the reward from which on a reply is right, if the run has one."""
+        """Return the reward from which on a reply succeeds, if the run has one."""
         given = self.about["config"].get("success", self.about.get("success"))
         known = isinstance(given, int | float) and not isinstance(given, bool) and abs(given) < sys.float_info.max
         return float(given) if known else self.store.success
 
     def _inferred(self) -> bool:
-        """Set the threshold of success so that it gives the accuracy that the run itself has counted."""
+        """Set the success threshold that reproduces the run's own accuracy metric; return whether one was found."""
         known = [(row["step"], row["accuracy"]) for row in read_metrics(self.folder) if row.get("accuracy") is not None]
-        if known and all(accuracy == 0 for _, accuracy in known):  # nothing ever was
+        if known and all(accuracy == 0 for _, accuracy in known):  # no reply ever succeeded
             self.store.success = self.store.rows.limit + 2  # beyond the greatest reward
             return True
         rows = self.store.rows
@@ -176,7 +176,7 @@ def threshold(rewards: Sequence[float], accuracy: float) -> float | None:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest distinct ends of their paths, of at most two parts where one would do."""
+    """Return the shortest distinct ends of the folders' paths, of two parts or more."""
     resolved = [user_files.real(folder) for folder in folders]
     for count in range(2, max(len(path.parts) for path in resolved) + 1):
         names = ["/".join(path.parts[-count:]) for path in resolved]

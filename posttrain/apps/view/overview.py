@@ -1,4 +1,4 @@
-"""The four questions of the overview: the panels of each, drawn from the run's record."""
+"""The overview page: the panels of its four questions, drawn from the run's record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Panel = dict[str, Any]
 
 
 def overview(run: OpenRun) -> dict[str, Any]:
-    """Everything on the page, ready to be drawn."""
+    """Return everything on the page as JSON data."""
     steps, metrics = run.series()
     rows, own = run.store.rows, _own(run, steps)
     about, answers, drawn = run.about, verdicts(metrics, own), _panels(steps, metrics, own)
@@ -60,7 +60,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
 
 
 def changes(about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of its algorithm that were changed, and the most informative options."""
+    """Return the changed settings of the algorithm, and the most informative options."""
     config = about["config"]
     names = ("algorithm", "model", "env", "tasks", "steps", "prompts", "group", "max_tokens", "temperature", "lr",
              "schedule", "held_out", "eval_every", "async_steps", "lora", "rows", "epochs", "processes",
@@ -71,7 +71,7 @@ def changes(about: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of the rollouts: series at each step of the metrics, and signs."""
+    """Return the figures of the rollouts: series at each step of the metrics, and signs of defects."""
     store, config = run.store, run.about["config"]
     if not store.files:
         return {}
@@ -88,7 +88,7 @@ def _own(run: OpenRun, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -> list[list[Panel]]:
-    """Return the panels of each question, in the order of the table of metrics; missing metrics are left out."""
+    """Return the panels of each question, in the order of the metrics table; missing metrics are left out."""
     parts = [_line(name, values, f"reward/{name}") for name, values in list((own.get("parts") or {}).items())[:6]]
     lost = any(name in m for name in ("truncated", "invalid"))
     before: dict[str, list[Panel | None]] = {  # panels of the rollouts, by the metric that they precede
@@ -177,7 +177,7 @@ def _line(name: str, values: Sequence[float | None], of: str, colour: str = "", 
 
 
 def _panel(title: str, steps: Sequence[int], lines: list[dict[str, Any]]) -> Panel:
-    """Steps at which no line has a value are left out."""
+    """Return a panel, without the steps at which no line has a value."""
     kept = [i for i in range(len(steps)) if any(line["values"][i] is not None for line in lines)]
     return {
         "title": title,
@@ -191,7 +191,7 @@ def _line_of(metric: Metric, m: Mapping[str, Values]) -> dict[str, Any]:
 
 
 def _filled(values: Values) -> Values:
-    """With the next value where there is none: an evaluation before the first step has no reward beside it."""
+    """Replace None by the next value: an evaluation before the first step has no training reward of its own."""
     found: Values = []
     later: float | None = None
     for value in reversed(values):

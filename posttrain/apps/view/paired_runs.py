@@ -1,4 +1,4 @@
-"""Two runs, or two checkpoints of one, paired on the same tasks: what differs, by how much, task by task."""
+"""Comparison of two runs, or of two checkpoints of one, paired by task: the differences, overall and task by task."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from posttrain.core.types import UserError
 from posttrain.runs.metrics_table import METRICS
 from posttrain.runs.run_reading import split_of
 
-MOST = 200  # tasks that are listed
-VISITS = 200  # that are offered
+MOST = 200  # most tasks in a list
+VISITS = 200  # most visits to choose from
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_turns", "stop", "eval_samples", "eval_limit")
 
 
 def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any]:
-    """`a`, `b`: the numbers of runs; `of_a`, `of_b`: which of their rollouts, see `choices`."""
+    """Return the comparison.
+
+    `a`, `b` in the query: numbers of runs; `of_a`, `of_b`: parts of their rollouts, see `choices`.
+    """
     a, b = sides(runs, query)
     number_a, number_b = runs.index(a), runs.index(b)
     offered = choices(a), choices(b)
@@ -41,12 +44,12 @@ def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any
 
 
 def sides(runs: Sequence[OpenRun], query: Mapping[str, str]) -> tuple[OpenRun, OpenRun]:
-    """Return the runs A and B: the first two where none are named."""
+    """Return the runs A and B; by default the first two."""
     return runs[_run(query.get("a", "0"), runs)], runs[_run(query.get("b", str(min(1, len(runs) - 1))), runs)]
 
 
 def choices(run: OpenRun) -> list[dict[str, Any]]:
-    """Return the parts of a run that may be compared: its evaluations, and its visits to each training task."""
+    """Return the parts of a run that can be compared: its evaluations, and its visits to the training tasks."""
     rows = run.store.rows
     held, step, epoch = rows.flag("held_out")[rows.first_rows], rows.of_groups("step"), rows.of_groups("epoch")
     found = [
@@ -70,7 +73,7 @@ def _run(text: str, runs: Sequence[OpenRun]) -> int:
 
 
 def _chosen(name: str, offered: list[dict[str, Any]], first: bool, alone: bool) -> str:
-    """Return the name, if it is offered; else the first visit, or the last one that saw most tasks."""
+    """Return the name if it is offered. Without a name: the first choice for A within one run, else a late one."""
     names = [choice["name"] for choice in offered]
     if name in names:
         return name
@@ -85,7 +88,7 @@ def _chosen(name: str, offered: list[dict[str, Any]], first: bool, alone: bool) 
 
 
 def _figures(run: OpenRun, of: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """(task, side) -> its group: the mean reward, how many are right."""
+    """Return (task, side) -> the figures of its group."""
     kind, _, number = of.partition("-")
     rows = run.store.rows
     held = rows.flag("held_out")[rows.first_rows]
@@ -132,13 +135,13 @@ def _side(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_binary_rewards(group: dict[str, Any]) -> bool:
-    """Whether its rewards are all 0 or 1: then their mean determines their spread."""
+    """Return whether all rewards of a group are 0 or 1: then their mean determines their spread."""
     mean = group["mean"]
     return group["low"] in (0, 1) and group["high"] in (0, 1) and abs(group["sd"] ** 2 - mean * (1 - mean)) < 1e-4
 
 
 def _grid(x: Any, y: Any) -> dict[str, Any]:
-    """Count tasks by their mean rewards in both: nine steps between the least and the greatest."""
+    """Count tasks by their mean rewards in both runs, on a grid of nine by nine between the least and the greatest."""
     low, high = float(min(x.min(), y.min())), float(max(x.max(), y.max()))
     width = (high - low) / 8 or 1.0
     places = [np.clip(np.rint((v - low) / width), 0, 8).astype(int) for v in (x, y)]
@@ -148,7 +151,7 @@ def _grid(x: Any, y: Any) -> dict[str, Any]:
 
 
 def _warnings(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> list[str]:
-    """Why a difference may be none of the training's."""
+    """Return reasons other than training that may explain a difference."""
     if a is b:
         return []
     found = []
@@ -182,7 +185,7 @@ def _warnings(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> list[str]:
 
 
 def _curves(a: OpenRun, b: OpenRun) -> list[dict[str, Any]]:
-    """Return the metrics that both have, laid over each other."""
+    """Return the metrics that both runs have, as panels with a line for each."""
     (steps_a, of_a), (steps_b, of_b) = a.series(), b.series()
     steps = sorted({*steps_a, *steps_b})
     found = []

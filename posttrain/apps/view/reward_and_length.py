@@ -1,8 +1,9 @@
-"""Whether rewards go with the length of the reply, and whether that is paid for: over a run's last steps, within groups.
+"""Correlation of rewards with reply length over a run's last steps, within groups, and whether length itself is
+rewarded.
 
-Replies to one prompt are compared with each other alone, so a task that is long and hard has no effect. Length may follow
-from being right, or partial credit from how far a reply came; a correlation is therefore no sign by itself. A sign is that
-wrong replies which are longer earn more of a part than right ones of their group: partial credit never gives that.
+Only replies to one prompt are compared, so long, hard tasks have no effect. Length may follow from success, or partial
+credit from how far a reply came; a correlation alone is therefore no sign. It is a sign if longer wrong replies earn
+more of a part than correct replies of their group: partial credit never gives that.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_store import Store
 
 STRONG = 0.7  # a correlation
-LEAST = 40  # degrees of freedom behind one
-PAIRS, MORE = 30, 0.8  # a right reply and a wrong, longer one; share of these pairs in which the wrong one earns more
-GRADED = 5  # values from which on a part is no check
-SHARE, STEPS, MOST = 20, 5, 20_000  # steps looked at: one in so many, at least so many, of so many rollouts in all
+LEAST = 40  # fewest degrees of freedom of a correlation
+PAIRS, MORE = 30, 0.8  # fewest pairs (correct, longer wrong); share in which the wrong one earns more
+GRADED = 5  # number of distinct values from which on a part is graded, not a check
+SHARE, STEPS, MOST = 20, 5, 20_000  # steps read: the last 1/SHARE, at least STEPS, with at most MOST rollouts
 REWARD = "reward"
 
 Array = NDArray[Any]
 
 
 class Length(NamedTuple):
-    """The figures of a part of the reward, or of the whole."""
+    """Figures of a part of the reward, or of the whole reward."""
 
     name: str
-    correlation: float  # with the tokens of the reply, within groups
-    paid: float | None = None  # share of pairs in which a longer, wrong reply earns more; None: too few
-    scored: bool = False  # whether a model gave it, so that no threshold of success exists
+    correlation: float  # with the reply's number of tokens, within groups
+    paid: float | None = None  # share of pairs in which the longer, wrong reply earns more; None: too few pairs
+    scored: bool = False  # whether a model gave the score, so that no success threshold exists
 
 
 def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
-    """Return the parts whose correlation is strong, and the reward's if it is."""
+    """Return the parts of the reward, and the reward itself, whose correlation with length is strong."""
     rows = store.rows
     steps = np.unique(rows.key[rows.begins[~rows.flag("held_out")[rows.begins]]] >> 33)
     if not len(steps):
@@ -68,7 +69,10 @@ def lengths(store: Store, config: Mapping[str, Any]) -> list[Length]:
 
 
 def _right(values: Mapping[str, Array], right: Array | None) -> Array | None:
-    """Return which replies are right: those that pass every check, else those of a right reward. None: unknown."""
+    """Return the mask of correct replies: those that pass every check, else those with a successful reward.
+
+    None: unknown.
+    """
     checks = [
         own
         for name, own in values.items()
@@ -81,20 +85,20 @@ def _right(values: Mapping[str, Array], right: Array | None) -> Array | None:
 
 
 def _centred(group: Array, values: Array) -> Array:
-    """Values less the mean of their group."""
+    """Return the values minus the mean of their group."""
     _, place = np.unique(group, return_inverse=True)
     found: Array = values - (np.bincount(place, values) / np.bincount(place))[place]
     return found
 
 
 def _correlation(group: Array, length: Array, values: Array) -> float | None:
-    """Return Pearson's correlation after group means are taken away. None: too little data."""
+    """Return Pearson's correlation after subtracting group means. None: too little data."""
     kept = np.isfinite(values)
     group, length, values = group[kept], length[kept].astype(np.float64), values[kept]
     if not len(values):
         return None
     x, y = _centred(group, length), _centred(group, values)
-    varied = np.isin(group, group[(np.abs(x) > 1e-9)])  # a group of one length is without information
+    varied = np.isin(group, group[(np.abs(x) > 1e-9)])  # a group whose lengths are all equal has no information
     freedom = int(varied.sum()) - len(np.unique(group[varied]))
     spread = float(np.sqrt((x @ x) * (y[varied] @ y[varied])))
     if freedom < LEAST or spread <= 1e-12:
@@ -103,7 +107,11 @@ def _correlation(group: Array, length: Array, values: Array) -> float | None:
 
 
 def _paid(group: Array, length: Array, values: Array, right: Array) -> float | None:
-    """Return the share of pairs of a group, a right reply and a longer wrong one, in which the wrong one earns more."""
+    """Return the share of pairs, a correct reply and a longer wrong one of its group, in which the wrong one earns
+    more.
+
+    None if there are fewer than `PAIRS`.
+    """
     more = pairs = 0
     order = np.argsort(group, kind="stable")
     for own in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):

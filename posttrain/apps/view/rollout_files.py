@@ -1,7 +1,7 @@
-"""The rollouts of a run, by their tables: the files of a run's record as `view` reads them.
+"""Reads the rollout files of a run for `view`.
 
-A *part* is the content of one file: the rollouts of a step, or of a held-out evaluation after it. It decides when each
-is read: scalars at once, from the index where that is fresh; texts and tokens when a page needs them.
+A *part* is the content of one file: the rollouts of a step, or of a held-out evaluation after it. Scalar columns are
+read at once, from the index where it is up to date; texts and tokens only when a page needs them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from posttrain.runs.run_files import step_of
 FOLDERS = {"rollouts": False, "evals": True}
 """Folder -> whether its rollouts are held out."""
 _PIECE = re.compile(r"(\d{6,})-(\d{6,})\.parquet")
-MADE_OF = b"posttrain.made_of"  # see posttrain.runs.record.rollout_index
+MADE_OF = b"posttrain.made_of"  # metadata key of the index, see posttrain.runs.record.rollout_index
 
 
 class RolloutPart(NamedTuple):
@@ -40,7 +40,7 @@ class RolloutPart(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in addresses: "12", or "12e"."""
+        """The part's name in addresses: "12", or "12e" for an evaluation."""
         return f"{self.step}{'e' if self.held_out else ''}"
 
     @classmethod
@@ -51,14 +51,14 @@ class RolloutPart(NamedTuple):
 
 @dataclass(frozen=True)
 class File:
-    """A part's file, and a stamp that changes with it."""
+    """The file of a part, with a stamp that changes when the file does."""
 
     path: Path
-    stamp: tuple[int, int]  # nanoseconds of its last change, bytes
+    stamp: tuple[int, int]  # time of the last change in nanoseconds, size in bytes
 
 
 def parts_of(folder: Path) -> dict[RolloutPart, File]:
-    """Return all parts of a run with their files, in order. Files that disappear meanwhile are left out."""
+    """Return the parts of a run with their files, in order. Files that disappear meanwhile are left out."""
     found: dict[RolloutPart, File] = {}
     for name, held_out in FOLDERS.items():
         inside = folder / name
@@ -72,16 +72,17 @@ def parts_of(folder: Path) -> dict[RolloutPart, File]:
                     if step is None or not entry.is_file():
                         continue
                     seen = entry.stat()
-                except OSError:  # it is gone, or a link that leads nowhere
+                except OSError:  # deleted meanwhile, or a broken link
                     continue
                 found[RolloutPart(step, held_out)] = File(Path(entry.path), (seen.st_mtime_ns, seen.st_size))
     return dict(sorted(found.items()))
 
 
 def scalars(folder: Path, files: dict[RolloutPart, File]) -> Iterator[tuple[list[RolloutPart], pa.Table | UserError]]:
-    """Tables of the index's columns with all rows of some parts, in some order: pieces where they are fresh.
+    """Yield (parts, table of the index's columns), in some order: from the index where it is fresh, else from the
+    part's file.
 
-    For a part that cannot be read, why.
+    The second is a UserError for a part that cannot be read.
     """
     left = dict(files)
     for path, begin, end in _pieces(folder):
@@ -119,7 +120,7 @@ def _pieces(folder: Path) -> list[tuple[Path, int, int]]:
 
 
 def _fresh(path: Path, files: dict[RolloutPart, File]) -> pa.Table | None:
-    """Return a piece of the index, if it was made of these files as they are now."""
+    """Return a piece of the index, if it was made from these files as they are now; else None."""
     wanted = {f"{file.path.parent.name}/{file.path.name}": file.stamp[1] for file in files.values()}
     try:
         made_of = (parquet.read_schema(user_files.readable(path)).metadata or {}).get(MADE_OF, b"null")
@@ -137,7 +138,7 @@ def _fresh(path: Path, files: dict[RolloutPart, File]) -> pa.Table | None:
 
 
 def _belongs(table: pa.Table, parts: Iterable[RolloutPart]) -> bool:
-    """Whether all rows are of these parts, and none is there twice."""
+    """Return whether all rows belong to these parts, and no row is there twice."""
     step, held_out, index = (table[name].to_numpy().astype(np.int64) for name in ("step", "held_out", "index"))
     key = (step << 1 | held_out) << 32 | index
     begins = np.flatnonzero(np.diff(key >> 32, prepend=-1))
@@ -146,13 +147,16 @@ def _belongs(table: pa.Table, parts: Iterable[RolloutPart]) -> bool:
         return False
     rising = key[1:] > key[:-1]
     rising[begins[1:] - 1] = True
-    if rising.all() and len(np.unique(there)) == len(there):  # as it is written: a part at a time, in order
+    if rising.all() and len(np.unique(there)) == len(there):  # the order in which a run writes: part after part
         return True
     return len(np.unique(key)) == len(key)
 
 
 def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.Table:
-    """Some columns of a file, `texts` as dictionaries. Raises UserError for one that is damaged, or of another version."""
+    """Return some columns of a file, `texts` as dictionaries.
+
+    Raises UserError if it is damaged, or of another version.
+    """
     try:
         file = parquet.ParquetFile(
             user_files.readable(path), read_dictionary=list(texts), page_checksum_verification=True
@@ -164,7 +168,7 @@ def _checked(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> pa.
 
 
 def rows(file: File, indices: Sequence[int] | None = None, names: Sequence[str] = ROLLOUTS.names) -> pa.Table:
-    """Rows of a part with these columns: all, or those with these indices."""
+    """Return the rows of a part with these columns: all rows, or those with these indices."""
     wanted = [*names, *(name for name in ("learner", "why") if "before" in names and name not in names)]
     table = read_file(file.path, wanted, None if indices is None else sorted(set(indices)))
     if {"spans", "tokens"} <= set(names):
@@ -173,10 +177,10 @@ def rows(file: File, indices: Sequence[int] | None = None, names: Sequence[str] 
 
 
 def _before(table: pa.Table) -> pa.Table:
-    """With the learner's log-probabilities before the step where they are not written, because no update came before.
+    """Fill the learner's log-probabilities before the step where they were not written, because no update came before.
 
-    Rollouts of a step with several updates list in `why` the ones that learned from them: where that was not the first one
-    alone, `before` is not known.
+    Rollouts of a step with several updates list in `why` the updates that learned from them. Unless only the first one
+    did, `before` stays null.
     """
     why = pc.fill_null(table["why"], "")
     later = pc.and_(pc.starts_with(why, "in update"), pc.invert(pc.starts_with(why, "in update 1 of")))
@@ -186,7 +190,9 @@ def _before(table: pa.Table) -> pa.Table:
 
 
 def _check_spans(path: Path, table: pa.Table) -> None:
-    """Raise UserError unless spans are within their tokens, one behind the other: later code allocates a place for each."""
+    """Raise UserError unless spans are within their tokens, in order and disjoint: later code allocates by these
+    numbers.
+    """
     lists, tokens = (table[name].combine_chunks() for name in ("spans", "tokens"))
     spans, row = lists.flatten(), pc.list_parent_indices(lists).to_numpy()
     start, length = (

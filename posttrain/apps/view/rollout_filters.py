@@ -1,6 +1,6 @@
-"""The questions about all rollouts: filters, ready questions, orders, histograms; each as one SELECT that is shown.
+"""Queries over all rollouts: filters, ready questions, orders, histograms.
 
-The question that runs, over columns in memory, and the one that is shown are equivalent.
+Each runs on columns in memory, and is shown to the user as an equivalent SELECT.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from posttrain.apps.view.sql_text import by_name, listed_part, named, named_part
 from posttrain.core.json_text import json_text
 from posttrain.core.types import OUTCOME, Fate, StopReason, UserError
 
-PAGE = 100  # rows of one answer
+PAGE = 100  # rows of a page
 BINS = 32
-MEANT = 4  # parts of the reward whose means are shown
+MEANT = 4  # most parts of the reward whose means are shown
 NUMBERS = ("reward", "advantage", "length", "total", "sampled", "epoch", "shaping", "penalty", "used", "version")
 PLAIN = (*NUMBERS, "step", "index", "fate", "stop", "member", "kind", "group", "task", "prompt", "text")
-"""Columns that sort, and that the table of rollouts has itself."""
+"""Columns that a user can sort by, and that the table of rollouts has itself."""
 SORTS = {
     **{name: name for name in (*PLAIN, "mean", "sd", "right", "replies", "n", "first")},
     "prompt": "prompt_start",
     "text": "text_start",
 }
-"""Order -> its column."""
+"""Sort order -> its column."""
 GROUP_SORTS = (
     "step",
     "task",
@@ -50,7 +50,7 @@ GROUP_SORTS = (
     "prompt",
     "right",
 )
-"""The orders where a row is a group."""
+"""The sort orders of a table of groups."""
 
 _LAST = "(task, step) in (select (task, max(step)) from rollouts group by task)"
 QUESTIONS: dict[str, tuple[str, str, str, str]] = {
@@ -85,13 +85,13 @@ QUESTIONS: dict[str, tuple[str, str, str, str]] = {
         "",
     ),
 }
-"""Ready questions: label of the button, meaning, condition of `posttrain query`, the order.
-
-$ is replaced by the reward from which on a reply is right. `_READY` selects the same rows in memory."""
+"""Ready questions: label of the button, meaning, condition of `posttrain query`, sort order.
+$ is replaced by the reward from which on a reply succeeds. `_READY` selects the same rows in memory.
+"""
 
 
 def _of_outcomes(condition: str, rows: RolloutColumns) -> str:
-    """Return a condition of `QUESTIONS` with the run's threshold, and with the number that is compared with it."""
+    """Return a condition of `QUESTIONS` with the run's success threshold, and with the number that it applies to."""
     number = f'coalesce("part.{OUTCOME}", reward)' if OUTCOME in rows.parts else "reward"
     if rows.baseline.any():
         number = f"case when fate = '{Fate.BASELINE}' then null else {number} end"
@@ -134,21 +134,21 @@ _READY: dict[str, Callable[[RolloutColumns], Mask]] = {
 
 @dataclass
 class ViewQuestion:
-    """A question, read from the address of the page."""
+    """A query of a page: the filters, the order and the form of its table, read from the page's address."""
 
     store: Store
-    rows: RolloutColumns  # as they were when it was asked
-    filters: dict[str, Callable[[], Mask]] = field(default_factory=dict)  # by their text: the rows that are meant
-    shown: list[str] = field(default_factory=list)  # the same as conditions of `posttrain query`
+    rows: RolloutColumns  # snapshot at the time of the query
+    filters: dict[str, Callable[[], Mask]] = field(default_factory=dict)  # text of the filter -> mask of its rows
+    shown: list[str] = field(default_factory=list)  # the filters as conditions of `posttrain query`
     order: str = ""  # "reward" or "-reward"
-    groups: bool = False  # one row a group
-    held: bool = False  # of the evaluations
-    marks: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> its first token of that kind, how many
-    note: str = ""  # the gaps of the answer
+    groups: bool = False  # whether a row is a group
+    held: bool = False  # whether it selects evaluations
+    marks: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (first matching token, count)
+    note: str = ""  # what the result leaves out, in words
 
     @classmethod
     def of(cls, query: Mapping[str, str], store: Store) -> ViewQuestion:
-        """Raises UserError for what cannot be read."""
+        """Read the query from an address. Raises UserError for invalid values."""
         asked = cls(store, store.rows, order=query.get("sort", ""), groups=query.get("as") == "groups")
         held = query.get("held") or ("0" if any(not part.held_out for part in store.files) else "1")
         if held in ("0", "1"):  # anything else: both
@@ -209,7 +209,7 @@ class ViewQuestion:
             self.shown.append(f"({by_name(value, rows.parts, listed_part)})")
 
     def _tokens(self, condition: str) -> None:
-        """Rollouts with such a token, in the steps that the other filters name."""
+        """Select the rollouts with a token for which `condition` holds, in the steps that the other filters select."""
         rows, mask = self.rows, np.ones(len(self.rows), dtype=bool)
         for says, one in self.filters.items():
             if says.startswith(("held ", "step ")):
@@ -242,7 +242,7 @@ class ViewQuestion:
         )
 
     def _range(self, name: str, value: str) -> None:
-        """ "0.5", "0..1", "0..", "..1"; "none" for null."""
+        """Filter by "0.5", "0..1", "0..", "..1", or "none" for null."""
         if name.startswith("part.") and name[5:] not in self.rows.parts:
             raise UserError(f"no part of the reward is named {name[5:]!r}")
         shown = listed_part(name[5:]) if name.startswith("part.") else name
@@ -280,7 +280,7 @@ class ViewQuestion:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def sql(self) -> str:
-        """Return the question for copying, as one of `posttrain query`."""
+        """Return the query as SQL for `posttrain query`."""
         table = "evals" if self.held else "rollouts"
         where = f" where {' and '.join(self.shown)}".replace("from rollouts", f"from {table}") if self.shown else ""
         name, down = self.order.lstrip("-"), " desc" if self.order.startswith("-") else ""
@@ -293,7 +293,7 @@ class ViewQuestion:
 
     @property
     def meant(self) -> Places:
-        """Numbers of the rows that are meant, in order."""
+        """Numbers of the selected rows, in order."""
 
         def all_of_them() -> Places:
             mask = np.ones(len(self.rows), dtype=bool)
@@ -305,7 +305,7 @@ class ViewQuestion:
         return found
 
     def page(self, offset: int, limit: int = PAGE) -> dict[str, Any]:
-        """Return a page of the table, and the number of all its entries."""
+        """Return a page of the table, and the number of all rows."""
         count, rows = self._groups(offset, limit) if self.groups else self._rows(offset, limit)
         return {"rows": rows, "count": count, "sql": self.sql(), "note": self.note}
 
@@ -324,7 +324,9 @@ class ViewQuestion:
         return len(meant), found
 
     def _groups(self, offset: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
-        """Groups of which any rollout is meant, with the prompt and the reply that comes up most."""
+        """Return the number of groups with a selected rollout, and a page of them, each with its commonest prompt and
+        reply.
+        """
         rows, name = self.rows, self.order.lstrip("-")
         matched = np.bincount(rows.gid[self.meant], minlength=len(rows.first_rows))
         gids = np.flatnonzero(matched)
@@ -341,9 +343,9 @@ class ViewQuestion:
         return len(gids), found
 
     def means(self) -> dict[str, Any]:
-        """Return the numbers and means of the selected rollouts and of all others, training or held out alike.
+        """Return counts and means of the selected rollouts and of all others, training or held out as selected.
 
-        {"these": {"n", "reward", ...}, "others": the same}. Nothing to compare where either is empty: {}.
+        {"these": {"n", "reward", ...}, "others": the same}; {} where either side is empty.
         """
         rows = self.rows
         every = np.ones(len(rows), dtype=bool)
@@ -379,7 +381,9 @@ class ViewQuestion:
         return found
 
     def histograms(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the bins of each column over the selected rollouts, and how many lack a value; of choices, their counts."""
+        """Return bins of each column over the selected rollouts, with the number of nulls; for choices, counts by
+        value.
+        """
         rows, meant = self.rows, self.meant
         known = [n for n in names if n in NUMBERS or (n.startswith("part.") and n[5:] in rows.parts)]
         key = (*self.filters, "histograms", *known)
@@ -397,7 +401,7 @@ class ViewQuestion:
 
 
 def flags_of(rows: RolloutColumns, flag: str | None = None) -> NDArray[np.int64]:
-    """Count the flags of each row, or this flag."""
+    """Return how many flags each row has, or how often it has this flag."""
     lists = rows.table["flags"].combine_chunks()
     parents = pc.list_parent_indices(lists).to_numpy()
     if flag is not None:
@@ -412,17 +416,20 @@ def _at(rows: RolloutColumns, places: Places) -> Mask:
 
 
 def _found(rows: RolloutColumns, text: str) -> Mask:
-    """Rows whose prompt or reply has this text, in any case: in the whole text where it is held."""
+    """Return the rows whose prompt or reply contains a text, ignoring case.
+
+    Beginnings are searched where no more is held.
+    """
     mask = np.zeros(len(rows), dtype=bool)
     for name in ("prompt", "text"):
         codes, values = rows.fullest(name)
         has = pc.match_substring(values, text, ignore_case=True).to_numpy(zero_copy_only=False)
-        mask |= np.append(has, False)[codes]  # the last one is that of -1
+        mask |= np.append(has, False)[codes]  # code -1 takes the last value
     return mask
 
 
 def _column(rows: RolloutColumns, name: str, value: str) -> Mask:
-    """Rows whose task has this value in a column of its own, as JSON has it or as its text."""
+    """Return the rows whose task has this value, as text or as JSON, in one of its own columns."""
 
     def fits(text: str) -> bool:
         try:
@@ -438,7 +445,7 @@ def _column(rows: RolloutColumns, name: str, value: str) -> Mask:
 
 
 def _bins(values: Floats) -> dict[str, Any]:
-    """Bins as [number, count], the first of which begins at `low`."""
+    """Return a histogram: bins as [number, count], of which number 0 begins at `low`."""
     none = np.isnan(values)
     missing = int(none.sum())
     known = values[~none] if missing else values
@@ -454,7 +461,7 @@ def _bins(values: Floats) -> dict[str, Any]:
 
 
 def _width(low: float, high: float) -> float:
-    """Return the width of a bin: a round number, so that at most BINS of them reach from end to end."""
+    """Return a round bin width with which at most BINS bins cover the range."""
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-280):
         return 1.0
     rough = (high - low) / BINS

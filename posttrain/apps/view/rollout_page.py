@@ -1,6 +1,6 @@
-"""One rollout with its tokens and their numbers, and a group of them, as the front end draws them.
+"""JSON data of the pages of one rollout, with the numbers of its tokens, and of one group.
 
-Numbers go as the bytes of float32 (nan: not recorded), which is what costs least on the way and in a browser.
+Numbers are sent as bytes of float32 (nan: not recorded), the cheapest form for the network and the browser.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from posttrain.runs.record.rollout_rows import said_by
 from posttrain.runs.record.schema import NUMBERS
 from posttrain.runs.run_files import SECONDS, kept_file
 
-WINDOW = 40_000  # tokens of one answer
-TEXT = 20_000  # characters of a text that are
-GROUP = 64  # rollouts of a group that are drawn side by side
-VISITS = 500  # to a task that are drawn
+WINDOW = 40_000  # most tokens of one response
+TEXT = 20_000  # most characters of a text in one response
+GROUP = 64  # most rollouts of a group shown side by side
+VISITS = 500  # most visits to a task shown
 _SIBLING = ("index", "member", "reward", "used", "advantage", "fate")
 
 _LONG = ("tokens", "spans", "engine", "kept", "pictures", "forks", *NUMBERS)
@@ -67,7 +67,11 @@ def one(
 
 
 def _sides(store: Store, part: RolloutPart, index: int) -> list[dict[str, Any]]:
-    """The other sides of its episode, where each has as many rollouts of the group: the n-th of them belong together."""
+    """Return the rollouts of the same episode's other sides; [] unless every side has equally many rollouts in the
+    group.
+
+    The n-th rollouts of the sides belong together.
+    """
     held = store.rows
     own = held.place(part, index)
     if own is None or held.codes("side")[own] < 0:
@@ -84,7 +88,7 @@ def _sides(store: Store, part: RolloutPart, index: int) -> list[dict[str, Any]]:
 
 
 def _first(store: Store, part: RolloutPart, index: int) -> dict[str, Any] | None:
-    """Return the place of the original of a replayed rollout."""
+    """Return the step and index of the original of a replayed rollout."""
     held = store.rows
     own = held.place(part, index)
     if own is None:
@@ -98,7 +102,7 @@ def _first(store: Store, part: RolloutPart, index: int) -> dict[str, Any] | None
 
 
 def group(store: Store, pieces: TokenPieces, part: RolloutPart, index: int) -> dict[str, Any]:
-    """Return all rollouts of the group that one belongs to, and the other visits to the same task."""
+    """Return all rollouts of a rollout's group, and the other visits to the same task."""
     held = store.rows
     place = held.place(part, index)
     if place is None:
@@ -119,7 +123,7 @@ def group(store: Store, pieces: TokenPieces, part: RolloutPart, index: int) -> d
 
 
 def text_of(store: Store, part: RolloutPart, index: int) -> str:
-    """Return the whole reply, however long."""
+    """Return the whole reply of a rollout, however long."""
     if part not in store.files:
         raise _missing(part, index)
     found = rows(store.files[part], [index], ["index", "text"]).to_pylist()
@@ -156,7 +160,7 @@ def _array(value: Any) -> NDArray[Any] | None:
 
 
 def _shown(row: dict[str, Any], pieces: TokenPieces, begin: int, window: int) -> dict[str, Any]:
-    """Return a row as it is sent: `window` of its tokens from `begin` on."""
+    """Return a row as JSON data, with `window` of its tokens from `begin` on."""
     tokens = row["tokens"] if row["tokens"] is not None else np.zeros(0, dtype=np.int32)
     begin = min(begin, len(tokens))
     end = min(len(tokens), begin + window)
@@ -187,14 +191,14 @@ def _shown(row: dict[str, Any], pieces: TokenPieces, begin: int, window: int) ->
 
 
 def _places(spans: Sequence[dict[str, Any]], which: str) -> NDArray[np.int64]:
-    """Places of the tokens that are scored, or that were sampled, in order."""
+    """Return the positions of the scored or of the sampled tokens, in order."""
     chosen = [s for s in spans if (s["learned"] if which == "learned" else s["kind"] == SpanKind.SAMPLED)]
     runs = [np.arange(s["start"], s["start"] + s["length"]) for s in chosen]
     return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
 
 
 def _cut(values: NDArray[Any], places: NDArray[np.int64], begin: int, end: int) -> str | None:
-    """[end - begin] float32 by token, nan where a token has no number. None: of none has it any."""
+    """Return a float32 for each token from `begin` to `end`, encoded; nan where a token has no number."""
     found = np.full(end - begin, np.nan, dtype=np.float32)
     count = min(len(values), len(places))
     inside = (places[:count] >= begin) & (places[:count] < end)
@@ -207,7 +211,7 @@ def _bytes(values: NDArray[Any]) -> str:
 
 
 def _turn(turn: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    """With its first token counted over all transcripts."""
+    """Return a turn whose first token is counted over all transcripts."""
     before = sum((row["transcripts"] or [])[: turn["transcript"]])
     text = said_by(turn, row["prompt"] or "", row["text"] or "")
     calls = [{**call, "arguments": _clipped(call["arguments"])} for call in turn["calls"] or ()]
@@ -233,7 +237,7 @@ def _json(text: str | None) -> Any:
 
 
 def _seconds(folder: Path, part: RolloutPart, index: int) -> dict[str, Any] | None:
-    """Return the seconds of its turns and its reward, where they were recorded."""
+    """Return the seconds of a rollout's turns and of its reward, where recorded."""
     if part.held_out:
         return None
     file = kept_file(folder, SECONDS, part.step)
@@ -250,7 +254,7 @@ def _seconds(folder: Path, part: RolloutPart, index: int) -> dict[str, Any] | No
 
 @lru_cache(maxsize=8)
 def _seconds_of(file: Path, stamp: tuple[int, int]) -> pa.Table:
-    """`stamp`: of the file, which a resumed run writes anew."""
+    """Read and cache a file of seconds. `stamp`: changes with the file, which a resumed run writes anew."""
     return parquet.ParquetFile(user_files.readable(file)).read(use_threads=False)
 
 

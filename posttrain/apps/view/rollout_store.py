@@ -1,7 +1,7 @@
-"""The rollouts of one run in memory, where questions about them are answered at once.
+"""The rollouts of one run in memory, for fast queries.
 
-It decides what is kept: scalars of every rollout, each text once, and nothing of tokens. A question takes `rows` as
-they are then; later reads make new ones.
+It keeps scalars of every rollout and each distinct text once, but no tokens. `rows` is an immutable snapshot; later
+reads replace it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from posttrain.apps.view.sql_conditions import Conditions
     from posttrain.apps.view.token_conditions import Marked
 
-TEXT_BYTES = 160 * 2**20  # distinct texts that are held; of more, searches see the beginnings
-FILE_BYTES = 20 * TEXT_BYTES  # of the run's files, beyond which its texts are not even counted
-TOGETHER = 40  # files whose texts are read at once
+TEXT_BYTES = 160 * 2**20  # most bytes of distinct texts in memory; beyond, searches see only beginnings
+FILE_BYTES = 20 * TEXT_BYTES  # size of the run's files beyond which texts are not read at all
+TOGETHER = 40  # files whose texts are read in one go
 SHOWN_AFTER = 3.0  # seconds of reading after which the rows so far are shown
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
@@ -44,7 +44,7 @@ _NO_TEXTS = pa.schema([*((n, _KINDS[n]) for n in ("step", "held_out", "index")),
 
 
 def expecting(parts: Iterable[str]) -> RolloutColumns:
-    """No rollouts, with the columns of a run whose reward has these parts."""
+    """Return columns without rows, for a run whose reward has these parts."""
     empty = pa.table({f"part.{name}": pa.array([], pa.float64()) for name in parts})
     return RolloutColumns(
         pa.table({name: _EMPTY[name] for name in _EMPTY.column_names} | {n: empty[n] for n in empty.column_names})
@@ -52,36 +52,36 @@ def expecting(parts: Iterable[str]) -> RolloutColumns:
 
 
 class Store:
-    """The rollouts of a run, as far as they have been read; `follow` reads new ones."""
+    """The rollouts of a run that have been read so far; `follow` reads new ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[RolloutPart, File] = {}  # that are in `rows`
-        self.damaged: dict[RolloutPart, tuple[File, str]] = {}  # that are not, and why
+        self.files: dict[RolloutPart, File] = {}  # files whose rollouts are in `rows`
+        self.damaged: dict[RolloutPart, tuple[File, str]] = {}  # files that cannot be read, and the reason
         self.rows = RolloutColumns(_EMPTY)
-        self.success: float | None = None  # the reward from which on a reply is right; None: unknown
-        self.version = 0  # rises with every change
+        self.success: float | None = None  # the reward from which on a reply succeeds; None: unknown
+        self.version = 0  # increases with every change
         self.vocabulary: Callable[[], Sequence[str]] = list  # texts of tokens, by their ids
         self._marking, self._opening = threading.Lock(), threading.Lock()
         self.closed = False  # whether the page is closed
-        self.searchable = False  # whether texts are held, as far as they will be
-        self.unsearched: str | None = None  # of which texts a search sees their beginnings alone, and why
-        self.progress = 0.0  # share of the parts that are there have been read
+        self.searchable = False  # whether reading of texts is complete
+        self.unsearched: str | None = None  # texts whose beginnings alone are searched, and the reason
+        self.progress = 0.0  # share of the parts on disk that have been read
         self._texts: pa.Table = pa.Table.from_batches([], _NO_TEXTS)
-        self._too_many: str | None = None  # why texts are not held at all
+        self._too_many: str | None = None  # reason for holding no texts
         self._read_of: dict[
             RolloutPart, tuple[File, str | None]
-        ] = {}  # parts whose texts are read, or why they cannot be
+        ] = {}  # part -> (file whose texts were read, the error if any)
         self._conditions: Conditions | None = None
         self._writing = threading.Lock()
 
     @property
     def parts(self) -> list[str]:
-        """Names of the reward's."""
+        """Names of the parts of the reward."""
         return self.rows.parts
 
     def meant(self, rows: RolloutColumns, condition: str) -> Places:
-        """Return the rows for which a condition in SQL holds. Raises UserError if it is no condition."""
+        """Return the rows for which an SQL condition holds. Raises UserError if it is not a valid condition."""
         return self._asking().places(rows, condition)
 
     def _asking(self) -> Conditions:
@@ -93,14 +93,14 @@ class Store:
             return self._conditions
 
     def close(self) -> None:
-        """End what answers conditions."""
+        """Stop the process that evaluates conditions."""
         if self._conditions is not None:
             self._conditions.close()
 
     def marked(self, rows: RolloutColumns, condition: str, sizes: Mapping[RolloutPart, int]) -> Marked:
-        """Return the rows with a token of which a condition in SQL holds, of parts with so many tokens each."""
+        """Return the rows that have a token for which an SQL condition holds. `sizes`: part -> number of its tokens."""
         stamps = tuple(sorted((part, self.files[part].stamp) for part in sizes if part in self.files))
-        with self._marking:  # a page asks for its rows, their histograms and their means at once
+        with self._marking:  # a page requests rows, histograms and means at once
             found: Marked = rows.remembered(
                 ("tokens", condition, stamps),
                 lambda: self._asking().marked(self.folder, condition, sizes, self.vocabulary),
@@ -134,7 +134,7 @@ class Store:
             return True
 
     def settle(self) -> None:
-        """Show the rows so far, by the current threshold of success."""
+        """Recompute the rows with the current success threshold."""
         self.rows = RolloutColumns(self.rows.table, self.success, self._texts)
 
     def _forget(self, gone: Iterable[RolloutPart]) -> None:
@@ -173,7 +173,7 @@ class Store:
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def read_texts(self) -> None:
-        """Hold whole texts too, if they are not too many: searches then see all of them and read no file."""
+        """Read whole texts into memory, if they fit: searches then see all of them without reading files."""
         if self._too_many is None and sum(file.stamp[1] for file in self.files.values()) > FILE_BYTES:
             self._too_many = f"the run's files have more than {FILE_BYTES / 2**30:.1f} GiB"
         if self._too_many is not None:
@@ -200,7 +200,7 @@ class Store:
                 return
         if missing:
             self.rows = self.rows.with_texts(self._texts)
-            self.version += self.rows.long  # more distinguishes replies now
+            self.version += self.rows.long  # whole texts can change the number of distinct replies
         failed = sorted(part for part, (_, why) in self._read_of.items() if why is not None and part in long)
         if failed:
             steps = ", ".join(part.name for part in failed[:8]) + (" …" if len(failed) > 8 else "")
@@ -213,7 +213,7 @@ class Store:
         self.searchable = True
 
     def _long(self) -> set[RolloutPart]:
-        """Return the parts that have texts beyond their beginnings, which are in `rows` anyway."""
+        """Return the parts with texts longer than the beginnings that are in `rows` anyway."""
         rows, found = self.rows, np.zeros(len(self.rows), dtype=bool)
         for name in ("prompt_start", "text_start"):
             reaches = pc.greater_equal(pc.utf8_length(rows.values(name)), START).to_numpy(zero_copy_only=False)
@@ -221,7 +221,7 @@ class Store:
         return {RolloutPart(int(key >> 1), bool(key & 1)) for key in np.unique(rows.key[found] >> 32).tolist()}
 
     def _texts_of(self, part: RolloutPart, long: bool) -> pa.Table:
-        """Return a part's texts; of one without long ones, the searched beginnings."""
+        """Return the texts of a part; if none is long, only `columns` and `notes`."""
         table = rows(self.files[part], names=["index", *(TEXTS if long else ("columns", "notes"))])
         count = table.num_rows
         columns = {name: _encoded(table[name]) for name in TEXTS if name in table.column_names}
@@ -230,7 +230,10 @@ class Store:
 
 
 def _held(table: pa.Table) -> pa.Table:
-    """Return a table of the index's columns as it is held. Raises ArrowException or LookupError for other tables."""
+    """Convert a table of the index's columns to the form in memory.
+
+    Raises ArrowException or LookupError for other tables.
+    """
     columns = {}
     for name, kind in _KINDS.items():
         columns[name] = _encoded(table[name]) if kind == _TEXT else table[name].cast(kind)
@@ -244,7 +247,7 @@ def _encoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _parts_of(table: pa.Table) -> dict[str, pa.Array]:
-    """Name of a part of the reward -> its values, null where a row has none of it."""
+    """Return part of the reward -> its values, null where a row lacks it."""
     found: dict[str, pa.Array] = {}
     lists = table["parts"].combine_chunks()
     if lists.null_count == len(lists) or len(lists.flatten()) == 0:

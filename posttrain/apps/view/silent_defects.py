@@ -1,7 +1,7 @@
-"""Signs of silent defects that no curve shows: tokens trained on that the policy did not write, tokens that were pushed
-though they were clipped, prompts that contain the answer.
+"""Signs of silent defects that no curve shows: trained tokens that the policy did not write, tokens with a gradient
+although they were clipped, prompts that contain the answer.
 
-Each is reported only where the record decides it; where other explanations are left, nothing is reported.
+Each is reported only where the record proves it; nothing is reported where other explanations are possible.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_reading import read_file
 from posttrain.runs.run_reading import divides_by_sampler
 
-LOOKED = 8  # parts of a run in which its tokens are looked at
-TOKENS = 400_000  # of a part, beyond which only kinds of spans are looked at
-FOREIGN = ("prompt", "observation", "tool")  # spans that neither has written
+LOOKED = 8  # most parts of a run whose tokens are read
+TOKENS = 400_000  # tokens of a part beyond which only kinds of spans are read
+FOREIGN = ("prompt", "observation", "tool")  # kinds of spans that neither the policy nor a demonstration wrote
 ANSWERS = ("answer", "solution", "target", "label", "gold", "expected", "ground_truth")
-SOME = (0.05, 0.95)  # share of the tasks, beyond chance, between which a leak distinguishes tasks
+SOME = (0.05, 0.95)  # bounds on the share of tasks, beyond chance, within which a leak is a sign
 
 _PICTURE = re.compile(r"\[sha256:[0-9a-f]{64}\]")
 _PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
@@ -40,24 +40,24 @@ _CLIP = re.compile(r"\[ min\(r A, clip\(r, ([\d.]+), ([\d.]+)\) A\) \]")
 _ALIKE, _APART = (
     0.008,
     0.04,
-)  # shares: of pushes that are the same but for rounding to eleven bits, and of ratios that are not
+)  # relative tolerance of equal pushes, rounded to eleven bits; least distance of different ratios
 
 
 # -- where trained tokens come from ------------------------------------------------------------------------------------
 
 
 def origins(store: Store) -> dict[str, int]:
-    """Kind of a span -> tokens of it that were trained on, in some steps from first to last."""
+    """Return kind of span -> number of its trained tokens, in a sample of steps from first to last."""
     found: dict[str, int] = {}
     for file in looked_at(store):
-        with suppress(UserError):  # it is damaged, which its page reports
+        with suppress(UserError):  # damaged files are reported by the step's page
             for kind, count in _origins(str(file.path), file.stamp):
                 found[kind] = found.get(kind, 0) + count
     return found
 
 
 def looked_at(store: Store) -> list[File]:
-    """Evenly chosen files of steps that were trained on."""
+    """Return at most `LOOKED` files of training steps, evenly spread."""
     files = [file for part, file in sorted(store.files.items()) if not part.held_out]
     if len(files) <= LOOKED:
         return files
@@ -82,7 +82,7 @@ def _origins(path: str, stamp: tuple[int, int]) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=8)
 def passes(objective: tuple[str, ...]) -> tuple[float, float, int] | None:
-    """(lowest ratio, greatest, passes over a token) of rows whose clip can be checked; None for all others."""
+    """Return (lowest ratio, greatest ratio, passes over a token) if the clip of these rows is checkable; else None."""
     clip = next(filter(None, map(_CLIP.search, objective)), None)
     exact = any(line.strip().startswith("ratio r: exp(lp - old)") for line in objective)
     updates = next(filter(None, map(_PASSES.search, objective)), None)
@@ -92,12 +92,12 @@ def passes(objective: tuple[str, ...]) -> tuple[float, float, int] | None:
 
 
 def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64]:
-    """Return the scored tokens that were pushed by their last pass, though the clip should have taken its gradient.
+    """Return the scored tokens whose last pass had a gradient although the clip should have removed it.
 
-    With one pass a clipped token has no push at all. With two, the first of them had a ratio of 1 in rollouts of the
-    step's first update: there a push is w A (1 + r) where nothing is clipped, which gives w, and w A where the second is.
-    Two tokens whose ratio has moved must agree on w, or it was not such a rollout. Of other rollouts, and of more passes,
-    the ratios in between are not recorded, so nothing is reported.
+    With one pass a clipped token has no push at all. With two, the first pass had a ratio of 1 in rollouts of the
+    step's first update: there a push is w A (1 + r) where nothing is clipped, which gives w, and w A where the second
+    is clipped. Two tokens whose ratios moved must agree on w, else the rollout is not of a first update. For other
+    rollouts, and for more passes, the ratios in between are not recorded, so nothing is reported.
     """
     none, rule = np.zeros(0, dtype=np.int64), passes(tuple(objective))
     columns = [row.get(name) for name in ("weight", "learner", "before")]
@@ -127,7 +127,7 @@ def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64
 
 
 def pushed_in(file: File, objective: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """(index of the rollout, place of the token) of those of a part that were."""
+    """Return (index of the rollout, position of the token) of all such tokens of a part."""
     if passes(tuple(objective)) is None:
         return ()
     try:
@@ -144,9 +144,9 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
         return ()
     found = []
     table = read_file(Path(path), names, None)
-    for row in table.filter(pc.is_valid(table["weight"])).to_pylist():  # most have none
+    for row in table.filter(pc.is_valid(table["weight"])).to_pylist():  # most rows have no weight
         learned = [s for s in row["spans"] or () if s["learned"]]
-        if sum(s["length"] for s in learned) == len(row["weight"]):  # else it is damaged, which its page reports
+        if sum(s["length"] for s in learned) == len(row["weight"]):  # else damaged, as the step's page reports
             at = [n for s in learned for n in range(s["start"], s["start"] + s["length"])]
             found += [(row["index"], at[place]) for place in pushed(row, objective)]
     return tuple(found)
@@ -156,7 +156,7 @@ def _pushed(path: str, stamp: tuple[int, int], objective: tuple[str, ...]) -> tu
 
 
 def contains_answer(prompt: str | None, columns: Mapping[str, Any] | None) -> bool:
-    """Whether a prompt has the answer of its task in it, as a word or a number of its own.
+    """Return whether a prompt contains its task's answer, as a word or a number of its own.
 
     Answers of one character do not count: "What is 6 * 1?" leaks nothing.
     """
@@ -178,9 +178,10 @@ def _answer(columns: Mapping[str, Any] | None) -> str | None:
 
 
 def leaks(store: Store) -> float | None:
-    """Return the share of the tasks whose prompts contain their answers, if this distinguishes tasks.
+    """Return the share of tasks whose prompts contain their answers; None if it is within chance, or close to all
+    tasks.
 
-    Of the tasks of some steps from first to last.
+    The tasks are those of a sample of steps.
     """
     tasks: set[tuple[str, str | None]] = set()
     for file in looked_at(store):
@@ -194,16 +195,16 @@ def leaks(store: Store) -> float | None:
 
 
 def by_chance(tasks: Collection[tuple[str, str | None]]) -> float:
-    """Share of prompts that contain the answer of some other task: the numbers of word problems often do."""
+    """Return the share of prompts that contain another task's answer, as the numbers of word problems often do."""
     listed = sorted(tasks, key=lambda task: seed_of("by chance", task[0]))  # neighbours have nothing in common
     others = [(p, listed[(at + by) % len(listed)][1]) for by in (1, 7, 61) for at, (p, _) in enumerate(listed)]
     return sum(_contains(prompt, answer) for prompt, answer in others) / len(others)
 
 
 def telling(tasks: Collection[tuple[str, str | None]]) -> float:
-    """Share of (prompt, answer) whose prompt contains its answer.
+    """Return the share of (prompt, answer) pairs whose prompt contains its answer.
 
-    A text with several answers distinguishes none of them: "circle or square?" with one picture or another.
+    Prompts that occur with several answers do not count: "circle or square?" with one picture or another.
     """
     answers: dict[str, set[str | None]] = {}
     for prompt, answer in tasks:
@@ -214,7 +215,7 @@ def telling(tasks: Collection[tuple[str, str | None]]) -> float:
 
 @lru_cache(maxsize=256)
 def _tasks(path: str, stamp: tuple[int, int]) -> frozenset[tuple[str, str | None]]:
-    """Prompts of a part, each with the answer of its task; those without columns are left out."""
+    """Return the (prompt, answer) pairs of a part; rows without columns are left out."""
     table = read_file(Path(path), ("prompt", "columns"), None)
     pairs = set(zip(table["prompt"].to_pylist(), table["columns"].to_pylist(), strict=True))
     return frozenset((p or "", _answer(_columns(c))) for p, c in pairs if c is not None)

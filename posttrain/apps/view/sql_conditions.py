@@ -1,8 +1,8 @@
-"""Conditions in SQL that a person wrote, about the rollouts in memory: which rows they mean.
+"""Evaluates a user's SQL conditions over the rollouts in memory.
 
-They are answered in a process of their own (`sql_worker`), which is started when the first one is asked: of what a function
-of the database does, neither the time nor the memory is bounded otherwise. It sees one table, in memory that both share, and
-its database is locked from its start: it reads no file, loads nothing.
+They run in a separate process (`sql_worker`), started at the first condition, because nothing else bounds the time and
+the memory of a database function. The process sees one table, in shared memory, and its database is locked from the
+start: it reads no file and loads nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from posttrain.apps.view.token_conditions import Marked, chosen
 from posttrain.runs.record.sql_query import names_text
 from posttrain.system.bounded_process import BoundedProcess
 
-SECONDS, GIB = 10.0, 0.75  # of a question
+SECONDS, GIB = 10.0, 0.75  # limits of a query
 
 _numbers = count(1)
 
@@ -37,7 +37,7 @@ class Conditions:
         self._handed: tuple[weakref.ref[RolloutColumns], int, _Shared] | None = None
 
     def places(self, rows: RolloutColumns, condition: str) -> Places:
-        """Return the rows for which it holds. Raises UserError unless it is a condition in a single SELECT."""
+        """Return the rows for which a condition holds. Raises UserError unless it is a condition in a single SELECT."""
         handed = self._handed
         if handed is None or handed[0]() is not rows:
             handed = self._handed = weakref.ref(rows), next(_numbers), _Shared(_table(rows))
@@ -49,7 +49,10 @@ class Conditions:
     def marked(
         self, folder: Path, condition: str, sizes: Mapping[RolloutPart, int], vocabulary: Callable[[], Sequence[str]]
     ) -> Marked:
-        """Return the rollouts with a token of which a condition holds. `sizes`: tokens of the parts that are meant."""
+        """Return the rollouts that have a token for which a condition holds.
+
+        `sizes`: part to search -> number of tokens.
+        """
         parts, whole = chosen(sizes)
         words = list(vocabulary()) if names_text(condition) else []
         rows = self._process.call("marked", folder, condition, parts, words, SECONDS, seconds=SECONDS, gib=GIB)
@@ -60,7 +63,7 @@ class Conditions:
 
 
 class _Shared:
-    """A table in memory of which another process may have a descriptor."""
+    """A table in shared memory, with a descriptor for another process."""
 
     def __init__(self, table: pa.Table) -> None:
         self.descriptor = os.memfd_create("posttrain-view", os.MFD_CLOEXEC)
@@ -70,7 +73,7 @@ class _Shared:
 
 
 def _table(rows: RolloutColumns) -> pa.Table:
-    """Return the table that a condition reads: rollouts, their texts as far as they are held, figures of their groups."""
+    """Return the table that conditions read: rollouts, their texts as far as held, figures of their groups."""
     columns: dict[str, Any] = {"row": pa.array(np.arange(len(rows), dtype=np.int32))}
     columns |= {name: rows.table[name] for name in rows.table.column_names if not name.endswith("_start")}
     for name in TEXTS:

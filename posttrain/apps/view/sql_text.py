@@ -1,4 +1,4 @@
-"""SQL that a person writes, and that is shown of a question: names and texts as it has them, the reward's parts by name."""
+"""SQL for filters: translates what a user types, and shows a filter as SQL that a user could have typed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ SCALARS = (
 TEXTS = ("prompt", "text", "columns", "notes")
 OF_GROUPS = ("mean", "sd", "n", "right_n")
 COLUMNS = (*SCALARS, *TEXTS, *OF_GROUPS)
-"""The names that a condition may use, beside the parts of the reward."""
+"""The names that a condition may use, besides the parts of the reward."""
 
 _WORD = re.compile(r"""'(?:[^']|'')*' | "(?:[^"]|"")*" | (?<![\w.])[^\W\d]\w*(?!\w|\s*[(.])""", re.VERBOSE)
 
 
 def quoted(text: str) -> str:
-    """Return a text as SQL has it."""
+    """Return a text as an SQL string literal."""
     return "'" + text.replace("'", "''").replace("\0", "") + "'"
 
 
 def named(name: str) -> str:
-    """Return a name of a column as SQL has it."""
+    """Return a column's name as an SQL identifier."""
     return '"' + name.replace('"', '""').replace("\0", "") + '"'
 
 
 def by_name(condition: str, parts: Sequence[str], say: Callable[[str], str]) -> str:
-    """A condition with the reward's parts, which a person calls by the names of the table's columns, as a database has them.
+    """Return a condition with each part of the reward, which a user names directly, replaced by `say(part)`.
 
-    A name that is a column of the rollouts' anyway means that column; "part.length" in quotes means the part.
+    A name that is also a column of the rollouts means that column; "part.length" in quotes means the part.
     """
 
     def replaced(found: re.Match[str]) -> str:
@@ -45,10 +45,10 @@ def by_name(condition: str, parts: Sequence[str], say: Callable[[str], str]) -> 
 
 
 def named_part(name: str) -> str:
-    """Return the name in the table in memory."""
+    """Return the part's column in the table in memory."""
     return named(f"part.{name}")
 
 
 def listed_part(name: str) -> str:
-    """Return the name in the files."""
+    """Return the part's expression over the files."""
     return f"list_filter(parts, lambda p: p.name = {quoted(name)})[1].value"

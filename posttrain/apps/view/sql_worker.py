@@ -1,6 +1,6 @@
-"""The process that answers conditions and questions in SQL: see `sql_conditions` and `posttrain query`.
+"""The process that evaluates SQL conditions and questions, for `sql_conditions` and `posttrain query`.
 
-Its parent kills it where one takes too long, its memory has a limit, and its temporary folder goes with it.
+The parent kills it if a query takes too long; its memory is limited, and its temporary folder is deleted with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.apps.view.token_texts import vocabulary_of
 from posttrain.core.types import UserError
 from posttrain.runs.record.sql_query import Questions, bounded, explained
 
-MEMORY, SPILLED = "320MB", "1GB"  # of the database; on disk, while a question needs more
+MEMORY, SPILLED = "320MB", "1GB"  # limits of the database in memory, and on disk if a query needs more
 
 _held: tuple[int, pa.Table] | None = None
 
@@ -46,15 +46,16 @@ def _database() -> duckdb.DuckDBPyConnection:
             "preserve_insertion_order": "false",
         },
     )
-    database.execute("set enable_external_access = false")  # after its directory, which it then keeps
+    database.execute("set enable_external_access = false")  # after setting temp_directory, which cannot change any more
     database.execute("set lock_configuration = true")
     return database
 
 
 def places(condition: str, seconds: float, parts: Sequence[str], number: int, descriptor: int) -> NDArray[np.int64]:
-    """Return the rows for which a condition holds, of the table in a file that is open.
+    """Return the rows of an open file's table for which a condition holds.
 
-    `number`: of this table; `parts`: of the reward, in it. Raises UserError unless it is a condition in a single SELECT.
+    `number`: identifies the table; `parts`: parts of the reward in it. Raises UserError unless it is a condition in a
+    single SELECT.
     """
     rollouts = _table(number, descriptor)
     sql = f"select row from rollouts where ({condition}\n)"
@@ -86,14 +87,14 @@ def places(condition: str, seconds: float, parts: Sequence[str], number: int, de
 def marked(
     folder: Path, condition: str, parts: Sequence[RolloutPart], words: Sequence[str], seconds: float
 ) -> list[tuple[int, bool, int, int, int]]:
-    """`words`: the texts of tokens, by their ids, where the condition may need them."""
+    """Return `Marked.rows`. `words`: the texts of tokens, by id, where the condition may need them."""
     return token_conditions.marked(folder, condition, parts, lambda: words, seconds)
 
 
 def asked(
     run: str, sql: str, most: int, seconds: float, gib: float
 ) -> tuple[list[str], list[tuple[Any, ...]], list[str]]:
-    """Return the names of the columns, the first `most` rows, and what they lack."""
+    """Return the names of the columns, the first `most` rows, and notes on data left out."""
     with Questions(run, seconds, gib, lambda: vocabulary_of(Path(run))) as questions:
         names, rows = questions.ask(sql, most)
         return names, rows, questions.left_out
@@ -111,7 +112,7 @@ def _table(number: int, descriptor: int) -> pa.Table:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[Any]:
-    """A cursor whose questions end after some seconds; an error of the database is a UserError."""
+    """Yield a cursor whose queries end after some seconds. Errors of the database become UserErrors."""
     cursor = _database().cursor()
     timer = threading.Timer(seconds, cursor.interrupt)
     timer.daemon = True
@@ -130,6 +131,6 @@ def _limited(seconds: float) -> Iterator[Any]:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the first line of the database's message, without internals."""
+    """Return the first line of the database's error message, cut to 300 characters."""
     text = str(error).strip().splitlines()
     return text[0][:300] if text else "the question cannot be answered"

@@ -14,9 +14,9 @@ from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.rollout_files import RolloutPart, rows
 from posttrain.core.types import UserError
 
-MOST = 40  # tokens that are listed on each side
-LOOKED = 160  # among which the same are merged
-AROUND = 24  # tokens before one that are shown
+MOST = 40  # most tokens listed on each side
+LOOKED = 160  # tokens read on each side, among which equal ones are merged
+AROUND = 24  # tokens shown before a token
 BINS = 41
 MEASURES = {
     "after": ("change by the step", "after", ("before", "engine")),
@@ -26,7 +26,7 @@ MEASURES = {
     "reference": ("policy less reference", "learner", ("reference",)),
     "push": ("push on weights", "weight", ()),
 }
-"""The measures: name, column, minus the first of these that is there."""
+"""Measure -> (label, column, columns of which the first recorded one is subtracted)."""
 ABOUT = {
     "gap": "log-probability under the learner before the step, less the engine's",
     "push": "as recorded: minus the gradient of the loss at a token's log-probability, its advantage in it, over all passes",
@@ -42,7 +42,7 @@ _READ = ("index", "tokens", "spans", "engine", "before", "learner", "reference",
 
 
 def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
-    """Return a histogram of a step, the tokens that changed most either way, and the same by vocabulary entry."""
+    """Return a step's histogram, the tokens that changed most either way, and the changes by vocabulary entry."""
     if part not in run.store.files:
         raise UserError(f"there are no rollouts of step {part.name} in this run")
     table = rows(run.store.files[part], names=_READ).to_pydict()
@@ -79,7 +79,7 @@ def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
 
 
 def _values(table: dict[str, list[Any]], name: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None:
-    """Return (values, rows, places in their tokens) of every scored token that has one; None: not recorded."""
+    """Return (values, rows, positions in the transcript) of every scored token with a value; None: not recorded."""
     _, first, less = MEASURES[name]
     if first not in table or all(values is None for values in table[first]):
         return None
@@ -111,7 +111,7 @@ def _base(table: dict[str, list[Any]], number: int, names: tuple[str, ...]) -> N
         column = table[name][number] if name in table else None
         if column is None:
             continue
-        if name == "engine":  # of each sampled token: those that are scored
+        if name == "engine":  # it has a value for each sampled token; keep the scored ones
             spans = [s for s in table["spans"][number] if s["kind"] == "sampled"]
             kept = np.concatenate([np.zeros(0, dtype=bool), *(np.full(s["length"], s["learned"], bool) for s in spans)])
             column = np.asarray(column, dtype=np.float64)
@@ -129,7 +129,10 @@ def _histogram(values: NDArray[Any]) -> dict[str, Any]:
 def _most(
     run: OpenRun, table: dict[str, list[Any]], name: str, found: tuple[Any, Any, Any], order: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Tokens in this order; the same one after the same text once, with how often; chosen and rejected apart."""
+    """Return tokens in this order.
+
+    Equal tokens after equal text are merged and counted, chosen and rejected separately.
+    """
     merged: dict[tuple[str, str, str | None], dict[str, Any]] = {}
     for i in order:
         own = _one(run, table, name, *found, i)
@@ -164,7 +167,7 @@ def _one(
 
 
 def _label(text: str | None) -> Any:
-    """Return the labels of a response; null where they cannot be read."""
+    """Return the label of a response as data; None if it cannot be read."""
     try:
         return None if text is None else json.loads(text)
     except (ValueError, RecursionError):
@@ -172,7 +175,7 @@ def _label(text: str | None) -> Any:
 
 
 def _chosen_or_rejected(table: dict[str, list[Any]], number: int) -> str | None:
-    """Return "chosen" or "rejected" for a response with one comparison; None for others."""
+    """Return "chosen" or "rejected" for a response with exactly one comparison; None for others."""
     label = _label(table["label"][number])
     comparisons = label.get("comparisons") if isinstance(label, dict) else None
     own = [c for c in comparisons or () if table["member"][number] in c[:2]]
@@ -180,14 +183,14 @@ def _chosen_or_rejected(table: dict[str, list[Any]], number: int) -> str | None:
 
 
 def _sides(table: dict[str, list[Any]], values: NDArray[Any], row: NDArray[Any]) -> list[dict[str, Any]]:
-    """Return the tokens of chosen and of rejected responses apart: how many, and their mean."""
+    """Return the number of tokens and their mean value, separately for chosen and rejected responses."""
     said = np.array([_chosen_or_rejected(table, number) or "" for number in range(len(table["label"]))])[row]
     sides = [(name, values[said == name]) for name in ("chosen", "rejected")]
     return [{"name": name, "n": len(own), "mean": float(own.mean())} for name, own in sides if len(own)]
 
 
 def _vocabulary(run: OpenRun, table: dict[str, list[Any]], values: Any, row: Any, place: Any) -> dict[str, Any]:
-    """Entries by the sum of their changes: those that rose most and those that fell most."""
+    """Return the vocabulary entries whose summed changes rose most and fell most."""
     ids = np.array([table["tokens"][r][p] for r, p in zip(row.tolist(), place.tolist(), strict=True)], dtype=np.int64)
     unique, inverse, count = np.unique(ids, return_inverse=True, return_counts=True)
     total = np.bincount(inverse, weights=values)

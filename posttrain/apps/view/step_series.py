@@ -1,4 +1,4 @@
-"""Series over the steps that follow from a run's rollouts: rewards of groups, their fates, replies that are alike."""
+"""Series over the steps computed from a run's rollouts: rewards of groups, fates, similarity of replies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from posttrain.core.intervals import mean_interval
 from posttrain.runs.record.schema import START
 
 Values = list[float | None]
-LIKE = 400  # characters of two replies that are compared, where whole texts are held
+LIKE = 400  # leading characters of replies to compare, where whole texts are held
 
 
 def series(rows: RolloutColumns, steps: Sequence[int]) -> dict[str, Any]:
-    """At each of these steps, of the rollouts that were trained on: `reward`, with the ends `least` and `most` of its
-    interval over groups; shares of groups that are all `right`, all `wrong` or `equal`; distinct `replies` in a group, whose
-    greatest size is `n`; `alike`; `fates` by name, `parts` of the reward by name.
+    """Return figures of the training rollouts at each of these steps.
+
+    `reward`, with the ends `least` and `most` of its interval over groups; shares of groups that are all `right`, all
+    `wrong` or `equal`; distinct `replies` in a group, whose greatest size is `n`; `alike`, see `_alike`; `fates` by
+    name; `parts` of the reward by name.
     """
     own = np.flatnonzero(~rows.flag("held_out") & ~rows.baseline)
     if not len(own):
@@ -74,7 +76,7 @@ def _of_groups(rows: RolloutColumns, there: Places) -> dict[str, Floats]:
 
 
 def _mean(values: NDArray[Any], at: NDArray[Any], count: int) -> Floats:
-    """Return a series of the known values, by place."""
+    """Return the mean of the known values at each place."""
     known = ~np.isnan(values) if values.dtype == np.float64 else np.ones(len(values), dtype=bool)
     total = np.bincount(at[known], weights=values[known], minlength=count)
     with np.errstate(invalid="ignore"):
@@ -82,9 +84,9 @@ def _mean(values: NDArray[Any], at: NDArray[Any], count: int) -> Floats:
 
 
 def _alike(rows: RolloutColumns, own: NDArray[Any], at: NDArray[Any], begins: Places) -> Floats:
-    """Chance that two rollouts of a step with different prompts begin with the same characters.
+    """Return the chance that two rollouts of a step with different prompts begin with the same characters.
 
-    `at`: the place of each row's step, in order; `begins`: of each step the first row.
+    `at`: the place of each row's step, ascending; `begins`: the first row of each step.
     """
     codes = rows.codes("text_start")
     if rows.long:
@@ -100,7 +102,7 @@ def _alike(rows: RolloutColumns, own: NDArray[Any], at: NDArray[Any], begins: Pl
 
 
 def _pairs(key: Places, at: NDArray[Any], begins: Places) -> Floats:
-    """Ordered pairs of equal keys in each step."""
+    """Count the ordered pairs of equal keys in each step."""
     key = sorted_within(key, begins)
     new = np.diff(key, prepend=-1) != 0
     new[begins] = True

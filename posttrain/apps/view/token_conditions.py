@@ -1,7 +1,7 @@
-"""Rollouts with a token of which a condition holds: ratio > 2, or trim(text) = 'wait'.
+"""Search for rollouts that have a token for which a condition holds, such as ratio > 2 or trim(text) = 'wait'.
 
-Tokens are not held in memory. The files of the steps that are meant are looked at, within a time and a memory; beyond
-these only those of the last steps, and the answer reports it.
+Tokens are not held in memory, so the files of the selected steps are read, within limits of time and memory. Beyond
+them only the last steps are searched, and the result reports it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from posttrain.core.types import UserError
 from posttrain.runs.record.sql_query import Questions
 from posttrain.runs.record.token_view import COLUMNS
 
-GIB = 0.1  # that a look may take
-TOKENS = 8_000_000  # that are looked at
-ROLLOUTS = 200_000  # that are remembered
+GIB = 0.1  # most memory of a search
+TOKENS = 8_000_000  # most tokens to search
+ROLLOUTS = 200_000  # most rollouts in a result
 
 
 class Marked(NamedTuple):
-    """The rows found, (step, held out, index, first such token, how many of them), and the steps not searched."""
+    """The rows found, (step, held out, index, first such token, number of such tokens), and the parts searched."""
 
     rows: Sequence[tuple[int, bool, int, int, int]]
-    parts: Collection[RolloutPart]  # that were looked at
-    whole: bool  # whether these are all that were meant
+    parts: Collection[RolloutPart]  # the parts that were searched
+    whole: bool  # whether all selected parts were searched
 
 
 def chosen(sizes: Mapping[RolloutPart, int]) -> tuple[list[RolloutPart], bool]:
-    """Return the last parts that have TOKENS together, one at least, and whether they are all."""
+    """Return the last parts with at most TOKENS together, at least one part, and whether these are all."""
     found: list[RolloutPart] = []
     total = 0
     for part in sorted(sizes, reverse=True):
@@ -47,7 +47,7 @@ def marked(
     vocabulary: Callable[[], Sequence[str]],
     seconds: float,
 ) -> list[tuple[int, bool, int, int, int]]:
-    """`Marked.rows`, of these parts. Raises UserError if it is no condition, or takes too long."""
+    """Return `Marked.rows` of these parts. Raises UserError if the condition is invalid, or takes too long."""
     sql = f"""select step, held_out, "index", min(place), count(*) from tokens where ({condition}\n) group by all"""
     with Questions(folder, seconds, GIB, vocabulary, {(part.step, part.held_out) for part in parts}) as questions:
         try:

@@ -1,7 +1,7 @@
-"""The text of each token, as nearly as a token has one of its own.
+"""The text of each token, as far as a token has text of its own.
 
-Bytes of one character may be spread over several tokens. Those are decoded together: the first of them has the character,
-the others have nothing, so that the pieces joined are the text.
+The bytes of one character may be spread over several tokens. Such tokens are decoded together: the first gets the
+character and the others get "", so that the joined pieces are the text.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from posttrain.runs.run_reading import read_run
 if TYPE_CHECKING:
     from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-BROKEN = "\ufffd"  # a decoder's character for bytes that are none
-TOGETHER = 8  # tokens that may share a character
+BROKEN = "\ufffd"  # a decoder's replacement for bytes that are no character
+TOGETHER = 8  # most tokens that may share a character
 
 
 def vocabulary_of(run: Path) -> list[str]:
-    """Return the texts of a run's tokens, by their ids; [] if it is no run, or has no tokenizer."""
+    """Return the texts of a run's tokens, by id; [] without a run's folder or a tokenizer."""
     return TokenPieces(run, read_run(run)).vocabulary() if run.is_dir() else []
 
 
 class TokenPieces:
-    """The texts of a run's tokens; without a tokenizer, their numbers."""
+    """Decodes a run's tokens one by one; without a tokenizer, the pieces are their ids."""
 
     def __init__(self, folder: Path, run: dict[str, Any]) -> None:
         self._folder, self._run = folder, run
@@ -44,7 +44,7 @@ class TokenPieces:
         return self._tokenizer is not None
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        """Return a piece for each token."""
+        """Return the text of each token."""
         self._open()
         if self._tokenizer is None:
             return [f"⟨{token}⟩" for token in tokens]
@@ -60,14 +60,14 @@ class TokenPieces:
         return pieces
 
     def vocabulary(self) -> list[str]:
-        """Return the text of every entry, by its id; without a tokenizer, []. Bytes that are no character become a sign."""
+        """Return the text of every token id; [] without a tokenizer. Bytes that are no character become U+FFFD."""
         self._open()
         return (
             [] if self._tokenizer is None else [self._decoded([token]) for token in range(self._tokenizer.vocab_size)]
         )
 
     def _join(self, tokens: Sequence[int], pieces: list[str], begin: int) -> int:
-        """Give the first of some tokens the characters that they make together; the place behind them."""
+        """Give the characters that several tokens make together to the first of them; return the place behind them."""
         for end in range(begin + 2, min(begin + TOGETHER, len(pieces)) + 1):
             together = self._decoded(list(tokens[begin:end]))
             if BROKEN not in together:
@@ -97,7 +97,7 @@ class TokenPieces:
             self._tried = True
 
     def _places(self) -> list[Path]:
-        """Return the folders where this run's tokenizer may be, the surest first. Nothing is fetched."""
+        """Return the folders where this run's tokenizer may be, the likeliest first. Nothing is downloaded."""
         own = sorted(self._folder.glob(f"{CHECKPOINTS}/step-*"), reverse=True)
         named = [self._run.get("initial"), self._run.get("config", {}).get("model")]
         given = [Path(name) for name in named if isinstance(name, str) and name]

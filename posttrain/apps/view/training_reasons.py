@@ -1,4 +1,4 @@
-"""Why a rollout was trained on or was not, and how its reward became its advantage: in a sentence and in an equation."""
+"""Explains why a rollout was or was not trained, in a sentence, and its advantage, in an equation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.config.verbs import VERBS
 from posttrain.core.types import Fate
 
 CLIP = re.compile(r"clip\(r, ([\d.]+), ([\d.]+)\)")
-CLOSE = 2e-3  # an equation holds if it gives the recorded advantage within this share
+CLOSE = 2e-3  # relative tolerance within which an equation gives the recorded advantage
 EPSILON = 1e-6
 
 _BECAUSE = {
@@ -26,7 +26,7 @@ _BECAUSE = {
 
 
 def why(row: Mapping[str, Any]) -> str:
-    """Return one sentence."""
+    """Return a sentence: why the rollout of this row was trained or not."""
     fate, advantage, flags = row["fate"], row["advantage"], list(row["flags"] or ())
     reason = row["why"] or row["invalid"]
     beside = f" ({'; '.join(flags)})" if flags else ""
@@ -55,10 +55,10 @@ def why(row: Mapping[str, Any]) -> str:
 
 
 def equation(row: Mapping[str, Any], others: Sequence[float | None], objective: Sequence[str]) -> dict[str, Any]:
-    """Return the reward as a sum, and the advantage as the equation that gives the recorded value.
+    """Return the reward's figures, and the equation that gives the recorded advantage.
 
-    `others`: the rewards as used of its whole group. Where no usual equation gives it, the algorithm's own formula is
-    named.
+    `others`: rewards as used, of the whole group. If no usual equation gives the value, only the algorithm's own
+    formula, which is always returned, describes the advantage.
     """
     found: dict[str, Any] = {"formula": _formula(objective)}
     value, advantage = row["used"] if row["used"] is not None else row["reward"], row["advantage"]
@@ -84,7 +84,7 @@ def equation(row: Mapping[str, Any], others: Sequence[float | None], objective: 
 
 
 def bounds(objective: Sequence[str]) -> tuple[float, float] | None:
-    """Return the range of ratios in which the algorithm's clip leaves a token its gradient."""
+    """Return the range of ratios in which the algorithm's clip keeps a token's gradient; None without a clip."""
     found = next(filter(None, (CLIP.search(line) for line in objective)), None)
     return (float(found[1]), float(found[2])) if found else None
 

@@ -1,4 +1,4 @@
-"""The answers to the four questions of the overview: a word, a sentence, and the evidence."""
+"""Answers to the overview's four questions: for each a word, a sentence, and the evidence."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from posttrain.runs.metrics_table import QUESTIONS
 Values = list[float | None]
 Verdict = dict[str, str]
 
-GAIN = 0.02  # of a reward between 0 and 1, or share of a loss, that counts as learning
-SOLVED = 0.98  # share of right replies from which on little is left to learn
-NOISE = 2.0  # standard errors within which a change is none
-GAP = 0.1  # of training reward over held-out reward
-LONGER = 1.5  # times the length at the start
+GAIN = 0.02  # least gain that counts as learning: of a reward between 0 and 1, or as a share of a loss
+SOLVED = 0.98  # success rate from which on little is left to learn
+NOISE = 2.0  # standard errors within which a change counts as noise
+GAP = 0.1  # most that the training reward may exceed the held-out reward
+LONGER = 1.5  # factor by which length may change from the start
 COLLAPSED, ALONE = 0.33, 0.1  # share of the entropy at the start; see posttrain.runs.metric_history.HealthLimits
-ROUNDING = 1e-3  # of ratios, within which they have not moved
+ROUNDING = 1e-3  # range of ratios below which they have not moved
 FAR_APART = 0.1  # nats per token between engine and learner; rounding in half precision leaves about 0.01
-FALLEN = 0.5  # of the share at the start: a fault that the run is unlearning is no sign of a loophole
+FALLEN = 0.5  # share of the start's value: a fault that the run is unlearning is no sign of a loophole
 SIDES = "held-out figure of sides"
-RARE = (
-    0.01  # share of the tokens below which a clip has little to do, though a few ratios of a hundred thousand are far
-)
-AROUND = 10  # steps before and behind one, to which its gradient norm is compared
-FAR = 3.0  # ratio from which on a look is worth it
+RARE = 0.01  # share of clipped tokens below which a few extreme ratios do not matter
+AROUND = 10  # steps before and after, whose gradient norms a step's norm is compared with
+FAR = 3.0  # ratio from which on a user should look
 
 
 def verdicts(m: Mapping[str, Values], own: Mapping[str, Any]) -> dict[str, Verdict]:
-    """By the names of the questions, in their order."""
+    """Return question -> verdict, in the order of the questions."""
     learning, honest = _learning(_without_sides(m, own)), _honest(m, own)
     if learning["word"] == "yes" and honest["tone"] == "warn":
         told = f"{learning['text']}; see “{QUESTIONS[1]}” before you believe it"
@@ -42,7 +40,7 @@ def verdicts(m: Mapping[str, Values], own: Mapping[str, Any]) -> dict[str, Verdi
 
 
 def _without_sides(m: Mapping[str, Values], own: Mapping[str, Any]) -> Mapping[str, Values]:
-    """Return the metrics; where sides play each other, only held-out rewards: one side wins what the other loses."""
+    """Return the metrics; in self-play with sides, without training rewards: one side wins what another loses."""
     sides = [
         name for name in m if name.startswith("reward/") and name.removeprefix("reward/") not in own.get("parts", ())
     ]
@@ -84,7 +82,7 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
                 "solved", "good", f"{text}; {min(accuracy):.1%} of the replies were right from the start on"
             )
         shift = values[-1] - values[0] if held in ("eval/accuracy", "eval/reward") and values else 0.0
-        alike = math.copysign(shift, shift * gained) > 2 * GAIN  # held-out rewards have moved in the same way
+        alike = math.copysign(shift, shift * gained) > 2 * GAIN  # held-out rewards have moved in the same direction
         if GAIN * scale < abs(gained) < NOISE * _error(_all(m[name])) and not alike:
             return _verdict("not yet", "warn", f"{text}; its steps differ as much by chance")
         if gained > GAIN * scale:
@@ -96,7 +94,10 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
 
 
 def _unmoved(held: Sequence[float], m: Mapping[str, Values]) -> bool:
-    """Whether a held-out figure never moves while weights do. All wrong and all right are no sign of anything."""
+    """Return whether a held-out figure never moves although weights do.
+
+    All wrong and all right are no sign of a defect.
+    """
     norms = _all(m.get("grad_norm"))
     return len(held) > 2 and len(set(held)) == 1 and held[0] not in (0.0, 1.0) and bool(norms) and _median(norms) > 0
 
@@ -147,7 +148,7 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
 
 
 def _paid(lengths: Sequence[Length]) -> tuple[list[str], list[str]]:
-    """Return the doubts about rewards that go with the length of the reply, and remarks on them."""
+    """Return doubts about rewards that correlate with the length of the reply, and remarks on them."""
     doubts, said = [], []
     for one in lengths:
         name = "the reward" if one.name == REWARD else f"“{one.name}”"
@@ -163,7 +164,7 @@ def _paid(lengths: Sequence[Length]) -> tuple[list[str], list[str]]:
 
 
 def _part_alone(parts: Mapping[str, Values]) -> str | None:
-    """Return a part that has risen while another one has fallen."""
+    """Return a sentence about a part that rises while another falls; None if there is none."""
     moves = {name: (e[1] - e[0]) for name, values in parts.items() if (e := _ends(values)) is not None}
     up = max(moves, key=lambda n: moves[n], default=None)
     down = min(moves, key=lambda n: moves[n], default=None)
@@ -233,7 +234,7 @@ def _stable(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
 
 
 def _gap(m: Mapping[str, Values]) -> str | None:
-    """Return how engine and learner differ where they should not, and the likely cause."""
+    """Return how engine and learner differ where they should not, with the likely cause; None if they agree."""
     mean, most = _fresh(m, "sampler/gap"), _fresh(m, "sampler/gap/max")
     if not mean or max(mean) <= FAR_APART:
         return None
@@ -247,7 +248,7 @@ def _gap(m: Mapping[str, Values]) -> str | None:
 
 
 def _fresh(m: Mapping[str, Values], name: str) -> list[float]:
-    """A figure of the steps whose replies were sampled by the weights that learn from them: in others a gap is no sign."""
+    """Return a metric at the steps whose replies the learner's own weights sampled: elsewhere a gap is expected."""
     values = m.get(name) or []
     ages = m.get("staleness") or [None] * len(values)
     return [v for v, age in zip(values, ages, strict=False) if v is not None and not age]
@@ -262,7 +263,9 @@ def _all(values: Values | None) -> list[float]:
 
 
 def _ends(values: Values | None) -> tuple[float, float] | None:
-    """Means of the first and of the last twentieth, of three values at least; None for fewer than two values."""
+    """Return the means of the first and the last twentieth, at least three values each; None for fewer than two
+    values.
+    """
     found = _all(values)
     if len(found) < 2:
         return None
@@ -275,7 +278,7 @@ def _window(values: Sequence[float]) -> int:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Standard error of the difference of both ends, from how much values differ from the mean of their neighbours."""
+    """Return the standard error of the difference of both ends, from second differences of the values."""
     if len(values) < 3:
         return 0.0
     variance = fmean((a - 2 * b + c) ** 2 for a, b, c in zip(values, values[1:], values[2:], strict=False)) / 6
@@ -283,14 +286,14 @@ def _error(values: Sequence[float]) -> float:
 
 
 def _leaps(norms: Sequence[float]) -> list[float]:
-    """Return the outliers from the run and the steps around them: the first of falling norms is no leap."""
+    """Return outliers from the run and from the steps around them: the first of falling norms is none."""
     rule = _rule(norms)
     high = [at for at, norm in enumerate(norms) if norm > 10 * rule]
     return [norms[at] for at in high if norms[at] > 10 * _median(norms[max(0, at - AROUND) : at + AROUND + 1])]
 
 
 def _rule(norms: Sequence[float]) -> float:
-    """Return the median of those that are not 0: steps without any signal are no measure of the others."""
+    """Return the median of the norms that are not 0: steps without any signal do not count."""
     moved = [norm for norm in norms if norm > 0]
     return _median(moved) if moved else 0.0
 

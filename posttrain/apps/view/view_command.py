@@ -1,4 +1,6 @@
-"""`posttrain view`: opens runs, serves their pages on this machine until Ctrl-C, or writes one of them into a file."""
+"""The command `posttrain view`: opens runs and serves their pages on this machine until Ctrl-C, or exports one to a
+file.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from posttrain.core.types import UserError
 from posttrain.system.http_front import HOST, bound
 from posttrain.system.without_pandas import without_pandas
 
-QUESTIONS = 40  # that are answered at once, each in a thread
-GRACE_SECONDS = 4.0  # seconds in which open requests may be answered, once the server is to end
+QUESTIONS = 40  # requests that are handled at once, each in a thread
+GRACE_SECONDS = 4.0  # seconds in which open requests may finish when the server stops
 
 
 def opened(folders: Sequence[str]) -> list[OpenRun]:
@@ -31,7 +33,7 @@ def opened(folders: Sequence[str]) -> list[OpenRun]:
 
 
 def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
-    """Serve until interrupted. `port` 0: any that is free."""
+    """Serve the pages until interrupted. `port` 0: any free port."""
     with _lighter():
         _serve(opened(folders), port, browser)
 
@@ -39,8 +41,8 @@ def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
 def _serve(runs: Sequence[OpenRun], port: int, browser: bool) -> None:
     token = token_urlsafe(12)
     with bound(HOST, port) as listening:
-        listening.listen()  # a browser that is quicker than the imports below waits, and is not refused
-        for run in runs:  # not before: a thread that reads would be cut off where the port is taken
+        listening.listen()  # a browser that is faster than the imports below waits, and is not refused
+        for run in runs:  # only now: if the port is taken, a reading thread would be cut off
             run.begin()
         address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
         print(f"view        {address}\nopen it in a browser of this machine; Ctrl-C ends it", flush=True)
@@ -70,7 +72,7 @@ async def _answer(runs: Sequence[OpenRun], token: str, listening: socket.socket)
 
 
 def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tuple[int, list[str]]:
-    """Write one run into one file; return its size in bytes, and its gaps."""
+    """Write one run to an HTML file; return its size in bytes, and notes on missing parts."""
     if len(folders) != 1:
         raise UserError("--export writes one run: name one folder")
     from posttrain.apps.view.html_export import Selection, gathered, packed
@@ -96,7 +98,7 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tup
 
 
 def _leave(runs: Sequence[OpenRun]) -> None:
-    """End the process in some seconds: it may be at a question that no interrupt reaches."""
+    """End the process after some seconds: a query that no interrupt reaches may still be running."""
     time.sleep(GRACE_SECONDS)
     for run in runs:
         run.store.close()
@@ -105,9 +107,9 @@ def _leave(runs: Sequence[OpenRun]) -> None:
 
 @contextmanager
 def _lighter() -> Iterator[None]:
-    """Keep pyarrow from loading what it does not need here, and from its own allocator.
+    """Keep pyarrow from importing pandas and from using its own allocator.
 
-    The allocator keeps freed memory: 80 MB more, and as many pages to be made.
+    The allocator keeps freed memory: 80 MB more, and page faults to match.
     """
     import pyarrow
 

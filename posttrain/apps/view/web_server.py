@@ -1,7 +1,7 @@
-"""Serves the pages and their answers to one browser of this machine: a client that knows the token in the address.
+"""Serves the pages and their JSON to one browser of this machine: a client that knows the token in the address.
 
-Text of models is a stranger's text. It leaves here as JSON and becomes text nodes there; no script but the files beside
-this one may run, nothing may be loaded from elsewhere, and no other site may frame these pages or read an answer.
+Text of models is untrusted. It leaves here as JSON and becomes text nodes in the page. Only the scripts in this package
+may run, nothing may be loaded from elsewhere, and no other site may frame these pages or read a response.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",  # the address has the token in it
+    "referrer-policy": "no-referrer",  # the address contains the token
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
-    "server": "posttrain",  # and no versions
+    "server": "posttrain",  # without versions
 }
-LONGEST = 300  # characters of a path: no page has a longer one
+LONGEST = 300  # most characters of a path
 
 
 def application(runs: Sequence[OpenRun], token: str) -> web.Application:
-    """Return the pages about these runs, for requests that name the token and this machine."""
+    """Return the web application for these runs. It answers requests with the token and this machine's name."""
     answers = Answers(runs)
     texts = _static()
 
@@ -106,7 +106,7 @@ def application(runs: Sequence[OpenRun], token: str) -> web.Application:
 
 
 def _static() -> dict[str, bytes]:
-    """Every file that may be asked for, by its name: nothing of a request ever names a path of the disk."""
+    """Return name -> content of every static file, so that no request names a path on the disk."""
     files = [path for path in STATIC.rglob("*") if path.suffix in _TYPES]
     return {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in files}
 
@@ -119,7 +119,9 @@ def _run(runs: Sequence[OpenRun], request: web.Request) -> OpenRun:
 
 
 def _guard(token: str) -> Middleware:
-    """Admit requests that name this machine and the token, and puts the headers on every answer."""
+    """Return middleware that refuses requests without this machine's name and the token, and adds HEADERS to
+    responses.
+    """
 
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
         if len(request.path) > LONGEST:
@@ -148,12 +150,12 @@ def _guard(token: str) -> Middleware:
 def _json(content: Any, status: int = 200) -> web.Response:
     try:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # numbers that JSON does not have
+    except ValueError:  # nan and infinity
         text = json.dumps(plainly(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _response(text.encode("utf-8", "backslashreplace"), "application/json", status=status)
 
 
 def _response(content: bytes, kind: str, file: str | None = None, status: int = 200) -> web.Response:
-    """`file`: the name under which a browser is to keep it."""
+    """Return a response. `file`: the name under which a browser saves it."""
     kept = {} if file is None else {"content-disposition": f'attachment; filename="{file}"'}
     return web.Response(body=content, status=status, headers={"content-type": kind, **kept})

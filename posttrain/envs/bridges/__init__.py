@@ -1,6 +1,6 @@
 """Bridges: environments and tools of other libraries as environments of ours. Each library is an extra.
 
-episodes        what all of them share: turns, actions that are none, what fails
+episodes        the shared base: turns, invalid actions, failures
 reasoning       data sets of reasoning-gym, with their scorers
 gym             Gymnasium
 arena           TextArena

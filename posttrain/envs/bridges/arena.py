@@ -1,13 +1,13 @@
-"""Games of TextArena: what the game says is a turn, a reply the move.
+"""Games of TextArena: the game's text is a turn, a reply the move.
 
     # my.py                                                          posttrain rl --env my.py:hangman ...
     hangman = environment("Hangman-v0", invalid="end")
 
     python -m posttrain.envs.bridges.arena GuessTheNumber-v0 --count 100 > rows.jsonl     posttrain rl --env textarena ...
 
-Games of one player, or of several: a function of yours plays the others, or the policy plays them all and each seat has a
-rollout of its own. The task's "seed" is the game's. The reward is what the game gives at its end, mostly from -1 to 1. All
-settings may be columns of the task.
+Games have one player or several. In the second case a function of yours makes the others' moves, or the policy plays
+every seat and each seat has a rollout of its own. The task's "seed" is the game's. The reward is the game's at its end,
+mostly from -1 to 1. All settings may be columns of the task.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from posttrain.envs.builtin.generated import write
 
 need("textarena", "textarena")
 
-SUCCESS = 1.0  # the reward of a game that is won
-PATIENT = 1 << 30  # invalid moves
+SUCCESS = 1.0  # the reward of winning
+PATIENT = 1 << 30  # number of invalid moves that a game then explains
 
 
 @dataclass(frozen=True)
 class TextArena(Manner):
     """A game of TextArena as an environment of ours.
 
-    `invalid`: "answer" lets the game explain an invalid move however often, "end" ends it at the first. The game's own
-    reward for losing by one counts besides `invalid_reward`.
+    `invalid`: with "answer" the game explains every invalid move, with "end" the first one ends the game.
+    `invalid_reward` is added to the game's own reward for losing by an invalid move.
     """
 
     game: str = ""  # its id
     make: Mapping[str, Any] = field(default_factory=dict)  # arguments of textarena.make
     players: int = 1
-    seat: int = 0  # the policy's, among the players
+    seat: int = 0  # the policy's seat
     opponent: Callable[[str], str] | None = (
-        None  # plays the other seats: what the game says -> a move; None: the policy
+        None  # plays the other seats: text of the game -> move; None: the policy plays them
     )
 
     def __call__(self, task: Task) -> Generator[Turn, Reply, Verdict]:
@@ -56,7 +56,7 @@ def environment(game: str, **settings: Any) -> TextArena:
 
 
 play = TextArena()
-"""Any game, the policy in every seat: the task's column "game" is its id, "players" how many there are (1)."""
+"""Any game, with the policy in every seat: the task's column "game" is its id, "players" the number of players (1)."""
 
 
 class _Episode:
@@ -107,7 +107,7 @@ class _Episode:
         return ActionFormattingWrapper(textarena.make(raw, **self.how.make))
 
     def _after(self, done: bool) -> GameStep:
-        """Play the others' moves until it is the policy's turn, and return what it sees then."""
+        """Play the opponent's moves until it is the policy's turn; return the text that the policy then sees."""
         import textarena
 
         moves = 0
@@ -130,7 +130,7 @@ class _Episode:
         return seat == self.how.seat or bool(self._side(seat))
 
     def _side(self, seat: int) -> str:
-        """Return the name of a seat, where the policy has several."""
+        """Return the name of a seat if the policy plays several; else ""."""
         return f"player {seat}" if self.how.players > 1 and self.how.opponent is None else ""
 
     def _mistakes(self) -> int:
@@ -141,7 +141,7 @@ class _Episode:
 
 
 def _words(said: Sequence[tuple[int, str, Any]], game: int, own: int) -> str:
-    """Return the messages that are new to a player: not its own moves, which it has seen."""
+    """Return the new messages for a player, without its own moves."""
     return "\n".join(
         text if speaker == game else f"Player {speaker}: {text}" for speaker, text, _ in said if speaker != own
     )

@@ -1,7 +1,7 @@
-"""Base of bridges: a game of another library, played turn by turn. Decides what becomes of a reply that is no action.
+"""Base of bridges: a game of another library, played turn by turn. It decides the effect of a reply that is no action.
 
-A game is told a reply and says what is seen next. Its own randomness belongs to its episode: a worker plays many episodes
-in turns, and libraries that draw from the global generators would otherwise depend on the company.
+A game gets a reply and returns its next text. Global random generators are saved and restored for each episode: a
+worker interleaves many episodes, which would otherwise draw from each other's generators.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Reply, Sides, Task, Turn, UserError, Verdict
 
 WHICH = ("env", "game", "url")
-LONGEST = 8000  # characters of an observation or of a tool's answer that are shown, unless told otherwise
-_COLOURED = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m", re.DOTALL)  # what a terminal shows in another colour
+LONGEST = 8000  # default for the most characters shown of an observation or a tool's answer
+_COLOURED = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m", re.DOTALL)  # text that a terminal shows in colour
 _ESCAPE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
 
 
@@ -39,14 +39,14 @@ class GameStep:
     """State of a game after an action, as the policy sees it."""
 
     text: str
-    reward: float = 0.0  # of that action
+    reward: float = 0.0  # reward of that action
     done: bool = False
-    side: str = ""  # who is to act, where the policy plays several sides
-    earned: Mapping[str, float] | None = None  # by each side, at the end
+    side: str = ""  # the side to act, where the policy plays several
+    earned: Mapping[str, float] | None = None  # reward of each side, at the end
 
 
 class BridgedGame(Protocol):
-    """One episode of another library. `act` raises NotAnAction; whatever else it raises is a failure of the library."""
+    """An episode of another library. `act` raises NotAnAction; any other exception is a failure of the library."""
 
     def begin(self) -> GameStep: ...
     def act(self, reply: str) -> GameStep: ...
@@ -55,19 +55,19 @@ class BridgedGame(Protocol):
 
 @dataclass(frozen=True)
 class Manner:
-    """Settings of episodes, whatever the library. Columns of a task that are named like a setting replace it.
+    """Settings of episodes of any library. Columns of a task with the name of a setting replace it.
 
     The game itself (`WHICH`) is taken from a column only where no setting names it.
     """
 
-    prompt: str = ""  # stands before what is seen first
-    chat: bool = False  # what is seen comes as messages of a user, for chat models; else as text
+    prompt: str = ""  # text before the first observation
+    chat: bool = False  # whether observations are user messages, for chat models; else they are text
     stop: tuple[str, ...] = ()  # stop strings of every reply
-    turns: int = 64  # replies of an episode
-    invalid: Literal["answer", "end"] = "answer"  # a reply that is no action: it is told so, or the episode ends
-    invalid_reward: float = 0.0  # for each of them
-    failure: Literal["invalid", "end"] = "invalid"  # the library fails: an invalid reward, or the end, as above
-    longest: int = LONGEST  # characters of an observation that are shown
+    turns: int = 64  # most replies of an episode
+    invalid: Literal["answer", "end"] = "answer"  # a reply that is no action gets an error text, or ends the episode
+    invalid_reward: float = 0.0  # reward of each reply that is no action
+    failure: Literal["invalid", "end"] = "invalid"  # if the library fails: an invalid reward, or `invalid_reward`
+    longest: int = LONGEST  # most characters shown of an observation
 
     def __post_init__(self) -> None:
         for name, choices in (("invalid", ("answer", "end")), ("failure", ("invalid", "end"))):
@@ -79,7 +79,7 @@ class Manner:
             raise UserError("an episode needs turns and longest of 1 or more")
 
     def told_by(self, task: Task) -> Any:
-        """Return these settings with those of the task's columns."""
+        """Return these settings, replaced by the task's columns of the same names."""
         settings = {field.name for field in fields(self) if field.name not in WHICH or not getattr(self, field.name)}
         said = {name: value for name, value in task.items() if name in settings and value is not None}
         if isinstance(said.get("stop"), str | list):
@@ -87,7 +87,7 @@ class Manner:
         return replace(self, **said) if said else self
 
     def turn(self, step: GameStep, first: bool) -> Turn:
-        """Return the turn that shows a step. `first`: of its side."""
+        """Return the turn that shows a step. `first`: whether it is the first of its side."""
         text = shown(step.text, self.longest)
         if first and self.prompt:
             text = f"{self.prompt}\n{text}"
@@ -102,14 +102,14 @@ class Manner:
         return GameStep(str(problem), self.invalid_reward, self.invalid == "end")
 
     def failed(self, problem: Exception) -> GameStep:
-        """Return the step after a failure of the library. Raises it where it makes the episode invalid."""
+        """Return the step after a failure of the library; raise the problem if failures make the episode invalid."""
         if self.failure == "invalid":
             raise problem
         return GameStep("", self.invalid_reward, True)
 
 
 def played(manner: Manner, game: BridgedGame) -> Generator[Turn, Reply, Verdict]:
-    """Play an episode of a game, from its first turn to the reward of its last action, or each side's reward."""
+    """Run an episode of a game, from its first turn to the reward of its last action, or to each side's reward."""
     try:
         step, asked = begun(game.begin()), set[str]()
         for _ in range(manner.turns):
@@ -127,19 +127,19 @@ def played(manner: Manner, game: BridgedGame) -> Generator[Turn, Reply, Verdict]
                 step = manner.failed(error)
         return step.reward if step.earned is None else Sides(step.earned)
     finally:
-        with suppress(Exception):  # what it earned is known
+        with suppress(Exception):  # the reward is already known
             game.close()
 
 
 def begun(step: GameStep) -> GameStep:
-    """Return the first step of a game. Raises Broken where it has no text."""
+    """Return the first step of a game. Raises BridgeError if the game is already over."""
     if step.done:
         raise BridgeError("the game is over before it began")
     return step
 
 
 def ran_out(reply: Reply) -> bool:
-    """Return whether this was not sampled: the episode is out of turns, tokens or time."""
+    """Return whether the reply was not sampled because the episode ran out of turns, tokens or time."""
     return not reply and reply.stop.truncated
 
 
@@ -162,7 +162,7 @@ def shown(text: str, longest: int) -> str:
 
 
 def as_text(value: Any) -> str:
-    """An observation of numbers, names or both in words.
+    """Return an observation of numbers, names or both as text.
 
     >>> as_text({"hand": (13, np.True_), "speed": np.array([0.12345, -1.0])})
     'hand: 13, True; speed: 0.123 -1'
@@ -181,7 +181,7 @@ def as_text(value: Any) -> str:
 
 
 def number_of(value: Any, what: str) -> float:
-    """A reward as a number; nothing is 0. Raises Broken if it is none."""
+    """Return a reward as a number, 0 for None. Raises BridgeError if it is not a finite number."""
     if value is None:
         return 0.0
     try:
@@ -197,7 +197,7 @@ def number_of(value: Any, what: str) -> float:
 
 
 def task_seed(task: Task) -> int:
-    """The seed of an episode: the task's, or one that follows from its id. Equal for all rollouts of the task."""
+    """Return the seed of an episode: the task's, or one derived from its id. Equal for all rollouts of the task."""
     seed = task.get("seed")
     if seed is None:
         return seed_of("bridge", task.get("id")) % 2**32
@@ -207,7 +207,7 @@ def task_seed(task: Task) -> int:
 
 
 class Chance:
-    """States of the global generators of Python and NumPy of one episode."""
+    """An episode's states of the global random generators of Python and NumPy."""
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
@@ -215,7 +215,7 @@ class Chance:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Use the episode's own states of the global random generators within it, and restore the others behind it."""
+        """Use the episode's states of the global random generators inside the block; restore the others after it."""
         python, numpy = random.getstate(), np.random.get_state()
         random.setstate(self._python)
         np.random.set_state(self._numpy)

@@ -36,12 +36,12 @@ need("gymnasium", "gymnasium")
 class Gymnasium(Manner):
     """An environment of Gymnasium as one of ours."""
 
-    env: str | Callable[..., Any] = ""  # its id, or what makes it
+    env: str | Callable[..., Any] = ""  # its id, or a function that makes it
     make: Mapping[str, Any] = field(default_factory=dict)  # arguments of gymnasium.make
     actions: Sequence[str] | Mapping[str, Any] | Callable[[str], Any] | None = None
     """Words for the actions: a list (the first is the first action), a dict, or a function of the reply that returns an
     action, or None if it is none. By default numbers, or for an action space of text the reply."""
-    observe: Callable[[Any], str] | None = None  # an observation in words; default: what "ansi" renders, or its numbers
+    observe: Callable[[Any], str] | None = None  # observation -> text; default: the "ansi" rendering, or its numbers
 
     def __call__(self, task: Task) -> Generator[Turn, Reply, Verdict]:
         how: Gymnasium = self.told_by(task)
@@ -49,9 +49,7 @@ class Gymnasium(Manner):
 
 
 def environment(env: str | Callable[..., Any], **settings: Any) -> Gymnasium:
-    """Return the environment of Gymnasium with this id (or made by this function). `settings`: fields of
-    `Gymnasium`.
-    """
+    """Return Gymnasium's environment with this id, or made by this function. `settings`: fields of `Gymnasium`."""
     try:
         return Gymnasium(env=env, **settings)
     except TypeError as error:
@@ -136,7 +134,7 @@ def _modes(env: str) -> Sequence[str]:
 
 
 def _names(space: Any, words: Sequence[str] | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return words -> actions; None: the action is a text or numbers."""
+    """Return words -> actions; None if an action is text or numbers."""
     from gymnasium.spaces import Discrete
 
     if isinstance(words, Mapping):
@@ -155,7 +153,9 @@ def _names(space: Any, words: Sequence[str] | Mapping[str, Any] | None) -> dict[
 
 
 def _numbers(space: Any, said: str) -> Any:
-    """Parse the text or the numbers of a reply, in the form of the space; None if their number is wrong."""
+    """Parse the text or the numbers of a reply in the form of the space; None if there are too many, too few or
+    invalid ones.
+    """
     import numpy as np
     from gymnasium.spaces import Box, MultiBinary, MultiDiscrete, Text
 
@@ -169,7 +169,7 @@ def _numbers(space: Any, said: str) -> Any:
     whole = not isinstance(space, Box) or space.dtype.kind in "iu"
     try:
         values = np.array([int(word) if whole else float(word) for word in words])
-        with np.errstate(over="ignore", invalid="ignore"):  # what is too large is in no space
+        with np.errstate(over="ignore", invalid="ignore"):  # too large numbers are refused later
             action = values.astype(space.dtype)
     except (ValueError, OverflowError):
         return None

@@ -1,9 +1,9 @@
-"""Programs that speak OpenAI's or Anthropic's API, or vLLM's token ids, as environments: an agent runs unchanged.
+"""Agent programs that speak OpenAI's or Anthropic's API, or vLLM's token ids, as environments. They run unchanged.
 
-An episode gets an address of its own at a server in its worker. Each request to it is yielded as a turn, and the reply is
-the answer. So nothing else is new: the engine samples, transcripts grow where they always do, and bounds, records, replays
-and weight versions are those of any environment. A request says the whole of its conversation; what of it is new is found
-out where the transcripts are (`posttrain.envs.play.contexts`).
+Each episode gets its own address at a server in its worker. Each request to it becomes a turn, and the reply the
+response. So everything else is as in any environment: the engine samples, transcripts grow where they always do, and
+limits, records, replays and weight versions work. A request holds its whole conversation;
+`posttrain.envs.play.contexts` finds the new part, where the transcripts are.
 
     @harness
     async def agent(task, endpoint):
@@ -11,9 +11,9 @@ out where the transcripts are (`posttrain.envs.play.contexts`).
         ...
         return reward
 
-Decided here: the run says how replies are sampled. Of a request, its stop strings and its token budget count; a temperature,
-a penalty or a top-p of its own would be another distribution than the one that is learned from. So a request that has one is
-refused, unless the harness says that they are to be ignored.
+The run decides how replies are sampled. Of a request, its stop strings and its token budget count. Its own temperature,
+penalty or top-p would mean another distribution than the one that the learner assumes, so such a request is refused,
+unless the harness sets them to be ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from posttrain.system.http_front import HOST
 MODEL = "policy"
 OVER = "there is no such episode, or it is over"
 KEY_BYTES = 16
-MOST_THREADS = 1024  # episodes of harnesses that are not async, in one worker
+MOST_THREADS = 1024  # most episodes of synchronous harnesses in one worker
 
 OF_THE_RUN: Mapping[str, tuple[Any, ...]] = {
     "temperature": (),
@@ -57,10 +57,10 @@ OF_THE_RUN: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
 }
-"""Fields of sampling, and the values that ask for nothing whatever the run does (null never does)."""
+"""Sampling fields of a request -> values that change nothing, whatever the run's setting (null never does)."""
 
 Harness = Callable[[Task, "PolicyEndpoint"], Verdict | Awaitable[Verdict]]
-"""Plays a task through an endpoint and returns the reward; async, or in a thread of its own."""
+"""Runs a task through an endpoint and returns the reward; async, or synchronous in a thread of its own."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,10 @@ class PolicyEndpoint:
         }
 
     async def run(self, *command: str, given: str | None = None, folder: str | None = None) -> Ran:
-        """Run a program with these variables to its end; it and all of its group are killed where the episode ends before.
+        """Run a program with these variables to its end. It and its process group are killed if the episode ends
+        before.
 
-        `given`: what it reads from its standard input.
+        `given`: its standard input.
         """
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -117,7 +118,7 @@ class PolicyEndpoint:
             output, errors = await process.communicate(None if given is None else given.encode())
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it started and left behind, too
+                os.killpg(process.pid, signal.SIGKILL)  # with all processes that it left behind
         return Ran(process.returncode or 0, output.decode(errors="replace"), errors.decode(errors="replace"))
 
 
@@ -139,10 +140,10 @@ def harness(
 ) -> AsyncEnv | Callable[[Harness], AsyncEnv]:
     """Turn a harness into an environment.
 
-    Once an episode has run out of something, requests get an empty reply that was cut off ("length"). `overflow`: "error"
-    refuses those that do not fit the context, as servers do, so that a harness may shorten its conversation and go on.
-    `unfinished`: the reward where a harness fails after it was told so. `sampling`: what becomes of a request that says how
-    it is to be sampled (`OF_THE_RUN`): it is refused, or these fields are not looked at.
+    Once an episode has run out of turns, tokens or time, requests get an empty reply that was cut off ("length").
+    `overflow`: "error" refuses requests that do not fit the context, as servers do, so that a harness may shorten its
+    conversation and go on. `unfinished`: the reward if a harness then fails. `sampling`: whether a request with
+    sampling fields of its own (`OF_THE_RUN`) is refused, or these fields are ignored.
     """
     if function is None:
         return lambda function: _environment(function, unfinished, overflow, sampling)
@@ -167,7 +168,7 @@ def _environment(function: Harness, unfinished: float, overflow: str, sampling: 
                         await running
 
     functools.update_wrapper(environment, function)
-    vars(environment)["stands_for"] = vars(environment).pop("__wrapped__")  # which is no generator
+    vars(environment)["stands_for"] = vars(environment).pop("__wrapped__")  # not a generator, unlike `environment`
     return environment
 
 
@@ -184,24 +185,24 @@ async def _called(function: Harness, task: Task, endpoint: PolicyEndpoint) -> Ve
 
 @dataclass(eq=False)
 class _Request:
-    turn: Turn | Ask  # Ask: only the tokens of its prompt are counted
+    turn: Turn | Ask  # Ask: a request that counts prompt tokens
     said: asyncio.Future[Any]
     asked: PolicyRequest
 
 
 @dataclass(eq=False)
 class _Session:
-    """Requests of an episode: the policy, as its harness sees it."""
+    """Requests of an episode: the policy, as the server's handlers see it."""
 
     endpoint: PolicyEndpoint
     overflow: str
     sampling: str
-    told: bool = False  # that the episode has run out of something
+    told: bool = False  # whether a reply reported that the episode ran out of turns, tokens or time
     conversations: StoredConversations = field(default_factory=StoredConversations)
     _closed: bool = False
     _asked: asyncio.Queue[_Request] = field(default_factory=asyncio.Queue)
     _waiting: set[asyncio.Future[Any]] = field(default_factory=set)
-    _unread: dict[bytes, asyncio.Future[PolicyResponse]] = field(default_factory=dict)  # whose clients went away
+    _unread: dict[bytes, asyncio.Future[PolicyResponse]] = field(default_factory=dict)  # client disconnected
 
     def describe(self) -> dict[str, Any]:
         return {"id": MODEL}
@@ -216,7 +217,7 @@ class _Session:
         return self._without(body)
 
     def _without(self, fields: dict[str, Any], path: str = "") -> dict[str, Any]:
-        """Return the fields without those of sampling."""
+        """Return the fields without sampling fields. Raises RequestRefused for those, unless they are ignored."""
         if self.sampling == "refuse":
             for name, neutral in OF_THE_RUN.items():
                 if (value := fields.get(name)) is not None and value not in neutral:
@@ -240,9 +241,7 @@ class _Session:
         return await asyncio.shield(counted)
 
     async def _reply(self, prompt: Prompt, asked: PolicyRequest, number: int) -> PolicyResponse:
-        """Return the reply; a client that lost its connection and repeats a request gets the same reply, instead of
-        another one.
-        """
+        """Return the reply. A client that lost its connection and repeats a request gets the same reply."""
         if self._closed:
             raise RequestRefused(OVER, 410)
         request = _Request(_turn(prompt, asked), asyncio.get_running_loop().create_future(), asked)
@@ -268,7 +267,7 @@ class _Session:
             asking.cancel()
 
     def answer(self, request: _Request, reply: Any) -> None:
-        """Answer a request with the reply to its turn, or with the number of tokens that it asked for."""
+        """Resolve a request with the reply to its turn, or with the number of tokens that it asked for."""
         self._waiting.discard(request.said)
         if isinstance(request.turn, Ask):
             if isinstance(reply, Invalid):
@@ -282,7 +281,7 @@ class _Session:
         if over and reply.stop is StopReason.CONTEXT and self.overflow == "error":
             told = "the maximum context length of this model is exceeded: shorten the conversation"
             request.said.set_exception(RequestRefused(told, code="context_length_exceeded", parameter="messages"))
-            request.said.exception()  # whether or not anybody is there to read it
+            request.said.exception()  # marks it as retrieved, in case no client waits
         else:
             request.said.set_result(_said(reply, request.asked, request.turn))
 
@@ -319,7 +318,7 @@ def _digest(prompt: Prompt, asked: PolicyRequest, number: int) -> bytes:
 
 
 class _Door:
-    """A server in an event loop, which is open while any episode needs it."""
+    """A server in an event loop, open while any episode needs it."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, _Session] = {}

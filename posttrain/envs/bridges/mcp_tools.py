@@ -4,12 +4,13 @@
     server = Server(["python", "tools.py"])                     # or Server("http://127.0.0.1:8000/mcp")
     agent = environment(server, reward=lambda task, reply: float(reply.strip() == task["answer"]))
 
-The policy calls by writing <tool>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool>, and is shown <result>5</result>.
-An environment of another form asks the server itself: `await server.tools()`, `await server.call("add", {...})`.
+The policy calls by writing <tool>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool>, and gets <result>5</result>.
+An environment of another form uses the server itself: `await server.tools()`, `await server.call("add", {...})`.
 
-Decided here: a worker process has one connection to a server, begun when it is first needed and shared by its episodes. A
-server that ends, hangs or breaks the protocol is given up, with the calls that are under way, and begun anew for the next
-call. No call is made twice. Servers that remember what was asked need one for each episode: `async with Server(...)`.
+A worker process has one connection to a server, opened when first needed and shared by its episodes. If a server ends,
+hangs or breaks the protocol, the connection is dropped with the calls in progress, and opened anew for the next call.
+No call is made twice. Servers with state from earlier calls need one connection for each episode: `async with
+Server(...)`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from posttrain.envs.play.load_env import opening
 need("mcp", "mcp")
 
 OPEN, CLOSE = "<tool>", "</tool>"
-MOST_PAGES = 100  # of a list of tools
+MOST_PAGES = 100  # most pages of a list of tools
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class ToolAnswer:
 class Server:
     """An MCP server: a command that speaks over standard input and output, or an address.
 
-    `environment`: variables of the command besides a few of ours (PATH, HOME ...); `folder`: where it runs; `timeout`: the
-    limit of one call; `start_timeout`: that of its start; `longest`: characters of an answer that are shown.
+    `environment`: variables of the command, besides a few of ours (PATH, HOME ...); `folder`: its working directory;
+    `timeout`: seconds for a call; `start_timeout`: seconds for its start; `longest`: most characters shown of an
+    answer.
     """
 
     def __init__(
@@ -78,12 +80,13 @@ class Server:
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
 
     async def tools(self) -> list[Tool]:
-        """Return the tools of the server. Raises Broken if it does not answer."""
+        """Return the tools of the server. Raises BridgeError if it does not answer."""
         return list((await self._connection().opened())[1].values())
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call a tool and return its answer. An unknown or failing tool gives an error text. Raises Broken if the
-        server fails.
+        """Call a tool and return its answer; for an unknown or failing tool, an error text.
+
+        Raises BridgeError if the server fails.
         """
         connection = self._connection()
         client, tools = await connection.opened()
@@ -130,18 +133,18 @@ class Server:
 
 
 class _Connection:
-    """A connection and the task that opens and closes it: the library requires one task for both."""
+    """A connection and the task that opens and closes it, as the library requires one task for both."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
         self.stop = asyncio.Event()
-        self.answers = 0  # that came
+        self.answers = 0  # number of answers received
         self._ready: asyncio.Future[tuple[Any, dict[str, Tool]]] = asyncio.get_running_loop().create_future()
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # perhaps nobody asks
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # in case nothing awaits it
         self.task = asyncio.get_running_loop().create_task(self._hold())
 
     async def opened(self) -> tuple[Any, dict[str, Tool]]:
-        """Return the library's client, and the tools by their names. Raises Broken."""
+        """Return the library's client, and the tools by name. Raises BridgeError."""
         try:
             async with asyncio.timeout(self.server.start_timeout):
                 return await asyncio.shield(self._ready)
@@ -150,7 +153,7 @@ class _Connection:
             raise BridgeError(f"{self.server} did not start within {self.server.start_timeout:g} s") from None
 
     async def within(self, timeout: float, name: str, call: Any) -> Any:
-        """Return the result of a call, or the server's error as an Answer. Raises Broken."""
+        """Return the result of a call, or the server's error as a ToolAnswer. Raises BridgeError."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -159,9 +162,9 @@ class _Connection:
         try:
             done, _ = await asyncio.wait({task}, timeout=timeout)
         finally:
-            task.cancel()  # and nobody waits for it: a server that does not read may hold it up
+            task.cancel()  # not awaited: a server that does not read may delay the cancellation
         if not done:
-            if self.answers == before:  # it answers nobody
+            if self.answers == before:  # no other call was answered either
                 self.stop.set()
             raise BridgeError(f"the tool {name} did not answer within {timeout:g} s")
         try:
@@ -171,7 +174,7 @@ class _Connection:
                 self.stop.set()
                 raise BridgeError(f"the server ended during a call of {name}") from error
             found = ToolAnswer(shown(error.message, self.server.longest), True)
-        except Exception as error:  # of its own kinds for each thing that is no result
+        except Exception as error:  # the library has many exceptions for invalid results
             raise BridgeError(f"the answer of {name} is none: {inline(str(error))}") from error
         self.answers += 1
         return found
@@ -185,7 +188,7 @@ class _Connection:
                     tools = await _listed(client)
                 self._ready.set_result((client, tools))
                 await self.stop.wait()
-        except Exception as error:  # whoever waits has a clock of its own
+        except Exception as error:  # callers that wait have timeouts of their own
             reason = inline(f"{type(error).__name__}: {error}")
         finally:
             self.stop.set()
@@ -196,7 +199,7 @@ class _Connection:
 def _client(server: Server) -> Any:
     from mcp import Client, StdioServerParameters
 
-    logging.getLogger("mcp").setLevel(logging.CRITICAL)  # each line of a server's rubbish would be a page of ours
+    logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it would log a page for each invalid line of a server
     if isinstance(server.command, str):
         return Client(server.command)
     program, *arguments = server.command
@@ -218,7 +221,7 @@ async def _listed(client: Any) -> dict[str, Tool]:
 
 
 def _text(result: Any) -> str:
-    """Return the text of a result; for content that is not text, its type."""
+    """Return the text of a result, with the type of each content block that is not text."""
     parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -233,11 +236,11 @@ class Agent:
     """An environment in which the policy calls a server's tools, and whose last reply is scored."""
 
     server: Server
-    reward: Callable[[Task, str], Any]  # of the reply that calls no tool any more; may be async
-    calls: int = 8  # that are answered; the reply to the last one is the final one
-    malformed: Literal["answer", "end"] = "answer"  # what is no call is told so, or ends the episode with 0
+    reward: Callable[[Task, str], Any]  # scores the first reply without a call; may be async
+    calls: int = 8  # most calls that are answered; the next reply is the last
+    malformed: Literal["answer", "end"] = "answer"  # an invalid call gets an error text, or ends the episode with 0
     failure: Literal["invalid", "answer", "end"] = (
-        "invalid"  # a server that fails: no reward, "error" as the answer, or 0
+        "invalid"  # if the server fails: an invalid reward, "error" as the answer, or the end with 0
     )
 
     def __post_init__(self) -> None:
@@ -260,7 +263,10 @@ class Agent:
         yield (await verdict) if inspect.isawaitable(verdict) else verdict
 
     async def _answer(self, reply: str) -> str | None:
-        """Return the answer for the policy; None: the episode ends. Raises Broken where that is invalid."""
+        """Return the tool's answer to the policy; None ends the episode.
+
+        Raises BridgeError if a failure makes it invalid.
+        """
         try:
             name, arguments = read_call(reply)
         except ValueError as error:
@@ -283,7 +289,7 @@ def environment(server: Server, reward: Callable[[Task, str], Any], **settings: 
 
 
 def read_call(reply: str) -> tuple[str, dict[str, Any]]:
-    """Parse the call at the end of a reply: the tool's name and its arguments. Raises ValueError, for the policy to read.
+    """Parse the call at the end of a reply: (tool's name, arguments). Raises ValueError with a text for the policy.
 
     >>> read_call('I add. <tool>{"name": "add", "arguments": {"a": 2}}</tool>')
     ('add', {'a': 2})
@@ -309,7 +315,7 @@ def _refuse(constant: str) -> None:
 
 
 def _with_tools(turn: Turn, tools: Sequence[Tool]) -> Turn:
-    """Return the first turn with the tools before it."""
+    """Return the first turn with the description of the tools before it."""
     text = "Tools:\n" + "\n".join(f"- {_signature(tool)}: {tool.description}" for tool in tools)
     text += f'\nCall one with {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}.\n'
     stop = (*turn.stop, CLOSE)
@@ -319,8 +325,9 @@ def _with_tools(turn: Turn, tools: Sequence[Tool]) -> Turn:
 
 
 def _signature(tool: Tool) -> str:
-    """Describe a tool and its parameters in a line: by a type where that is complete, else by the parameter's
-    schema.
+    """Describe a tool and its parameters in a line.
+
+    A parameter has its type where that is complete, else its schema.
     """
     properties, needed = tool.parameters.get("properties") or {}, tool.parameters.get("required") or ()
     parts = []

@@ -1,14 +1,15 @@
-"""Environments that an OpenEnv server plays: an observation is a turn, a reply the action.
+"""Environments behind an OpenEnv server: an observation is a turn, a reply the action.
 
     # my.py                                                          posttrain rl --env my.py:echo ...
     echo = environment("http://127.0.0.1:8000", action="message", observe="echoed_message")
 
-It speaks the protocol of `openenv-core` 0.3 itself, over a WebSocket: one session is one episode. The library's own client
-would bring a web framework and a user interface, and tells a bad action from a broken server by a text alone.
+This module speaks the protocol of `openenv-core` 0.3 over a WebSocket: one session is one episode. The library's own
+client would bring a web framework and a user interface, and distinguishes a bad action from a broken server only by a
+text.
 
-The task's "seed" goes with the first message, and what stands in its column "reset". All settings that are data may be
-columns of the task; `--env openenv` takes the address from the column "url". The server must be made for as many sessions
-at once as a run has slots (`max_concurrent_envs`): where all are taken, an episode waits for one as long as for an answer.
+The first message holds the task's "seed" and its column "reset". All settings that are data may be columns of the task;
+`--env openenv` takes the address from the column "url". The server must allow as many sessions at once as a run has
+slots (`max_concurrent_envs`): if all are taken, an episode waits for a free one as long as for an answer.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from posttrain.envs.bridges.bridge import (
 
 need("websockets", "openenv")
 
-LARGEST = 1 << 22  # bytes of a message
-OPENING = 10.0  # seconds for a connection to be made, at least: a busy server answers its first call late
-PAUSE = 0.2  # seconds before a full server is asked again
+LARGEST = 1 << 22  # most bytes of a message
+OPENING = 10.0  # least timeout of a connection, in seconds: a busy server answers its first call late
+PAUSE = 0.2  # seconds before another try at a full server
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class OpenEnv(Manner):
     """The field of an action that the reply fills, or a function from reply to action; None: it is not an action."""
     observe: str | Callable[[Mapping[str, Any]], str] = ""
     """The field of an observation that is shown, or a function; default: its only text, or all of it as JSON."""
-    reset: Mapping[str, Any] = field(default_factory=dict)  # goes with the first message, besides the seed
-    timeout: float = 8.0  # for an answer
+    reset: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the first message, besides the seed
+    timeout: float = 8.0  # seconds for an answer
 
     async def __call__(self, task: Task) -> AsyncGenerator[Any, Any]:
         how: OpenEnv = self.told_by(task)
@@ -88,19 +89,20 @@ def environment(url: str, **settings: Any) -> OpenEnv:
 
 
 play = OpenEnv()
-"""Any of them: the task's column "url" is the server's address."""
+"""An environment of any server: the task's column "url" is the server's address."""
 
 
 class _Session:
-    """One connection to a server, which is one episode there."""
+    """A connection to a server, which is one episode there."""
 
     def __init__(self, how: OpenEnv) -> None:
         self.how = how
         self._socket: Any = None
 
     async def begin(self, task: Task) -> GameStep:
-        """Connect and begin. Raises Broken if there is no server, it has no place for us until the time is over, or it
-        sends invalid messages.
+        """Connect and begin.
+
+        Raises BridgeError without a server, without a free session in time, or for invalid messages.
         """
         if not self.how.url:
             raise UserError('the task has no column "url", the address of an OpenEnv server')
@@ -112,14 +114,14 @@ class _Session:
             await self._connect()
             found = await self._ask("reset", arguments)
             if found["type"] == "observation":
-                return replace(self._read(found["data"]), reward=0.0)  # nothing was said that could have earned it
+                return replace(self._read(found["data"]), reward=0.0)  # no action has been taken yet
             if _code(found) != "CAPACITY_REACHED" or asyncio.get_running_loop().time() > end:
                 raise BridgeError(f"{self.how.url} refuses to begin: {_message(found)}")
             await self.close()
             await asyncio.sleep(PAUSE)
 
     async def act(self, reply: str) -> GameStep:
-        """Act. Raises NotAnAction, or Broken if the server fails."""
+        """Send an action and return the next step. Raises NotAnAction, or BridgeError if the server fails."""
         action = {self.how.action: reply} if isinstance(self.how.action, str) else self.how.action(reply)
         if action is None:
             raise NotAnAction("That is no action.")
@@ -153,12 +155,12 @@ class _Session:
             raise BridgeError(f"there is no OpenEnv server at {self.how.url}: {inline(str(error))}") from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer: an observation, or an error. Raises Broken."""
+        """Send a message and return the answer: an observation, or an error. Raises BridgeError."""
         from websockets.exceptions import ConnectionClosed
 
         try:
             async with asyncio.timeout(self.how.timeout):
-                with suppress(ConnectionClosed):  # what it said before is still to be read: that it is full
+                with suppress(ConnectionClosed):  # its last message is still to be read: it may be full
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = await self._socket.recv()
         except TimeoutError as error:
@@ -175,7 +177,7 @@ class _Session:
         return found
 
     def _read(self, data: Mapping[str, Any]) -> GameStep:
-        """Parse an observation's message."""
+        """Convert an observation's message to a step."""
         observation, done = data.get("observation"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise BridgeError(f"{self.how.url} sends an observation that is none: {json.dumps(data)[:100]}")

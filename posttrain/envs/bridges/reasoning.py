@@ -1,14 +1,14 @@
-"""Data sets of reasoning-gym as tasks, their scorers as the reward.
+"""Data sets of reasoning-gym as tasks, with their scorers as rewards.
 
     python -m posttrain.envs.bridges.reasoning leg_counting --count 1000 > rows.jsonl
     posttrain rl --env reasoning-gym --tasks rows.jsonl ...
 
-A row holds the whole entry, so its score depends neither on a seed nor on what another process would generate. The answer
-stands in <answer> tags; with the column "plain": true it is the whole reply.
+A row holds the whole entry, so its score depends neither on a seed nor on entries that another process would generate.
+The answer is in <answer> tags; with the column "plain": true it is the whole reply.
 
-Scorers read what a policy wrote: some call `eval` or sympy's parser on it, some raise, some do not end. So an answer is
-scored in a process of its own with limits, and what would be executed has to have a harmless form first. A scorer that
-fails on an answer gives 0 if it can score the entry's own answer, and is Invalid else.
+Scorers read text of a policy: some call `eval` or sympy's parser on it, some raise, some do not end. So an answer is
+scored in a separate process with limits, and an answer that would be executed must have a harmless form. If a scorer
+fails on an answer, the reward is 0 if it can score the entry's own answer, else Invalid.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from posttrain.verify.limited_process import CheckFailed, limited
 
 need("reasoning_gym", "reasoning_gym")
 
-SUCCESS = 1.0  # the reward of a right answer
-SECONDS = 1.5  # of processor time for a scorer
-LONGEST = 20_000  # characters of an answer
+SUCCESS = 1.0  # the reward of a correct answer
+SECONDS = 1.5  # processor time of a scorer
+LONGEST = 20_000  # most characters of an answer
 INSTRUCTION = "\nGive the answer alone in <answer> </answer>.\n"
 
 LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 FORMULAS = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-"""Data sets whose scorers evaluate an answer: as a list in Python's notation, as a formula for sympy."""
+"""Data sets whose scorers evaluate an answer: `LITERALS` as a list in Python's notation, `FORMULAS` by sympy."""
 EXACT = frozenset({"game_of_life_halting"})
-"""Data sets whose scorers accept any answer (a text that is not empty): the answer has to equal the entry's own."""
+"""Data sets whose scorers accept any text that is not empty: here the answer has to equal the entry's own."""
 
 _FORMULA = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[-+*/^(),\s]|[A-Za-z]+)*")
 _NAME = re.compile("[A-Za-z]|a?(sin|cos|tan)|(sin|cos|tan)h|cot|sec|csc|exp|log|ln|sqrt|Abs|pi|Integral")
@@ -76,11 +76,11 @@ def harmless(dataset: str, answer: str) -> bool:
         try:
             ast.literal_eval(answer)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return not set(answer) & set("([{")  # without these nothing can be called
+            return not set(answer) & set("([{")  # without brackets nothing can be called
     if dataset in FORMULAS:
         names = re.findall("[A-Za-z]+", answer)
         return bool(_FORMULA.fullmatch(answer)) and all(map(_NAME.fullmatch, names))
-    return dataset != "complex_arithmetic" or "nan" not in answer.lower()  # its distance from that is none: full score
+    return dataset != "complex_arithmetic" or "nan" not in answer.lower()  # the scorer would give the full score
 
 
 def _score(dataset: str, config: str, entry: str, answer: str) -> float | Invalid | CheckFailed:
@@ -102,7 +102,7 @@ def prepare() -> None:
 
 
 def scored(dataset: str, config: str, entry: str, answer: str) -> float:
-    """Return the score of an answer to an entry, both as in a row."""
+    """Return the score of an answer to an entry; `config` and `entry` as JSON."""
     return float(_dataset(dataset, config).score_answer(answer, _restored(json.loads(entry))))
 
 
@@ -119,10 +119,10 @@ def _dataset(name: str, config: str) -> Any:
 def tasks(
     count: int, seed: int, dataset: str, *, config: str = "", plain: bool = False, held_out: bool = False
 ) -> list[Task]:
-    """Return rows of one data set, equal questions once. Held-out ones come from another seed, without those of
-    training.
+    """Return rows of one data set, equal questions once. Held-out rows use another seed, and none of the training
+    questions.
 
-    `config`: settings of the data set, as JSON; `plain`: the reply is the answer as it is.
+    `config`: settings of the data set, as JSON; `plain`: the whole reply is the answer.
     """
     settings = _settings(dataset, config)
     made = _made(dataset, settings, count, seed_of("reasoning-gym", seed))
@@ -169,8 +169,9 @@ def _made(dataset: str, settings: dict[str, Any], count: int, seed: int) -> list
 
 
 def _plain(value: Any) -> Any:
-    """Encode a value for JSON, with tuples and keys that are not text. Raises UserError for one that cannot be
-    encoded.
+    """Encode a value for JSON, including tuples and keys that are not text.
+
+    Raises UserError if it cannot be encoded.
     """
     if isinstance(value, np.generic):
         value = value.item()

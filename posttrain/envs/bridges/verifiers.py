@@ -1,16 +1,17 @@
-"""Environments of the `verifiers` library (0.4), trained as they are: their agents, harnesses and rewards.
+"""Environments of the `verifiers` library (0.4), trained unchanged: their agents, harnesses and rewards.
 
     secret = Taskset({"taskset": {"id": "secret_number"}}, python="runs/verifiers-env/bin/python")
     env = secret.environment()
     rows = secret.rows
 
-The library asks for versions of its own, so it lives in an environment of its own, and each worker starts one process
-there (`verifiers_side.py`). Its model client speaks to the episode's own address, as any harness does. With the "train"
-client the library renders conversations itself and sends token ids; with "eval" it sends messages, which the checkpoint's
-template renders here. Either way transcripts grow here, from what the engine sampled.
+The library needs other versions of packages, so it is installed in a separate Python environment, and each worker
+starts one process there (`verifiers_side.py`). Its model client speaks to the episode's own address, as any harness
+does. With the "train" client the library renders conversations itself and sends token ids; with "eval" it sends
+messages, which are rendered here with the checkpoint's template. Either way transcripts grow here, from the engine's
+samples.
 
-Decided here: the reward of an episode is the mean over its trainable agents. The library's own records are only kept, not
-learned from; `rollouts` reads them where somebody else sampled, and learns once from what stands in two branches.
+The reward of an episode is the mean over its trainable agents. The library's own records are only kept, not learned
+from; `rollouts` reads records of other samplers, and trains a node that occurs in two branches once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from posttrain.core.types import AsyncEnv, Completion, Rollout, StopReason, Task
 from posttrain.envs.bridges.harness import MODEL, PolicyEndpoint, harness
 
 SIDE = Path(__file__).with_name("verifiers_side.py")
-ROWS_SECONDS = 120.0  # for the library to start and tell its tasks
+ROWS_SECONDS = 120.0  # timeout for starting the library and listing its tasks
 LONGEST_LINE = 1 << 26  # bytes
 
 
@@ -40,10 +41,10 @@ LONGEST_LINE = 1 << 26  # bytes
 class Taskset:
     """An environment of the library.
 
-    `env`: its [env] block, as `vf-eval` reads it; agents run on this machine unless it says otherwise. `client`: the block
-    of its model client but for the address, such as {"type": "train", "renderer": {"name": "qwen3"},
-    "renderer_model_name": FOLDER}. `python`: the interpreter that has the library. `path`: folders with tasksets.
-    `record`: a file for the library's own records of episodes.
+    `env`: its [env] block, as `vf-eval` reads it; by default agents run on this machine. `client`: the block of its
+    model client without the address, such as {"type": "train", "renderer": {"name": "qwen3"}, "renderer_model_name":
+    FOLDER}. `python`: the interpreter of the environment with the library. `path`: folders with tasksets. `record`: a
+    file for the library's own records of episodes.
     """
 
     env: Mapping[str, Any]
@@ -54,7 +55,7 @@ class Taskset:
     record: str | None = None
 
     def rows(self, most: int = 1000) -> list[dict[str, Any]]:
-        """Return the first tasks. Raises UserError if the library does not start."""
+        """Return the first `most` tasks. Raises UserError if the library does not start."""
         setup = json.dumps({"env": self.env, "tasks": most}) + "\n"
         try:
             ran = subprocess.run(
@@ -70,16 +71,16 @@ class Taskset:
         return found
 
     def environment(self, unfinished: float = 0.0) -> AsyncEnv:
-        """Return the environment that plays its tasks. `unfinished`: as of a `harness`."""
+        """Return the environment that runs these tasks. `unfinished`: see `harness`."""
 
         async def play(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
             return _reward(await _side_of(self).play(task["index"], endpoint.url))
 
-        return harness(unfinished=unfinished, sampling="ignore")(play)  # the library always says how
+        return harness(unfinished=unfinished, sampling="ignore")(play)  # the library always sends sampling fields
 
     @property
     def _command(self) -> list[str]:
-        return [self.python, "-P", str(SIDE)]  # our own folder is not to be looked at
+        return [self.python, "-P", str(SIDE)]  # -P: our own folder must not be on its path
 
     @property
     def _variables(self) -> dict[str, str]:
@@ -99,7 +100,7 @@ class Taskset:
 
 
 class _Side:
-    """The process of the library that plays for this event loop."""
+    """The process of the library that runs the episodes of this event loop."""
 
     def __init__(self, taskset: Taskset) -> None:
         self.taskset = taskset
@@ -110,7 +111,7 @@ class _Side:
         self._hearing: asyncio.Task[None] | None = None
 
     async def play(self, index: int, url: str) -> list[dict[str, Any]]:
-        """Return the traces of a task. Raises RuntimeError with the error."""
+        """Run an episode of a task and return its traces. Raises RuntimeError with the library's error."""
         async with self._starting:
             if self._process is None:
                 await self._start()
@@ -148,7 +149,7 @@ class _Side:
         self._hearing = asyncio.ensure_future(self._receive(process, process.stdout))
 
     async def _receive(self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader) -> None:
-        """Handle its messages, until it ends or sends an invalid one."""
+        """Handle the process's messages, until it ends or sends an invalid one."""
         with suppress(ValueError, LookupError, TypeError):
             while line := await lines.readline():
                 told = json.loads(line)
@@ -200,10 +201,10 @@ def _reward(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def rollouts(records: Iterable[str | bytes]) -> Iterator[Rollout]:
-    """The rollouts in the library's records (traces.jsonl), one of each trainable trace: a branch is a transcript.
+    """Yield a rollout for each trainable trace of the library's records (traces.jsonl); each branch is a transcript.
 
-    They have tokens and masks if the "train" client sampled them. The records of `vf-eval` round log-probabilities to four
-    digits.
+    They have tokens and masks if the "train" client sampled them. The records of `vf-eval` round log-probabilities to
+    four digits.
     """
     for line in records:
         record = json.loads(line)
@@ -243,7 +244,7 @@ def _path(nodes: Sequence[Mapping[str, Any]], leaf: int) -> list[int]:
 
 
 def _transcript(path: Sequence[tuple[int, Mapping[str, Any]]], learned: set[int]) -> Transcript:
-    """Return the tokens of these nodes; each node is learned from in one transcript only."""
+    """Return the transcript of these nodes; each node is trained in one transcript only."""
     transcript = Transcript()
     for place, node in path:
         logp = iter(node.get("logprobs", ()))

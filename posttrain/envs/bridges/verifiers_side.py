@@ -1,11 +1,11 @@
-"""Plays episodes of the `verifiers` library, in an environment where that is installed. It imports nothing of ours.
+"""Runs episodes of the `verifiers` library, in a Python environment with that library. It imports nothing of ours.
 
-Started by `posttrain.envs.bridges.verifiers`, by its path. Both speak in lines of JSON:
+`posttrain.envs.bridges.verifiers` starts it by its path. Both exchange lines of JSON:
 
-    in    first {"env": {...}, "client": {...}, "sampling": {...}, "model": name} or, to be told of tasks, {"env": ...,
-          "tasks": how many at most}; then {"run": number, "task": index, "url": base URL}, or {"run": number} to end one
-    out   {"ready": true}, {"tasks": [...]} or {"failed": reason}; then, of each run, {"run": number, "traces": [...]} or
-          {"run": number, "failed": reason}
+    in    first {"env": {...}, "client": {...}, "sampling": {...}, "model": name} or, to list tasks, {"env": ...,
+          "tasks": most tasks}; then {"run": number, "task": index, "url": base URL}, or {"run": number} to cancel one
+    out   {"ready": true}, {"tasks": [...]} or {"failed": reason}; then, of each run, {"run": number, "traces": [...]}
+          or {"run": number, "failed": reason}
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import os
 import sys
 from typing import Any
 
-MOST_CLIENTS = 256  # of the library that are held
+MOST_CLIENTS = 256  # most clients that the library holds
 
 
 async def main() -> None:
     lines = await _lines()
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what is printed here is for the eyes
+    os.dup2(2, 1)  # printed text goes to standard error
     sys.stdout = sys.stderr
 
     def say(message: dict[str, Any]) -> None:
@@ -66,9 +66,10 @@ class Side:
         return [{**data, "id": key, "index": place} for place, (key, data) in enumerate(zip(keys, told, strict=True))]
 
     async def play(self, lines: asyncio.StreamReader, say: Any) -> None:
-        """Until the input ends.
+        """Run episodes until the input ends.
 
-        The library holds a client for each address, and each episode has its own: where nothing runs, all are let go.
+        The library holds a client for each address, and each episode has its own address: all clients are freed once
+        `MOST_CLIENTS` episodes have begun and none is running.
         """
         line = await lines.readline()
         while line:
@@ -77,13 +78,13 @@ class Side:
                 while line and (self.runs or begun < MOST_CLIENTS):
                     begun += self._take(json.loads(line), say)
                     line = await lines.readline()
-                left = list(self.runs.values())  # of which there are some only if the input has ended
+                left = list(self.runs.values())  # not empty only if the input has ended
                 for run in left:
                     run.cancel()
                 await asyncio.gather(*left, return_exceptions=True)
 
     def _take(self, message: dict[str, Any], say: Any) -> bool:
-        """Handle a message. Return whether a run begins."""
+        """Handle a message; return whether it begins a run."""
         number, runs = message["run"], self.runs
         if "task" not in message:
             if number in runs:

@@ -1,9 +1,9 @@
-"""A text adventure with a score: find the treasures of a small world and bring them to where you began.
+"""A text adventure with a score: find the treasures of a small world and bring them home, to the first room.
 
     python -m posttrain.envs.builtin.adventure --count 500 --rooms 6 > rows.jsonl
 
-Columns: "world" (see `Game`), "turns": how many commands there are (20). A treasure earns half of its share of 1 when it is
-first taken, and half when it is first left at home: rewards of the steps that did so.
+Columns: "world" (see `Game`), "turns": most commands (20). A treasure earns half of its share of 1 when it is first
+taken, and half when it is first left at home; each is a reward of that step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from posttrain.core.types import Invalid, Reply, Task, Turn, UserError, Verdict
 from posttrain.envs.builtin.generated import distinct, write
 
-SUCCESS = 1.0  # the reward of all treasures at home
-TURNS = 20  # unless the task says otherwise
+SUCCESS = 1.0  # the reward with all treasures at home
+TURNS = 20  # default of the task's column "turns"
 WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 ROOMS = (
     "hall",
@@ -40,11 +40,14 @@ KEYS = ("brass key", "iron key")
 HELP = "Commands: go north, take lamp, drop lamp, look, inventory."
 
 World = dict[str, Any]
-State = tuple[str, frozenset[str], frozenset[str]]  # where one is, what one carries, what was brought home
+State = tuple[str, frozenset[str], frozenset[str]]  # current room, things carried, treasures brought home
 
 
 def adventure(task: Task) -> Generator[Turn, Reply, Verdict]:
-    """The share of the score that is reached. What is no command is told so, and costs a turn."""
+    """Run an episode; the reward is the share of the score that is reached.
+
+    An invalid command gets an error and costs a turn.
+    """
     try:
         game, turns = Game(task["world"]), int(task.get("turns", TURNS))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -62,9 +65,9 @@ def adventure(task: Task) -> Generator[Turn, Reply, Verdict]:
 class Game:
     """A world in play.
 
-    {"home": "hall", "treasures": ["ruby"], "rooms": [{"name": "hall", "things": ["brass key"], "exits": [{"way": "north",
-    "to": "cave", "key": "brass key"}]}, ...]}. A way with a key is locked to whoever does not carry that.
-    Raises KeyError, TypeError or ValueError for what is no world.
+    {"home": "hall", "treasures": ["ruby"], "rooms": [{"name": "hall", "things": ["brass key"], "exits": [{"way":
+    "north", "to": "cave", "key": "brass key"}]}, ...]}. A way with a key is locked unless the player carries that key.
+    Raises KeyError, TypeError or ValueError for an invalid world.
     """
 
     def __init__(self, world: World) -> None:
@@ -79,7 +82,7 @@ class Game:
             raise ValueError("it has no treasure, or one that lies nowhere")
         self.here = self.home
         self.held: list[str] = []
-        self.scored: set[tuple[str, str]] = set()  # (treasure, what was done with it)
+        self.scored: set[tuple[str, str]] = set()  # (treasure, "taken" or "home")
         self.most = 2 * len(self.treasures)
 
     @property
@@ -87,7 +90,7 @@ class Game:
         return len(self.scored)
 
     def do(self, command: str) -> tuple[str, int]:
-        """Carry out a command. Return the answer, and the points that it earned."""
+        """Carry out a command; return the answer, and the points earned by it."""
         before = self.score
         words = command.lower().split()
         verb, thing = (words[0], " ".join(words[1:])) if words else ("", "")
@@ -164,10 +167,10 @@ def _draws(rng: random.Random, rooms: int, treasures: int) -> Iterator[Task]:
 
 
 def _made(rng: random.Random, count: int, treasures: int) -> World:
-    """A tree of rooms on a grid; what lies behind one of its edges is locked, and the key lies before it."""
+    """Return a random world: a tree of rooms on a grid. One edge is locked, and the key is on the near side of it."""
     names = rng.sample(ROOMS, count)
     places = {(0, 0): 0}
-    parents: list[tuple[int, str]] = [(0, "")]  # of each room: where one comes from, and by which way
+    parents: list[tuple[int, str]] = [(0, "")]  # of each room: (room before it, way from there)
     while len(places) < count:
         x, y = rng.choice(list(places))
         way = rng.choice(list(WAYS))
@@ -198,7 +201,7 @@ def _made(rng: random.Random, count: int, treasures: int) -> World:
 
 
 def solution(world: World) -> list[str]:
-    """A shortest list of commands that brings all treasures home. Raises ValueError where there is none."""
+    """Return a shortest list of commands that brings all treasures home. Raises ValueError if there is none."""
     game = Game(world)
     lies = {thing: room for room, things in game.things.items() for thing in things}
     keys = {exit["key"] for exits in game.exits.values() for exit in exits.values() if exit.get("key")}

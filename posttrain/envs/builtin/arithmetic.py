@@ -12,7 +12,7 @@ import re
 from posttrain.core.types import Task, UserError
 from posttrain.envs.builtin.generated import HELD_OUT, is_held_out, write
 
-SUCCESS = 1.0  # the reward of a right answer
+SUCCESS = 1.0  # the reward of a correct answer
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
@@ -50,13 +50,13 @@ def tasks(
 
 
 def reward(task: Task, reply: str) -> float:
-    """1.0 if the reply is the integer, and nothing else but white space, else 0.0."""
+    """Return 1.0 if the reply is the correct integer, and nothing else but white space, else 0.0."""
     number = _INTEGER.fullmatch(reply.strip())
     return float(number is not None and int(number[0]) == int(task["answer"]))
 
 
 def _question(index: int, low: int, numbers: int, operands: int, operators: str) -> tuple[str, str]:
-    """Question `index` of all possible ones, and its answer."""
+    """Return question number `index` of all possible ones, and its answer."""
     signs = []
     for _ in range(operands - 1):
         index, which = divmod(index, len(operators))

@@ -1,8 +1,8 @@
-"""Sums with a calculator: what stands in <calc>...</calc> is worked out, and the policy says the result.
+"""Sums with a calculator: it evaluates the expression in <calc>...</calc>, and the policy then gives the answer.
 
     python -m posttrain.envs.builtin.calculator --count 1000 > rows.jsonl
 
-Columns: "prompt" (or "messages"), "answer"; "calls": how many of them are answered (4).
+Columns: "prompt" (or "messages"), "answer"; "calls": most calls that are answered (4).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from posttrain.verify.expression import evaluate
 from posttrain.verify.format import between
 from posttrain.verify.numeric import equal_numbers, read_number, written_tolerance
 
-SUCCESS = 1.0  # the reward of a right answer
-CALLS = 4  # that are answered, unless the task says otherwise
+SUCCESS = 1.0  # the reward of a correct answer
+CALLS = 4  # default of the task's column "calls"
 OPEN, CLOSE = "<calc>", "</calc>"
 
 
 def calculator(task: Task) -> Generator[Turn, Reply, Verdict]:
-    """1.0 for the right answer, which is the whole of the last reply, or stands there in <answer> tags."""
+    """Run an episode; the reward is 1.0 for a correct last reply, as a whole or in its <answer> tags, else 0.0."""
     gold = read_number(str(task.get("answer", "")))
     if gold is None:
         return Invalid(f"gold answer {task.get('answer')!r:.40} is not a number")

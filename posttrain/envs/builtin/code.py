@@ -1,11 +1,12 @@
-"""Functions with unit tests, in the form of MBPP: the reply is a program, and the reward is what its tests say of it.
+"""Functions with unit tests, in the form of MBPP: the reply is a program, and its tests give the reward.
 
     posttrain check --env code --tasks code/mbpp.jsonl          # the share of the tests that pass
     posttrain check --env code-all --tasks code/mbpp.jsonl      # 1 for all of them, else 0
 
-Columns: "text" (or "prompt"), what is to be written; "test_list" and perhaps "challenge_test_list", each test a text such as
-"assert f(2) == 4"; "test_setup_code" or "test_imports", what stands before them; "code", a program that passes. The first
-test is shown, since it gives the function's name, and does not count unless it is the only one. The others stay hidden.
+Columns: "text" (or "prompt"), the assignment; "test_list" and perhaps "challenge_test_list", each test a text such as
+"assert f(2) == 4"; "test_setup_code" or "test_imports", code that runs before the tests; "code", a program that passes.
+The prompt shows the first test, since it gives the function's name; that test counts only if it is the only one. The
+others stay hidden.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ INSTRUCTION = (
 
 
 def row_to_task(row: dict[str, Any]) -> Task | None:
-    """The task of a row, with the reference as its "response"; None if the row has no tests."""
+    """Return the task of a row, with the reference program as its "response"; None if the row has no tests."""
     tests = [*row.get("test_list", ()), *row.get("challenge_test_list", ())]
     text = row.get("text") or row.get("prompt")
     if not tests or not text:
@@ -49,17 +50,19 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 
 def reward(task: Task, reply: str) -> float | Invalid:
-    """The share of the tests that the program of a reply passes."""
+    """Return the share of the tests that the program of a reply passes."""
     return share_of_tests(reply, task["tests"], task.get("setup", ""), task.get("entry", ()))
 
 
 def all_or_nothing(task: Task, reply: str) -> float | Invalid:
-    """1.0 if the program of a reply passes all tests, else 0.0."""
+    """Return 1.0 if the program of a reply passes all tests, else 0.0."""
     return passes_tests(reply, task["tests"], task.get("setup", ""), task.get("entry", ()))
 
 
 def shadowed(code: str) -> list[str]:
-    """Names of Python's own that a reference defines anew: in its tests these mean the program's."""
+    """Return names of Python's builtins that a reference program redefines: in the tests they mean the reply's own
+    functions.
+    """
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):

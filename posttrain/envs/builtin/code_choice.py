@@ -1,11 +1,11 @@
-"""The policy writes several programs for a task, none of which sees another, and then says which one it submits.
+"""The policy writes several programs for a task, each without seeing the others, and then chooses one to submit.
 
     posttrain check --env code-choice --tasks code/mbpp.jsonl
     posttrain check --env code-choice,candidates=8,outcomes=false --tasks code/mbpp.jsonl
 
-Rows are those of the environment `code`. The reward is 1 if the program that was chosen passes all hidden tests, else 0; a
-choice that names none of them submits nothing. Beside it stand what other choosers would have earned with the same
-programs: "random", any of them; "filtered", the first that passes the test that is shown; "best", a right one if there is
+Rows are those of the environment `code`. The reward is 1 if the chosen program passes all hidden tests, else 0; a
+choice that names none of them submits nothing. Further parts are the rewards of other choosers with the same programs:
+"random", the mean of all; "filtered", the first that passes the test that is shown; "best", a correct one if there is
 any.
 """
 
@@ -37,9 +37,11 @@ _NUMBER = re.compile(r"\d+")
 def code_choice(
     task: Task, *, candidates: int = 4, outcomes: bool = True, learn_writing: bool = True, over_random: bool = False
 ) -> Generator[Turn, Reply, Verdict]:
-    """The episode. `candidates`: how many programs are written; `outcomes`: whether it is shown which pass the example;
-    `learn_writing`: whether the programs are learned from too, or the choice alone; `over_random`: the reward is what the
-    choice earns more than a random one would. That depends less on which programs there were to choose from.
+    """Run an episode.
+
+    `candidates`: number of programs; `outcomes`: whether the policy sees which programs pass the example;
+    `learn_writing`: whether the programs are trained too, or the choice alone; `over_random`: the reward is that of the
+    choice minus that of a random choice, which depends less on the programs to choose from.
     """
     first = opening(task)
     programs = []
@@ -67,7 +69,10 @@ def code_choice(
 
 
 class _NoGradeError(Exception):
-    """A program could not be graded, which is never its fault; exceptions are not cached, so it is tried again."""
+    """A program could not be graded, for a reason outside the program.
+
+    Exceptions are not cached, so grading is tried again.
+    """
 
     def __init__(self, reason: Invalid) -> None:
         super().__init__(reason.reason)
@@ -76,7 +81,10 @@ class _NoGradeError(Exception):
 
 @lru_cache(maxsize=256)
 def _graded(code: str, tests: tuple[str, ...], setup: str, entry: tuple[str, ...]) -> Grade:
-    """The example first, then the hidden tests. Candidates of a task, and of a group, are often the same program."""
+    """Grade the example first, then the hidden tests.
+
+    Cached, as candidates of a task or group are often the same program.
+    """
     grade = graded(code, tests, setup, entry)
     if isinstance(grade, Invalid):
         raise _NoGradeError(grade)
@@ -84,9 +92,9 @@ def _graded(code: str, tests: tuple[str, ...], setup: str, entry: tuple[str, ...
 
 
 def shown(programs: Sequence[str], passes: Sequence[bool] | None = None) -> str:
-    """The programs with their numbers, from 1 on; `passes`: whether each passes the example, if that is told.
+    """Return the programs with their numbers, from 1 on. `passes`: whether each passes the example; None: not shown.
 
-    It is told behind all programs, of those that pass last: there a small model finds it.
+    The outcomes come after all programs, passing ones last, where a small model finds them.
     """
     parts = [f"{_numbered(place)}```python\n{code.strip()}\n```\n" for place, code in enumerate(programs)]
     return "".join(parts) + ("" if passes is None else outcomes(passes)) + QUESTION
@@ -103,14 +111,17 @@ def _numbered(place: int) -> str:
 
 
 def choice_of(reply: str, candidates: int) -> int | None:
-    """The place, from 0 on, of the program that a reply chooses: its last number. None if that is none of them."""
+    """Return the index, from 0 on, of the chosen program: the last number of a reply.
+
+    None if there is no such program.
+    """
     numbers = _NUMBER.findall(without_thoughts(reply))
     chosen = int(numbers[-1]) if numbers and len(numbers[-1]) < 10 else 0
     return chosen - 1 if 1 <= chosen <= candidates else None
 
 
 def _asked(first: Turn, text: str) -> Turn:
-    """The task again, with more text behind it."""
+    """Return the turn with more text after its own."""
     if first.messages is None:
         return replace(first, text=f"{first.text}{text}")
     *before, last = first.messages

@@ -19,8 +19,8 @@ from posttrain.envs.builtin.generated import distinct, write
 from posttrain.verify.expression import leaves, parse, value_of
 from posttrain.verify.format import between
 
-SUCCESS = 1.0  # the reward of a right answer
-FORM_WEIGHT = 0.1  # of a legal expression, whatever its value
+SUCCESS = 1.0  # the reward of a correct answer
+FORM_WEIGHT = 0.1  # reward of a legal expression, whatever its value
 FEWEST, MOST = 2, 8  # numbers of a generated task
 
 _STRICT = re.compile("[0-9-+*/() \n\t\u00d7\u00f7\u2212]*")  # no points, commas or powers; no digits of other scripts
@@ -42,7 +42,7 @@ def tasks(
 
 
 def row_to_task(row: dict[str, Any]) -> Task | None:
-    """The task of a row; None if it has no numbers or no target. A prompt is made where it has none."""
+    """Return the task of a row, with a generated prompt if it has none; None if it has no numbers or no target."""
     numbers = row.get("numbers", row.get("nums"))
     if not isinstance(numbers, list) or not numbers or row.get("target") is None:
         return None
@@ -51,9 +51,9 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 
 def reward(task: Task, reply: str) -> dict[str, float] | Invalid:
-    """{"answer": 1 for the target, "form": 0.1 for a legal expression}.
+    """Return {"answer": 1 for the target, "form": 0.1 for a legal expression}.
 
-    The expression stands in <answer> tags, or is the whole reply. "= target" may stand behind it.
+    The expression is in <answer> tags, or is the whole reply. It may be followed by "= target".
     """
     numbers, target = task.get("numbers"), task.get("target")
     if not isinstance(numbers, list) or not all(map(_is_whole, numbers)) or not _is_whole(target):
@@ -67,10 +67,10 @@ def reward(task: Task, reply: str) -> dict[str, float] | Invalid:
 
 
 def value_with(text: str, numbers: list[int], every: bool = False) -> Fraction | None:
-    """The value of an expression; None if it is none, divides by zero, or uses what is not among the numbers.
+    """Return the value of an expression; None if it is invalid, divides by zero, or uses other numbers than those
+    given.
 
-    `every`: or does not use all of them.
-
+    `every`: also None if it does not use all of them.
     >>> value_with("(25-5)*2", [2, 5, 25]), value_with("2*2", [2, 5, 25]), value_with("25-5*2", [2, 5])
     (Fraction(40, 1), None, None)
     """
@@ -95,7 +95,7 @@ def _prompt(numbers: list[int], target: int) -> str:
 
 
 def _draws(rng: random.Random, numbers: int, largest: int, target: int) -> Iterator[Task]:
-    """Endless tasks; a draw that makes no target is made again."""
+    """Yield random tasks without end. Draws whose value is no valid target are repeated."""
     while True:
         for _ in range(10_000):
             drawn = sorted(rng.randint(1, largest) for _ in range(numbers))
@@ -110,7 +110,7 @@ def _draws(rng: random.Random, numbers: int, largest: int, target: int) -> Itera
 
 
 def _combined(rng: random.Random, used: list[int]) -> tuple[str, int]:
-    """A random expression of all these numbers whose every part is a whole number, and its value."""
+    """Return a random expression of all these numbers whose parts are all whole numbers, and its value."""
     parts = [(str(number), number) for number in used]
     while len(parts) > 1:
         (left, a), (right, b) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))

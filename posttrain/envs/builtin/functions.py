@@ -1,10 +1,10 @@
-"""A shop whose shelves are asked about and ordered from by calling functions: several calls, some of which fail.
+"""A shop with functions to look up and order items: several calls, some of which fail.
 
     python -m posttrain.envs.builtin.functions --count 1000 > rows.jsonl
 
-The model must have a chat template that shows tools. A task is solved if the last reply has the right answer in <answer>
-tags and what was ordered is what should have been, neither more nor less. Columns: "question", "shelves" (item -> [how many,
-price]), "answer", "orders" (item -> count).
+The model must have a chat template that shows tools. A task is solved if the last reply has the correct answer in
+<answer> tags and the orders are exactly the right ones. Columns: "question", "shelves" (item -> [count, price]),
+"answer", "orders" (item -> count).
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Shelves = dict[str, list[int]]
 
 
 def functions(task: Task, *, mistake: float = 0.0) -> Generator[Turn, Reply, Verdict]:
-    """1.0 for the right answer and the right orders. `mistake`: what each call that cannot be made earns, 0 or less."""
+    """Run an episode; the reward is 1.0 for the correct answer and orders.
+
+    `mistake`: reward of each invalid call, 0 or less.
+    """
     if not -1.0 <= mistake <= 0.0:
         raise UserError(f"functions,mistake={mistake:g}: a mistake costs from -1 to 0")
     shelves: Shelves = {item: list(held) for item, held in task["shelves"].items()}
@@ -45,7 +48,7 @@ def functions(task: Task, *, mistake: float = 0.0) -> Generator[Turn, Reply, Ver
 
 
 def _tools(shelves: Shelves, orders: dict[str, int]) -> list[Callable[..., Any]]:
-    """The functions of one shop. They change `shelves` and `orders`."""
+    """Return the functions of one shop. They change `shelves` and `orders`."""
 
     def held(item: str) -> list[int]:
         if item not in shelves:
@@ -96,20 +99,20 @@ def tasks(count: int, seed: int, *, items: int = 4, held_out: bool = False) -> l
 def _draws(rng: random.Random, items: int) -> Iterator[Task]:
     while True:
         names = rng.sample(ITEMS, items)
-        prices = rng.sample(range(2, 12 + items), items)  # no two cost the same
+        prices = rng.sample(range(2, 12 + items), items)  # all prices differ
         shelves: Shelves = {name: [rng.randint(1, 9), price] for name, price in zip(names, prices, strict=True)}
         yield rng.choice((_cost, _purchase, _cheaper))(rng, shelves)
 
 
 def _cost(rng: random.Random, shelves: Shelves) -> Task:
-    """Two items are looked up; nothing is ordered."""
+    """Make a task that looks up two items and orders nothing."""
     (a, b), (m, n) = rng.sample(sorted(shelves), 2), (rng.randint(1, 5), rng.randint(1, 5))
     question = f"What do {_so_many(m, a)} and {_so_many(n, b)} cost together?"
     return _task(question, shelves, m * shelves[a][1] + n * shelves[b][1], {}, [[_look(a), _look(b)]])
 
 
 def _purchase(rng: random.Random, shelves: Shelves) -> Task:
-    """One item is ordered, if there are enough."""
+    """Make a task that orders one item, if there are enough."""
     item, wanted = rng.choice(sorted(shelves)), rng.randint(1, 9)
     question = (
         f"Order {_so_many(wanted, item)} and say what that costs. If there are too few, order nothing and say no."
@@ -121,7 +124,7 @@ def _purchase(rng: random.Random, shelves: Shelves) -> Task:
 
 
 def _cheaper(rng: random.Random, shelves: Shelves) -> Task:
-    """Two items are looked up, and what is cheaper is ordered."""
+    """Make a task that looks up two items and orders the cheaper one."""
     a, b = rng.sample(sorted(shelves), 2)
     item = min(a, b, key=lambda name: shelves[name][1])
     question = f"Which costs less, one {a} or one {b}? Order one of it, and say which."
@@ -129,7 +132,7 @@ def _cheaper(rng: random.Random, shelves: Shelves) -> Task:
 
 
 def _task(question: str, shelves: Shelves, answer: Any, orders: dict[str, int], steps: list[list[str]]) -> Task:
-    """`steps`: the calls of each reply."""
+    """Return a task. `steps`: the calls of each reply before the answer."""
     replies = [*("\n".join(calls) for calls in steps), f"<answer>{answer}</answer>"]
     return {
         "id": sha256(json.dumps([question, shelves], sort_keys=True).encode()).hexdigest()[:12],

@@ -1,7 +1,7 @@
-"""Tasks that are made by a function: which of them are held out, and the command that writes them as rows.
+"""Support for modules that generate tasks: the held-out split, and the command that writes tasks as rows.
 
-Every possible question belongs to one of two parts, told by its hash: training tasks and held-out tasks of the same kind
-can never meet, whatever the seeds.
+The hash of a question decides whether it is a training or a held-out task, so the two parts never overlap, whatever the
+seeds.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, NoReturn
 from posttrain.core.types import Task, UserError
 
 HELD_OUT = 0.1  # share of all possible questions
-FRUITLESS = 1000  # draws in a row without a new question: there are no more
+FRUITLESS = 1000  # consecutive draws without a new question after which none is left
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question is one of those that no training task asks."""
+    """Return whether a question is one that no training task has."""
     return int.from_bytes(sha256(question.encode()).digest()[:4], "big") < HELD_OUT * 2**32
 
 
 def distinct(draws: Iterator[Task], count: int, held_out: bool) -> list[Task]:
-    """The first `count` tasks of endless draws that differ in their id, all held out or none of them.
+    """Return the first `count` tasks of an endless iterator with distinct ids, all held out or none of them.
 
-    Raises UserError where there seem to be no more.
+    Raises UserError if there seem to be too few.
     """
     found: dict[str, Task] = {}
     fruitless = 0
@@ -45,15 +45,16 @@ def distinct(draws: Iterator[Task], count: int, held_out: bool) -> list[Task]:
 
 
 def write(tasks: Callable[..., Sequence[Task]], words: Sequence[str] | None = None) -> None:
-    """The command of a module of tasks: each argument of `tasks` is an option, rows of JSON go to standard output.
+    """Run the command line of a module of tasks: arguments of `tasks` are options, and rows of JSON go to standard
+    output.
 
-    `words`: of the command line, default: the process's own.
+    `words`: the command line's arguments; default: those of the process.
     """
     asked = vars(_parser(tasks).parse_args(words))
     if asked["count"] < 1:
         _refuse("--count must be 1 or more")
     try:
-        with redirect_stdout(sys.stderr):  # libraries talk
+        with redirect_stdout(sys.stderr):  # libraries print
             rows = tasks(**asked)
     except UserError as error:
         _refuse(str(error))

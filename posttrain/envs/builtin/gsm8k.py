@@ -10,15 +10,15 @@ from posttrain.core.types import Invalid, Task
 from posttrain.verify.format import between, tags
 from posttrain.verify.numeric import equal_numbers, gsm8k_answer, read_number, written_tolerance
 
-SUCCESS = 1.0  # the reward of a right answer
+SUCCESS = 1.0  # the reward of a correct answer
 INSTRUCTION = "\nThink step by step in <think> </think>, then give the number alone in <answer> </answer>.\n"
-FORMAT_WEIGHT = 0.1  # of the tags, beside 1 for the answer
+FORMAT_WEIGHT = 0.1  # reward of the tags, besides 1 for the answer
 
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 def row_to_task(row: dict[str, Any]) -> Task | None:
-    """The task of a row, with the worked solution as its "response"; None if the row has no number for an answer."""
+    """Return the task of a row, with the worked solution as its "response"; None if the row's answer is no number."""
     answer = gsm8k_answer(row["answer"])
     if answer is None or read_number(answer) is None:
         return None
@@ -33,7 +33,7 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 
 def reward(task: Task, reply: str) -> dict[str, float] | Invalid:
-    """{"answer": 1 or 0, "format": 0.1 or 0}. The answer is read from its tags, without tags from after `####`."""
+    """Return {"answer": 1 or 0, "format": 0.1 or 0}. The answer is in its tags, or without tags after `####`."""
     gold = read_number(task["answer"])
     if gold is None:
         return Invalid(f"gold answer {task['answer']!r} is not a number")

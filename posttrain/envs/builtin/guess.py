@@ -1,8 +1,8 @@
-"""Guess the number: after each guess the policy is told whether the number is higher or lower.
+"""Guess the number: after each guess the policy learns whether the number is higher or lower.
 
     python -m posttrain.envs.builtin.guess --count 500 --limit 100 > rows.jsonl
 
-Columns: "answer", the number; "limit", which it is below; "guesses", how many there are (7).
+Columns: "answer", the number; "limit", an exclusive upper bound; "guesses", most guesses (7).
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from collections.abc import Generator, Iterator
 from posttrain.core.types import Reply, Task, Turn, UserError, Verdict
 from posttrain.envs.builtin.generated import distinct, write
 
-SUCCESS = 1.0  # the reward of a number that was found
-GUESSES = 7  # unless the task says otherwise
+SUCCESS = 1.0  # the reward of finding the number
+GUESSES = 7  # default of the task's column "guesses"
 _WHOLE = re.compile("[0-9]{1,9}")
 
 
 def guess(task: Task) -> Generator[Turn, Reply, Verdict]:
-    """1.0 if the number is found. What is no number is told so, and costs a guess."""
+    """Run an episode; the reward is 1.0 if the number is found.
+
+    A reply without a number gets an error and costs a guess.
+    """
     text = f"A number below {task['limit']}: "
     for _ in range(int(task.get("guesses", GUESSES))):
         reply = yield Turn(text=text, stop=("\n",))
@@ -31,7 +34,7 @@ def guess(task: Task) -> Generator[Turn, Reply, Verdict]:
 
 
 def hint_at(reply: str, answer: int) -> str | None:
-    """Return the hint after a guess: "higher", "lower", "no number"; None: it is right.
+    """Return the hint after a guess: "higher", "lower" or "no number"; None if the guess is correct.
 
     >>> hint_at("7", 12), hint_at(" 12\\n", 12), hint_at("12 13", 12)
     ('higher', None, 'no number')
@@ -68,7 +71,7 @@ def _draws(rng: random.Random, most: int, guesses: int) -> Iterator[Task]:
 
 
 def halves(answer: int, limit: int) -> list[str]:
-    """The guesses of whoever always names the middle of what is possible."""
+    """Return the guesses of binary search."""
     low, high = 0, limit
     said: list[str] = []
     while not said or int(said[-1]) != answer:

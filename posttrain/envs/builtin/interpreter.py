@@ -1,9 +1,10 @@
-"""A question with a Python interpreter as a tool: code in <python> tags is run, and what it prints comes back.
+"""A question with a Python interpreter as a tool: code in <python> tags is run, and its output is returned.
 
     posttrain check --env python --tasks gsm8k/train.jsonl
 
-Columns: "question" (or "prompt", "messages"), "answer"; of GSM8K's form, `#### 72`, what follows the mark is the answer.
-"calls": how many of them are answered (4). The code runs in the sandbox; an episode has one interpreter, which remembers.
+Columns: "question" (or "prompt", "messages"), "answer"; in GSM8K's form, `#### 72`, the answer follows the mark.
+"calls": most calls that are answered (4). The code runs in the sandbox; an episode has one interpreter, which keeps its
+state.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = ["SUCCESS", "about", "python", "row_to_task"]
 
 begin_in_worker()
 
-SUCCESS = 1.0  # the reward of a right answer
-CALLS = 4  # that are answered, unless the task says otherwise
+SUCCESS = 1.0  # the reward of a correct answer
+CALLS = 4  # default of the task's column "calls"
 OPEN, CLOSE, END = "<python>", "</python>", "</answer>"
 INSTRUCTION = (
     "\nYou may run Python: write code in <python> </python>, and what it prints is shown to you in <output> </output>. Give "
@@ -37,7 +38,7 @@ INSTRUCTION = (
 
 
 def row_to_task(row: dict[str, Any]) -> Task | None:
-    """The task of a row; None if the row has no answer."""
+    """Return the task of a row; None if the row has no answer."""
     answer = gsm8k_answer(str(row.get("answer", ""))) or str(row.get("answer", "")).strip()
     if not answer:
         return None
@@ -48,7 +49,9 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 
 def python(task: Task) -> Generator[Turn, Reply, Verdict]:
-    """1.0 for the right answer, in <answer> tags of the policy's last reply. "calls" counts what was run."""
+    """Run an episode; the reward is 1.0 for the correct answer in <answer> tags of the last reply. "calls" counts tool
+    calls.
+    """
     stop = (*opening(task).stop, CLOSE, END)
     calls = 0
     with closing(InterpreterSession()) as session:
@@ -65,7 +68,7 @@ def python(task: Task) -> Generator[Turn, Reply, Verdict]:
 
 
 def answered(session: InterpreterSession, reply: str) -> str:
-    """Return the tool's output for a reply that ends with code, always with a line end where there is any text."""
+    """Return the tool's output for a reply that ends with code; it ends with a line end unless it is empty."""
     _, opened, code = reply.removesuffix(CLOSE).rpartition(OPEN)
     if not opened:
         return f"Write {OPEN} before the code.\n"
@@ -75,7 +78,7 @@ def answered(session: InterpreterSession, reply: str) -> str:
 
 
 def judged(said: str | None, gold: str) -> float | Invalid:
-    """Return whether an answer is the gold one: as numbers where the gold is a number, else as short texts."""
+    """Return whether an answer equals the gold one: as numbers if the gold is a number, else as short texts."""
     known = read_number(gold)
     if known is None:
         return exact_match(said, gold)

@@ -9,12 +9,12 @@ from posttrain.core.types import Invalid, Task
 from posttrain.verify.answer import last_boxed
 from posttrain.verify.math import verify
 
-SUCCESS = 1.0  # the reward of a right answer
+SUCCESS = 1.0  # the reward of a correct answer
 INSTRUCTION = "\nThink step by step and put the final answer in \\boxed{}.\n"
 
 
 def row_to_task(row: dict[str, Any]) -> Task | None:
-    """The task of a row, with the solution as its "response"; None if the solution boxes no answer."""
+    """Return the task of a row, with the solution as its "response"; None if the solution boxes no answer."""
     answer = (last_boxed(row["solution"]) or "").strip()
     if not answer:
         return None
@@ -29,5 +29,5 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 
 def reward(task: Task, reply: str) -> float | Invalid:
-    """1.0 if the final answer of the reply is the task's, else 0.0; Invalid if the task's answer cannot be read."""
+    """Return 1.0 if the reply's final answer is the task's, else 0.0; Invalid if the task's answer cannot be read."""
     return verify(reply, task["answer"])

@@ -1,14 +1,15 @@
-"""Nim for two players, both of them the policy: who takes the last stone wins.
+"""Nim for two players, both of them the policy: the player who takes the last stone wins.
 
     python -m posttrain.envs.builtin.nim --count 50 --stones 40 > rows.jsonl
 
-The sides are asked in turn, and each sees what the other took. Each has a context, a rollout and a reward of its own: 1 for
-who wins, -1 for who loses. A move that the rules do not allow loses at once. Perfect play is known: leave a multiple of
-most + 1 stones, so whoever begins wins unless the stones are such a multiple.
+The sides move in turn, and each sees the other's move. Each has a context, a rollout and a reward of its own: 1 for the
+winner, -1 for the loser. An illegal move loses at once. Perfect play is known: leave a multiple of most + 1 stones, so
+the first side wins unless the stones are such a multiple.
 
-Columns: "stones"; "most", how many may be taken at once (3); "against", who plays the second side: "self" (also where there
-is no such column), or "perfect" or "random", which belong to the world; "seed", of what these draw (without it, that follows
-from the id). All rollouts of a task meet the same draws: rows with other seeds are other games from one start.
+Columns: "stones"; "most", stones that may be taken at once (3); "against", the player of the second side: "self" (the
+default), or "perfect" or "random", which are part of the environment; "seed", of the random numbers of these (default:
+derived from the id). All rollouts of a task meet the same draws: rows with other seeds are other games from the same
+start.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Reply, Sides, Task, Turn, UserError, Verdict
 from posttrain.envs.builtin.generated import distinct, write
 
-SUCCESS = 1.0  # the reward of who wins
-MOST = 3  # stones that may be taken at once, unless the task says otherwise
+SUCCESS = 1.0  # the winner's reward
+MOST = 3  # stones that may be taken at once: default of the column "most"
 FIRST, SECOND = "first", "second"
 AGAINST = ("self", "perfect", "random")
 _WHOLE = re.compile("[0-9]{1,4}")
 
 
 def nim(task: Task) -> Generator[Turn, Reply, Verdict]:
-    """1.0 for the side that takes the last stone, -1.0 for the other one."""
+    """Run an episode; the reward is 1.0 for the side that takes the last stone, -1.0 for the other one."""
     stones, most = int(task["stones"]), int(task.get("most", MOST))
     against = task.get("against", "self")
     if against not in AGAINST:
@@ -49,7 +50,7 @@ def nim(task: Task) -> Generator[Turn, Reply, Verdict]:
 
 
 def move_of(reply: str, stones: int, most: int) -> int | None:
-    """Return the number of stones that a reply takes; None: the rules do not allow it.
+    """Return the number of stones that a reply takes; None if the move is illegal.
 
     >>> move_of(" 2\\n", 5, 3), move_of("4", 5, 3), move_of("3", 2, 3), move_of("two", 5, 3)
     (2, None, None, None)
@@ -61,7 +62,7 @@ def move_of(reply: str, stones: int, most: int) -> int | None:
 
 
 def best(stones: int, most: int, rng: random.Random) -> int:
-    """The move of perfect play; where every move loses, any of them.
+    """Return the move of perfect play, or a random one where every move loses.
 
     >>> best(7, 3, random.Random(0)), best(5, 3, random.Random(0))
     (3, 1)

@@ -1,13 +1,12 @@
 """Questions that are answered with a search engine: Search-R1 (Jin et al. 2025, arXiv 2503.09516).
 
-The policy thinks in <think>, asks in <search>, reads what was found in <information>, and answers in <answer>. The templates
-are those of the authors' code (PeterGriffinJin/Search-R1), to the letter. What is found comes from the service "retriever"
-(--retriever FOLDER or ADDRESS), so an episode that waits costs nothing, and all workers share one index.
+The policy thinks in <think>, searches in <search>, reads passages in <information>, and answers in <answer>. The
+templates are those of the authors' code (PeterGriffinJin/Search-R1), to the letter. Passages come from the service
+"retriever" (--retriever FOLDER or ADDRESS), so an episode that waits costs nothing, and all workers share one index.
 
-Decided here: only what the policy itself wrote in the reply that ends the episode is its answer. The authors' code reads the
-last <answer> of the whole text, in which the prompt's example and the passages stand too. An <information> that the policy
-writes is text of its own: it is counted, and nothing else comes of it. Tags within passages are taken apart, so that none
-of them ends its block or looks like an answer.
+Only text that the policy wrote in the last reply can be its answer. The authors' code reads the last <answer> of the
+whole text, including the prompt's example and the passages. An <information> block of the policy's own is counted, and
+has no other effect. Tags within passages are rewritten, so that none of them ends its block or looks like an answer.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ DIRECT = (
     "reasoning in <think> </think> tags and return the final answer in <answer> </answer> tags, for example <answer> "
     "Beijing </answer>. Question: {question}\n"
 )
-"""Without searches."""
+"""The prompt without searches."""
 AGAIN = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. If I want "
     "to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
@@ -48,7 +47,9 @@ _TAG = re.compile(r"<(/?(?:think|search|information|answer))>", re.IGNORECASE)
 
 
 def row_to_task(row: dict[str, Any]) -> Task | None:
-    """The task of a row with a "question" and its "answers" (or "golden_answers", or one "answer"); None without answers."""
+    """Return the task of a row with a "question" and "answers" (or "golden_answers", or one "answer"); None without
+    answers.
+    """
     question = row.get("question", row.get("prompt"))
     if not isinstance(question, str) or not question.strip():
         raise UserError('a row needs a "question"; name its column with --fields.prompt COLUMN')
@@ -66,7 +67,7 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 
 def _right(row: dict[str, Any], question: str, answer: str) -> Task:
-    """Replies that are right: the row's own, or one that answers at once, and two of which the first searches."""
+    """Return correct replies: the row's own, or one that answers at once and two of which the first searches."""
     if row.get("replies") is not None:
         return {"replies": row["replies"]}
     said = f"<answer> {answer} </answer>"
@@ -81,10 +82,10 @@ def _right(row: dict[str, Any], question: str, answer: str) -> Task:
 class _Play:
     """Actions of the policy in an episode."""
 
-    searches: int = 0  # that were made
+    searches: int = 0  # number of searches
     invalid: int = 0  # replies that were neither a search nor an answer
     forged: int = 0  # <information> tags that the policy wrote itself
-    found: bool = False  # whether an answer stood in a passage that it was shown
+    found: bool = False  # whether a passage shown contained an answer
     in_form: bool = True
     answer: str | None = None
 
@@ -99,12 +100,12 @@ def search_qa(
     per_search: float = 0.0,
     chat: bool = False,
 ) -> Generator[Turn | Ask, Any, dict[str, float] | Invalid]:
-    """An episode. Its reward is (1 - format) * exact match + format * whether all replies have the asked form.
+    """Run an episode. Its reward is (1 - format) * exact match + format * whether all replies have the required form.
 
-    `topk`: passages of a search; `searches`: replies before the last one, which can only answer (0: the question is asked
-    without a search engine); `shown`: characters of a passage that are shown (0: all); `format`: the share of the form, as
-    in arXiv 2505.15117; `per_search`: a reward (or, below 0, a cost) for each search, earned by its reply; `chat`: the
-    prompt is a message of the user, rendered by the chat template.
+    `topk`: passages of a search; `searches`: replies before the last one, which can only answer (0: without a search
+    engine); `shown`: most characters shown of a passage (0: all); `format`: weight of the form, as in arXiv 2505.15117;
+    `per_search`: a reward (or, below 0, a cost) for each search, earned by its reply; `chat`: the prompt is a user
+    message, rendered by the chat template.
     """
     check_options(topk=topk, searches=searches, shown=shown, format=format, per_search=per_search)
     play = _Play()
@@ -113,7 +114,7 @@ def search_qa(
         yield Turn(messages=[{"role": "user", "content": prompt}], stop=STOP) if chat else Turn(text=prompt, stop=STOP)
     )
     for left in range(searches, -1, -1):
-        if not reply and reply.stop.truncated:  # told that the episode has run out of something
+        if not reply and reply.stop.truncated:  # the episode has run out of turns, tokens or time
             break
         action, content = _read(reply, play)
         if action == "answer":
@@ -137,7 +138,7 @@ def search_qa(
 def check_options(
     *, topk: int, searches: int, shown: int, format: float, per_search: float, chat: bool = False
 ) -> None:
-    """Raises UserError for options that make no sense."""
+    """Raise UserError for options out of range."""
     for name, value, least, most in (("topk", topk, 1, 100), ("searches", searches, 0, 60), ("shown", shown, 0, 10**9)):
         if not least <= value <= most:
             raise UserError(f"{name} is {value}; it may be from {least} to {most}")
@@ -149,7 +150,7 @@ def check_options(
 
 
 def _read(reply: Reply, play: _Play) -> tuple[str | None, str]:
-    """The action of a reply and what it says: the first whole one. None: there is none that can be carried out."""
+    """Return (action, its content) of a reply: its first complete action, or None as the action if that is invalid."""
     play.forged += len(re.findall(r"</?information>", reply, re.IGNORECASE))
     name, content, end = _first_action(reply)
     if not content or _TAG.search(content) or (name == "search" and len(content) > LONGEST_QUERY):
@@ -162,7 +163,7 @@ def _read(reply: Reply, play: _Play) -> tuple[str | None, str]:
 
 
 def _first_action(reply: str) -> tuple[str | None, str, int]:
-    """(search or answer, what stands in it, where it ends) of the first tag that is closed. Goes through a reply once."""
+    """Return ("search" or "answer", content, end) of the first closed tag; (None, "", length) without one."""
     found = []
     for name in ("search", "answer"):
         start = reply.find(f"<{name}>")
@@ -173,7 +174,10 @@ def _first_action(reply: str) -> tuple[str | None, str, int]:
 
 
 def _passages(found: Any, shown: int) -> list[tuple[str, str]] | Invalid:
-    """(title, text) of what was found. A failure is passed on: an empty block would say that there is nothing to find."""
+    """Return (title, text) of the passages found.
+
+    A failure is returned as Invalid: an empty block would mean no results.
+    """
     if isinstance(found, Invalid):
         return found
     if not isinstance(found, list) or not all(
@@ -190,13 +194,13 @@ def _holds(passages: list[tuple[str, str]], answers: list[str]) -> bool:
 
 
 def _block(passages: list[tuple[str, str]]) -> str:
-    """Return the text between the tags."""
+    """Return the text between the <information> tags."""
     shown = (f"Doc {number}(Title: {title}) {text}" for number, (title, text) in enumerate(passages, 1))
     return "\n".join(shown).strip() or NOTHING
 
 
 def _reward(play: _Play, task: Task, format: float) -> dict[str, float] | Invalid:
-    """The reward, and beside it what is only logged."""
+    """Return the reward, with further parts that are only logged."""
     exact = exact_match(play.answer, task["answers"])
     if isinstance(exact, Invalid):
         return exact

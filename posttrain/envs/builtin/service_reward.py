@@ -1,6 +1,7 @@
-"""Environments whose reward is what a service says: the prompt is shown, the reply sent there, the answer returned.
+"""Environments with the reward of a service: they show the prompt, send the reply to the service, and return its
+answer.
 
-They are what `--reward-model FOLDER` and `--judge RECIPE` play by themselves, without `--env`.
+`--reward-model FOLDER` and `--judge RECIPE` use them without `--env`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Asking = Generator[Turn | Ask, Any, Verdict]
 
 
 def reward_model(task: Task) -> Asking:
-    """The score of the service "reward-model". It is told of a reply that was cut off, which has no end to be read."""
+    """Run an episode scored by the service "reward-model", which is informed if the reply was cut off."""
     turn = opening(task)
     reply: Reply = yield turn
     verdict: Verdict = yield Ask("reward-model", question("reward-model", turn, reply))
@@ -23,7 +24,7 @@ def reward_model(task: Task) -> Asking:
 
 
 def judge(task: Task) -> Asking:
-    """The verdict of the service "judge", which also gets the task's own response or answer, if it has one."""
+    """Run an episode scored by the service "judge", which also gets the task's own response or answer, if any."""
     turn = opening(task)
     reply: Reply = yield turn
     own = next((task[name] for name in ("response", "answer") if isinstance(task.get(name), str)), None)

@@ -1,7 +1,8 @@
-"""Questions about a picture of 32 x 32 pixels: how many shapes of a kind it shows, or which of two kinds it shows more of.
+"""Questions about a picture of 32 x 32 pixels: how many shapes of a kind it shows, or which of two kinds it shows more
+of.
 
-The picture is drawn from the task alone, each time that it is shown. Answers are drawn first and evenly, so that whoever
-does not look has nothing to go by: 1 in 4 for numbers, 1 in 3 for comparisons, 0.29 in all.
+The picture is drawn from the task alone, each time that it is shown. Answers are drawn first and uniformly, so that a
+policy that ignores the picture gets no more than 1 in 4 of the numbers, 1 in 3 of the comparisons, 0.29 in all.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from posttrain.core.pictures import png
 from posttrain.core.types import Reply, Task, Turn
 from posttrain.envs.builtin.generated import distinct, write
 
-SUCCESS = 1.0  # the reward of a right answer
+SUCCESS = 1.0  # the reward of a correct answer
 KINDS = ("circle", "square", "cross")
 COLOURS = ((230, 60, 60), (70, 200, 90), (80, 120, 240), (240, 210, 70))
-CELL, CELLS = 8, 4  # pixels of a side; cells of a side of the picture, each of which holds one shape at most
-MOST = 3  # of a kind
+CELL, CELLS = 8, 4  # side of a cell in pixels; side of the picture in cells, each with at most one shape
+MOST = 3  # most shapes of a kind
 
 
 def shapes(task: Task) -> Generator[Turn, Reply, float]:
-    """1.0 for the right number or word, else 0.0. Without `drawing` the task is asked blindly."""
+    """Run an episode; the reward is 1.0 for the correct number or word. Without `drawing` no picture is shown."""
     content: list[dict[str, Any]] = [{"type": "text", "text": task["question"]}]
     if task.get("drawing") is not None:
         content.insert(0, {"type": "image", "image": draw(task["drawing"])})
@@ -31,7 +32,7 @@ def shapes(task: Task) -> Generator[Turn, Reply, float]:
 
 
 def draw(drawing: list[list[int]]) -> bytes:
-    """The file of a picture: each shape is its kind, its colour, and row and column of its first pixel."""
+    """Return the PNG file of a drawing: each shape is its kind, its colour, and row and column of its first pixel."""
     import numpy as np
 
     pixels = np.full((CELL * CELLS, CELL * CELLS, 3), 16, dtype=np.uint8)

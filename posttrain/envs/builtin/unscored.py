@@ -1,4 +1,4 @@
-"""An environment without a reward: a teacher alone scores the replies, or `posttrain sample` keeps them."""
+"""An environment without a reward: only a teacher scores the replies, or `posttrain sample` keeps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Word problems that the model answers with an expression, "(12-8)*2": what is learned is what to compute.
+"""Word problems that the model answers with an expression, "(12-8)*2": it learns which expression to write.
 
 Rows have "id", "question", "answer" and often an "equation", such as "X=((32.0+42.0)-35.0)" or "(x/2)+8=12".
 """
@@ -11,14 +11,14 @@ from posttrain.core.types import Invalid, Task
 from posttrain.verify.expression import Tree, count_x, evaluate, parse
 from posttrain.verify.numeric import equal_numbers, read_number
 
-SUCCESS = 1.0  # the reward of a right answer
+SUCCESS = 1.0  # the reward of a correct answer
 TOLERANCE = 1e-9  # relative: rows write 1/3 as 0.3333333333333333, among the numbers and as the answer
 
 _RANK = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def row_to_task(row: dict[str, Any]) -> Task | None:
-    """The task of a row; its "response" is the expression, where the row has an equation that gives the answer."""
+    """Return the task of a row; its "response" is the expression, if the row's equation gives the answer."""
     answer = str(row["answer"])
     gold = read_number(answer)
     if gold is None:
@@ -32,7 +32,7 @@ def row_to_task(row: dict[str, Any]) -> Task | None:
 
 
 def reward(task: Task, reply: str) -> float | Invalid:
-    """1.0 if the reply is an expression with the value of the answer, else 0.0. A bare number is an expression."""
+    """Return 1.0 if the reply is an expression with the answer's value, else 0.0. A bare number is an expression."""
     gold = read_number(task["answer"])
     if gold is None:
         return Invalid(f"gold answer {task['answer']!r} is not a number")
@@ -41,7 +41,7 @@ def reward(task: Task, reply: str) -> float | Invalid:
 
 
 def expression(equation: str) -> str | None:
-    """The equation solved for x, over its own numbers; None if it is no equation in which x stands once.
+    """Return the equation solved for x, over its own numbers; None if it is no equation with exactly one x.
 
     >>> expression("(x/2)+8=12"), expression("X=((32.0+42.0)-35.0)"), expression("8=2+x")
     ('(12-8)*2', '32+42-35', '8-2')
@@ -58,7 +58,7 @@ def expression(equation: str) -> str | None:
 
 
 def _invert(tree: tuple[str, Tree, Tree], known: Tree) -> tuple[Tree, Tree]:
-    """Takes the outermost operation off the side that contains x, and applies its inverse to the other."""
+    """Remove the outermost operation from the side that contains x, and apply its inverse to the other side."""
     operation, left, right = tree
     if count_x(left):
         return left, ({"+": "-", "-": "+", "*": "/", "/": "*"}[operation], known, right)
@@ -68,7 +68,7 @@ def _invert(tree: tuple[str, Tree, Tree], known: Tree) -> tuple[Tree, Tree]:
 
 
 def _write(tree: Tree) -> str:
-    """With as few brackets as the meaning allows."""
+    """Return the text of a tree, with as few brackets as possible."""
     if isinstance(tree, str):
         return tree
     operation, left, right = tree

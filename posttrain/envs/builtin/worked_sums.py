@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from posttrain.core.types import OUTCOME, Graded, Invalid, SpanReward, Task, UserError
 from posttrain.envs.builtin.generated import distinct, write
 
-SUCCESS = 1.0  # the reward of a right answer
+SUCCESS = 1.0  # the reward of a correct answer
 FEWEST, MOST = 2, 30  # numbers of a generated task
 
 _LINE = re.compile(r"(\d{1,9}(?:\+\d{1,9})+)=(\d{1,9})", re.ASCII)
@@ -32,8 +32,8 @@ _LINE = re.compile(r"(\d{1,9}(?:\+\d{1,9})+)=(\d{1,9})", re.ASCII)
 class Line:
     """A line of a reply."""
 
-    end: int  # characters of the reply up to its end, without the line break
-    joined: int  # numbers that it removes from those that are left; 0 where it is no addition of such numbers
+    end: int  # characters of the reply up to the line's end, without the line break
+    joined: int  # by how many it reduces the numbers left; 0 if it is no addition of such numbers
     right: bool
 
 
@@ -50,10 +50,9 @@ def tasks(count: int, seed: int, *, numbers: int = 6, largest: int = 9, held_out
 
 
 def reward(task: Task, reply: str, *, lines: float = 0.0) -> dict[str, float] | Graded | Invalid:
-    """1 for the right answer, the last number of the reply; right lines earn `lines` in all, each at its end.
+    """Return 1 for a correct answer, the last number of the reply; correct lines earn `lines` in all, each at its end.
 
-    A line earns by how many numbers it makes fewer: a whole right working has all of `lines`, whether it is long or short.
-
+    A line earns by how much it reduces the count of numbers: a whole correct working has all of `lines`, long or short.
     >>> reward({"numbers": [7, 4, 9]}, "7+9=16\\n16+4=20")
     {'outcome': 1.0}
     """
@@ -69,7 +68,7 @@ def reward(task: Task, reply: str, *, lines: float = 0.0) -> dict[str, float] | 
 
 
 def check_options(*, lines: float) -> None:
-    """Raise UserError for a share of the lines that outweighs the answer."""
+    """Raise UserError if the reward of all lines would outweigh the answer."""
     if not 0 <= lines <= 1:
         raise UserError(
             f"lines is {lines:g}; the reward of all right lines may be from 0 to 1, as a right answer has 1"
@@ -77,9 +76,9 @@ def check_options(*, lines: float) -> None:
 
 
 def checked(numbers: Sequence[int], reply: str) -> list[Line]:
-    """Return the lines of a reply. One is right if its numbers are left and its sum is theirs; later lines start from the
-    result that it wrote, right or wrong.
+    """Return the lines of a reply. A line is right if it adds numbers that are left, correctly.
 
+    Later lines start from the result that it wrote, right or wrong.
     >>> [line.right for line in checked([7, 4, 9], "7+9=15\\n15+4=19\\n4+1=5")]
     [False, True, False]
     """
@@ -98,8 +97,9 @@ def checked(numbers: Sequence[int], reply: str) -> list[Line]:
 
 
 def working(rng: random.Random, numbers: Sequence[int], longest: float = 0.0, slips: float = 0.0) -> str:
-    """Return a working of random order: lines of three numbers with probability `longest`, else of two; each result is
-    wrong by one with probability `slips`.
+    """Return a working in random order.
+
+    Lines add three numbers with probability `longest`, else two; each result is wrong by one with probability `slips`.
     """
     left, lines = list(numbers), []
     while len(left) > 1:
@@ -112,7 +112,7 @@ def working(rng: random.Random, numbers: Sequence[int], longest: float = 0.0, sl
 
 
 def _draws(rng: random.Random, numbers: int, largest: int) -> Iterator[Task]:
-    """Endless tasks. The response adds the numbers from left to right."""
+    """Yield random tasks without end. The response adds the numbers from left to right."""
     while True:
         drawn = [rng.randint(1, largest) for _ in range(numbers)]
         total, lines = drawn[0], []

@@ -1,1 +1,1 @@
-"""Episodes: environments in worker processes, turns, answers of services."""
+"""Runs episodes: environments in worker processes, turns, answers of services."""

@@ -1,12 +1,13 @@
-"""The answers that a run got from services, kept in its folder so that a resumed run repeats them byte for byte.
+"""Journal of the answers that a run got from services, kept in its folder so that a resumed run repeats them byte for
+byte.
 
-Decides which answers hold when a run is resumed. Valid ones always do. An Invalid holds for the step in which it came, if
-that step was finished: a step that an outage ended is asked again. A line of `answers.jsonl` is one of
+When a run is resumed, valid answers hold. An Invalid holds for its step if that step was finished; if an outage ended
+the step, the service is asked again. A line of `answers.jsonl` is one of
 
-    {"step": 3, "question": digest, "service": name, "answer": ...} or with "invalid": reason in the place of the answer
+    {"step": 3, "question": digest, "service": name, "answer": ...} or with "invalid": reason in place of the answer
     {"begun": 4}                                                    all steps before it are finished
 
-Beside an answer is `said`, its reasons. They may be long, so they are not held: they are read again where they are needed.
+An answer may have `said`, its reasons. They may be long, so they are not held in memory but read again when needed.
 """
 
 from __future__ import annotations
@@ -21,42 +22,42 @@ from posttrain.core import user_files
 from posttrain.core.types import Invalid, InvalidKind, Reasoned, UserError, bare
 
 ANSWERS = "answers.jsonl"
-"""The file, in the folder of a run. Its order of lines depends on the clock; no result of a run does."""
+"""The file in the folder of a run. The order of its lines depends on timing; no result of a run does."""
 EVERYBODYS = "answers*.jsonl"
-"""All of them: further processes of a run write their answers into files of their own."""
+"""Pattern of all journals: further processes of a run write files of their own."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """The place of a Reasoned answer."""
+    """The place of an answer with reasons in a journal."""
 
     path: Path
     start: int  # byte
 
 
 class AnswerJournal:
-    """Answers by step and question. The file is opened, and an older one of the folder continued, by the first answer."""
+    """Answers by step and question. The first answer opens the file, or continues that of an older attempt."""
 
     def __init__(self, folder: Path, resumed: bool, rank: int = 0) -> None:
-        """Raises UserError if a resumed run's journal cannot be read. `rank`: of this process among those of the run."""
+        """Read the journals of a resumed run; raises UserError if that fails. `rank`: of this process in the run."""
         self.path = folder / (f"answers.{rank}.jsonl" if rank else ANSWERS)
-        self.valid: dict[str, Any] = {}  # by question: the latest, or its _Line
+        self.valid: dict[str, Any] = {}  # question -> the latest valid answer, or its _Line
         self._of_step: dict[tuple[int, str], Any] = {}
         self._file: BinaryIO | None = None
-        self._size = 0  # bytes of the whole lines of an older attempt
+        self._size = 0  # bytes of complete lines of an older attempt
         if resumed:
             for path in sorted(folder.glob(EVERYBODYS)):
                 size = self._read(path)
                 self._size = size if path == self.path else self._size
 
     def recall(self, step: int, question: str) -> tuple[bool, Any]:
-        """Whether there is an answer for this step, and the answer."""
+        """Return whether there is an answer for this step, and the answer."""
         of_step = (step, question) in self._of_step
         found = self._of_step[step, question] if of_step else self.valid.get(question)
         return of_step or question in self.valid, _read_again(found) if isinstance(found, _Line) else found
 
     def note(self, step: int, question: str, service: str, answer: Any) -> None:
-        """Keep an answer. A run that is killed after this call finds it again."""
+        """Store an answer. It survives a kill of the run after this call."""
         found, reasoned = bare(answer), isinstance(answer, Reasoned)
         told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
         said = {"said": list(answer.said)} if reasoned else {}
@@ -65,7 +66,7 @@ class AnswerJournal:
             self.valid[question] = _Line(self.path, start) if reasoned else answer
 
     def begin(self, step: int) -> None:
-        """All steps before this one are finished."""
+        """Record that all steps before this one are finished."""
         if self._file is not None or self._size:  # without answers there is nothing to keep
             self._write({"begun": step}, safe=True)
 
@@ -74,7 +75,10 @@ class AnswerJournal:
             self._file.close()
 
     def _write(self, line: dict[str, Any], safe: bool = False) -> int:
-        """Returns where the line begins. `safe`: once all that was written would outlive a power cut."""
+        """Write a line and return the byte at which it begins.
+
+        `safe`: wait until everything written would survive a power cut.
+        """
         try:
             if self._file is None:
                 self._file = user_files.opened(self.path, "r+b" if self._size else "wb")
@@ -90,7 +94,7 @@ class AnswerJournal:
             raise UserError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def _read(self, path: Path) -> int:
-        """Take in what one process has written; returns the bytes of its whole lines."""
+        """Read the journal of one process; return the bytes of its complete lines."""
         invalid: dict[tuple[int, str], Any] = {}
         begun = size = 0
         try:

@@ -1,8 +1,8 @@
 """Calls that an episode makes once, and that its replay does not repeat: `recorded`.
 
-When a worker is lost, its environments are replayed from their tasks and the replies they had. Their calls to the
-outside world, such as a search, would be repeated and might return something else. The pool keeps a recorded result and
-returns it instead.
+When a worker is lost, its environments are replayed from their tasks and replies. Their calls to the outside world,
+such as a search, would be repeated and might return something else. The pool stores a recorded result and returns it
+instead.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from typing import Any, Never
 
 from posttrain.envs.play.env_outputs import TooMuch, plain_data
 
-MOST_RECORDS = 4096  # of an episode
-MOST_NOTES = 1 << 16  # characters of an episode's notes
+MOST_RECORDS = 4096  # most recorded results of an episode
+MOST_NOTES = 1 << 16  # most characters of an episode's notes
 LEFT_OUT = f"left out: more than the {MOST_NOTES:,} characters of an episode's notes"
 FURTHER = {"further notes": LEFT_OUT}
-"""The note beyond that limit, where not even a name has room."""
-MOST_FURTHER = 99  # its characters, as they are counted
+"""The note if further notes are beyond that limit, names included."""
+MOST_FURTHER = 99  # size of that note, as `plain_data` counts it
 
 Keep = Callable[[int, Any], None]
 """Sends a result to the pool: its number within the episode, and the result."""
 
 
 class CallJournal:
-    """The results of one episode, by the order of its calls.
+    """The recorded results of one episode, by the order of its calls.
 
-    `known`: earlier results, in the order in which they came. Waiting calls get them in that order again: the order in
-    which tasks go on decides the numbers of their next calls.
+    `known`: earlier results, in order of arrival. In a replay waiting calls get them in that order, because the order
+    in which tasks continue decides the numbers of their next calls.
     """
 
     def __init__(self, keep: Keep | None = None, known: Mapping[int, Any] | None = None) -> None:
         self._keep = keep
         self._known = dict(known or {})
-        self._left = deque(self._known)  # that were not taken yet
-        self._turns: dict[int, asyncio.Future[None]] = {}  # calls that wait for those before
+        self._left = deque(self._known)  # known results that were not returned yet
+        self._turns: dict[int, asyncio.Future[None]] = {}  # calls that wait for earlier results
         self._asked = 0
         self._thread = threading.get_ident()
         self._notes: dict[str, Any] = {}
         self._sizes: dict[str, int] = {}  # of each note, in characters
         self._noted = 0  # their sum
-        self._further = False  # whether some of them have left no trace
+        self._further = False  # whether some notes were dropped with their names
         self._each: dict[str, list[Any]] = {}  # notes with a value for each member of a group
 
     @property
@@ -55,11 +55,11 @@ class CallJournal:
         return {**self._notes, **(FURTHER if self._further else {})}
 
     def note_each(self, name: str, values: Sequence[Any]) -> None:
-        """Store a note of each member of the group that is scored, in their order."""
+        """Store a note for each member of the group that is scored, in their order."""
         self._each[name] = list(values)
 
     def notes_of(self, member: int) -> dict[str, Any]:
-        """Return the notes of a member of a group. A value that JSON cannot hold is noted as its text."""
+        """Return the notes of a group's member. Values that JSON cannot hold become text."""
         own = CallJournal()
         for name, values in self._each.items():
             if member < len(values):
@@ -67,15 +67,16 @@ class CallJournal:
         return own.notes
 
     def note_or_text(self, name: str, value: Any) -> None:
-        """Store a note: as its text if JSON cannot hold it."""
+        """Store a note; a value that JSON cannot hold as its text."""
         try:
             self.note({name: value})
         except TypeError:
             self.note({name: str(value)})
 
     def note(self, values: Mapping[str, Any]) -> None:
-        """Store notes. Raises TypeError for values that JSON cannot hold. Long values are marked as such: no reward
-        depends on them."""
+        """Store notes. Raises TypeError for values that JSON cannot hold. Too long values are replaced by a remark, as
+        no reward depends on them.
+        """
         for name, value in values.items():
             name = str.__str__(name)
             self._notes.pop(name, None)
@@ -83,7 +84,7 @@ class CallJournal:
             self._further |= not any(self._keeps(name, kept) for kept in (value, LEFT_OUT))
 
     def _keeps(self, name: str, value: Any) -> bool:
-        """Store it, if there is room: each costs its length, however many there are."""
+        """Store a note if there is room for it; return whether it was stored."""
         size = [0]
         try:
             ((name, kept),) = plain_data({name: value}, size, 0).items()
@@ -118,7 +119,7 @@ class CallJournal:
         return self._known[number]
 
     async def turn(self, number: int) -> None:
-        """Wait until those that came before are taken."""
+        """Wait until all results that came before are returned."""
         if self._left[0] == number:
             return await asyncio.sleep(0)
         self._turns[number] = asyncio.get_running_loop().create_future()
@@ -135,7 +136,7 @@ class CallJournal:
 
 
 def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the notes of an episode as a worker sends them. Raises ValueError if it has none such."""
+    """Return the notes of an episode as plain data, as a worker sends them. Raises ValueError for invalid notes."""
     size = [0]
     found: dict[str, Any] = plain_data(dict(notes), size, 0)
     if size[0] > MOST_NOTES + MOST_FURTHER:
@@ -145,7 +146,7 @@ def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
 
 CURRENT: ContextVar[CallJournal | None] = ContextVar("journal", default=None)
 NOTING: ContextVar[CallJournal | None] = ContextVar("noting", default=None)
-"""The episode's journal, also within a recorded call."""
+"""The journal for notes, also set within a recorded call."""
 
 
 def note(*unnamed: Never, **values: Any) -> None:
@@ -168,9 +169,9 @@ def note(*unnamed: Never, **values: Any) -> None:
 def recorded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function once in an episode, however often the episode is replayed: `page = recorded(fetch, url)`.
 
-    Its result is plain JSON data. Of a coroutine function the result is awaited: `page = await recorded(fetch, url)`.
-    An exception is not recorded. Outside of an environment it is a plain call, and also within a recorded call, which
-    is not repeated as a whole, and in threads that the environment starts.
+    Its result is plain JSON data. For a coroutine function, await the result: `page = await recorded(fetch, url)`. An
+    exception is not recorded. It is a plain call outside of an environment, in threads that the environment starts, and
+    within a recorded call, whose result is recorded as a whole.
     """
     journal = CURRENT.get() or CallJournal()
     number, known = journal.next()
@@ -190,7 +191,7 @@ async def _awaited(journal: CallJournal, number: int, known: bool, call: Callabl
     if known:
         try:
             await journal.turn(number)
-        finally:  # if it is given up, others still wait for theirs
+        finally:  # also if cancelled: others wait for their results
             result = journal.known(number)
         return result
     token = CURRENT.set(None)

@@ -1,8 +1,9 @@
 """Decides which context of an episode a turn belongs to.
 
 An environment yields only new text. A program that uses a model's API sends the whole conversation each time, and may
-hold several at once. Its messages are therefore compared with the contexts so far. Where it continues one, only the
-rest is an observation, so nothing that was sampled is ever tokenised again. Otherwise a new context begins.
+hold several conversations at once. Its messages are therefore compared with the contexts so far. If they continue a
+context, only the new part is an observation, so sampled tokens are never tokenised again. Otherwise a new context
+begins.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ class Context:
         self.side = side  # the side that owns it
         self.conversation = Conversation(tokenizer)
         self.transcript = Transcript()
-        self.last: Completion | None = None  # that was sampled in it
-        self.told = False  # whether it has received the end of the episode, in a turn that was not the whole
+        self.last: Completion | None = None  # last completion sampled in it
+        self.told = False  # whether it got the end of the episode, in a turn without the whole conversation
         self._earlier: tuple[Any, ...] = ()  # the state before the last turn
-        self.messages: list[Mapping[str, Any]] | None = []  # of both sides; None: not all of it was messages
-        self._stop: tuple[str, ...] = ()  # of the last turn
-        self._texts: tuple[str | Completion, ...] | None = ()  # the same of text
+        self.messages: list[Mapping[str, Any]] | None = []  # of user and policy; None: some turns were not messages
+        self._stop: tuple[str, ...] = ()  # stop strings of the last turn
+        self._texts: tuple[str | Completion, ...] | None = ()  # texts and completions; None: some turns were not text
 
     def branch(self) -> Context:
-        """Another one that begins with all of this."""
+        """Return another context that begins with all of this one."""
         other = copy(self)
         other.conversation, other.transcript = self.conversation.branch(), self.transcript.branch()
         return other
 
     def read(self, turn: Turn) -> list[int]:
-        """The tokens that put a turn before the policy."""
+        """Return the tokens that show a turn to the policy."""
         self._earlier = vars(self.conversation).copy(), self.messages, self._texts, self._stop
         if turn.tokens is not None:
             tokens, self.conversation.seen = list(turn.tokens), ()
@@ -50,7 +51,7 @@ class Context:
         return tokens
 
     def take_back(self) -> None:
-        """Undo the last `read`: its turn was not put before the policy."""
+        """Undo the last `read`: its turn was not shown to the policy."""
         if self._earlier:
             conversation, self.messages, self._texts, self._stop = self._earlier
             vars(self.conversation).update(conversation)
@@ -65,7 +66,7 @@ class Context:
             self._texts = (*self._texts, completion)
 
     def rest(self, turn: Turn) -> Turn | None:
-        """Return the new part of a turn that is the whole of a context; None where it does not continue this one."""
+        """Return the new part of a turn that holds a whole conversation; None if it does not continue this context."""
         if turn.tokens is not None:
             so_far = self.transcript.tokens
             begins = len(so_far) <= len(turn.tokens) and list(turn.tokens[: len(so_far)]) == so_far
@@ -79,7 +80,7 @@ class Context:
         return replace(turn, text=text[len(before) :]) if before and text.startswith(before) else None
 
     def _whole_text(self) -> str:
-        """Return all of this as text; "" where there is none, or where a text does not show all sampled tokens."""
+        """Return the whole context as text; "" if it has none, or if the text does not show all sampled tokens."""
         replies = [part for part in self._texts or () if isinstance(part, Completion)]
         if any(self.tokenizer.decode(reply.tokens) != reply.text for reply in replies):
             self._texts = None
@@ -90,7 +91,7 @@ class Context:
         return whole
 
     def shown(self, turn: Turn) -> None:
-        """A turn is put before the policy."""
+        """Record a turn that is shown to the policy."""
         self.conversation.first, self._stop = False, turn.stop
         if turn.messages is None:
             self.messages = None
@@ -100,9 +101,10 @@ class Context:
 
 
 def placed(turn: Turn, contexts: Sequence[Context]) -> tuple[Turn, Context | None]:
-    """Return the new part of a whole turn and the context that it continues; the turn itself, as a fresh one, if none.
+    """Return the new part of a whole turn and the context that it continues; if none, the turn itself, marked fresh,
+    and None.
 
-    Of several the longest is continued, and of equal ones the latest.
+    If it continues several, the longest is chosen, and of equal ones the latest.
     """
     for context in sorted(reversed(contexts), key=lambda c: -len(c.transcript)):
         if len(context.transcript) and (rest := context.rest(turn)) is not None:
@@ -111,9 +113,9 @@ def placed(turn: Turn, contexts: Sequence[Context]) -> tuple[Turn, Context | Non
 
 
 def _same(seen: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Whether a message is the one that was seen.
+    """Return whether a message is the one that was seen.
 
-    A reply is known by its calls of tools, or else by its text, with or without the stop string. Programs trim a
+    A reply is recognised by its tool calls, or else by its text, with or without the stop string. Programs trim a
     model's replies and its thoughts, so white space around them is not compared.
     """
     said: Reply | None = seen.get("said")
@@ -128,9 +130,9 @@ def _same(seen: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
 
 
 def positions(steps: Iterable[tuple[int, int, float]], transcripts: Sequence[Transcript]) -> list[tuple[int, float]]:
-    """Step rewards by the scored tokens of the whole rollout up to their end.
+    """Return step rewards at positions in scored tokens of the whole rollout.
 
-    Given by transcript, and by scored tokens of that transcript.
+    `steps`: (transcript, scored tokens of that transcript up to the step's end, reward).
     """
     before = [0]
     for transcript in transcripts:

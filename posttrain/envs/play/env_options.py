@@ -1,4 +1,4 @@
-"""Options of an environment, which follow its name: "search-qa,topk=5,searches=2"."""
+"""Options of an environment, written after its name: "search-qa,topk=5,searches=2"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WITH_OPTIONS = re.compile(r"([^,]+)((?:,\w+(?:=[^,]*)?)+)")
 
 
 def split_options(spec: str) -> tuple[str, dict[str, str | None]]:
-    """ "search-qa,topk=5" -> ("search-qa", {"topk": "5"}); None: the value is missing."""
+    """Return name and options: "search-qa,topk=5" -> ("search-qa", {"topk": "5"}); None: the value is missing."""
     found = _WITH_OPTIONS.fullmatch(spec)
     if found is None:
         return spec, {}
@@ -32,7 +32,7 @@ def read_options(
     own: Mapping[str, inspect.Parameter],
     module: ModuleType,
 ) -> dict[str, Any]:
-    """Return the values of these options: `own` are the parameters that are options. Raises UserError as `_bound` does."""
+    """Return the values of these options. `own`: the parameters that are options. Raises UserError for invalid ones."""
     if unknown := next((option for option in options if option not in own), None):
         has = near_or_all(unknown, list(own)) if own else "; it has none (a parameter behind a * is one)"
         raise UserError(f"--env {name}: no option {unknown!r}{has}")
@@ -41,7 +41,7 @@ def read_options(
         raise UserError(f"--env {name}: the option {empty} has no value: write {name},{empty}={example}")
     try:
         hints = get_type_hints(unwrapped(function))
-    except Exception:  # names that mean nothing in its module
+    except Exception:  # annotations with unknown names
         hints = {}
     values = {
         option: convert(text, hints.get(option, _kind(own[option].default)), f"--env {name}: {option}")

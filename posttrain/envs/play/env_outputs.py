@@ -1,7 +1,7 @@
-"""The checks of what environments yield and return. Decides which values are turns and rewards.
+"""Checks the values that environments yield and return, and decides which are turns and rewards.
 
-It is user data, and is checked here, in one place: a value that cannot be read becomes `Invalid` with a reason that
-names the expected value, never a silent 0.
+They are user data, checked in this one place: an unreadable value becomes `Invalid` with a reason that names the
+expected value, never a silent 0.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from posttrain.core.types import (
 )
 
 MOST_REWARD = 1e6
-"""Rewards beyond this, in absolute value, are invalid: gradients made of them are noise, or not finite."""
+"""Rewards beyond this, in absolute value, are invalid: their gradients are noise, or not finite."""
 LONGEST_TEXT = 1 << 20
-"""Characters that a turn may show, all its messages together: more fits no context, and takes minutes to tokenise.
-A question to a service may have as many, written as JSON."""
-DEEPEST = 32  # levels of lists and dicts in a question to a service
-MOST_INTEGER = 1 << 63  # beyond it JSON readers disagree
-MOST_TOKEN = 1 << 31  # ids are below it
-MOST_PARTS = 256  # of a reward
-MOST_SPANS = 4096  # of an episode: each step of its replies may have one
+"""Most characters of a turn, all its messages together: more fits no context, and takes minutes to tokenise.
+Also most characters of a request to a service, as JSON.
+"""
+DEEPEST = 32  # levels of lists and dicts in a request to a service
+MOST_INTEGER = 1 << 63  # JSON readers disagree beyond it
+MOST_TOKEN = 1 << 31  # token ids are below it
+MOST_PARTS = 256  # most parts of a reward
+MOST_SPANS = 4096  # most span rewards of an episode
 LONGEST_NAME = 200  # characters of a part's name
 MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a turn, and characters of one
-MOST_SIDES = 64  # of a game
-LONGEST_REASON = 1000  # characters of a reason that are kept
+MOST_SIDES = 64  # most sides of an episode
+LONGEST_REASON = 1000  # most characters kept of a reason
 
 EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them, Graded, Sides, or Invalid(reason)"
 
 
 @value_type
 class Done:
-    """The episode is over: its reward, the named parts of that, and rewards of parts of its replies besides."""
+    """The end of an episode: its reward, the reward's named parts, and further rewards of spans of its replies."""
 
     reward: float | Invalid
     rewards: dict[str, float] = field(default_factory=dict)
     spans: tuple[SpanReward, ...] = ()
-    sides: dict[str, Done] = field(default_factory=dict)  # the result of each side, where they differ
+    sides: dict[str, Done] = field(default_factory=dict)  # the result of each side, if the policy played several
     notes: dict[str, Any] = field(default_factory=dict)  # the environment's notes: see `call_recording.note`
-    group: tuple[Done, ...] = ()  # the result of each member, where a reward scored a whole group
+    group: tuple[Done, ...] = ()  # the result of each member, if a reward scored a whole group
 
     def of(self, side: str) -> Done:
         """Return the result of a side."""
@@ -67,7 +68,7 @@ class Done:
 
 
 Event = Turn | Ask | Done
-"""An event of an environment: a turn to show to the model, a question to a service, or the end."""
+"""An event of an environment: a turn to show to the policy, a request to a service, or the end."""
 
 
 def read_verdict(value: Any) -> Done:
@@ -102,7 +103,7 @@ def _read_sides(given: Any) -> Done:
 
 
 def problem_of_side(side: Any) -> str | None:
-    """Return the fault in the name of a side, or None."""
+    """Return the fault in the name of a side, or None if it is valid."""
     if type(side) is str and not side:
         return None
     if isinstance(side, str) and len(side) <= LONGEST_NAME and side == cleaned(side):
@@ -151,12 +152,12 @@ def _read_spans(value: Any) -> tuple[SpanReward, ...] | Invalid:
 
 
 def read_yielded(value: Any) -> Turn | Ask | Invalid:
-    """Read a yielded value as a turn or a question, of plain data."""
+    """Read a yielded value as a turn or a request to a service, made of plain data."""
     return read_ask(value) if isinstance(value, Ask) else read_turn(value)
 
 
 def read_ask(value: Ask) -> Ask | Invalid:
-    """Return a question to a service, of plain JSON data that no longer shares anything with the environment."""
+    """Return a request to a service, as plain JSON data that shares nothing with the environment's objects."""
     name: Any = value.service
     if not isinstance(name, str) or not name or len(name) > LONGEST_NAME or problem_of_text(name):
         return unreadable(f"yielded an Ask whose service is {short(name)}; expected the name of one, such as 'judge'")
@@ -169,11 +170,11 @@ def read_ask(value: Ask) -> Ask | Invalid:
 
 
 class TooMuch(ValueError):
-    """Data that are sound and too long."""
+    """Data are valid but too long."""
 
 
 def plain_data(value: Any, size: list[int], depth: int) -> Any:
-    """Return a copy made of JSON's own types. Adds its characters to `size`. Raises ValueError with what cannot be asked."""
+    """Return a copy made of JSON's own types, and add its characters to `size`. Raises ValueError with the fault."""
     if isinstance(value, str):
         value = str.__str__(value)  # a type of the user's may report any length
     size[0] += 2 + (len(value) if isinstance(value, str) else 24 if isinstance(value, int | float) else 2)
@@ -256,7 +257,7 @@ def _read_tokens(value: Any) -> list[int] | Invalid | None:
 
 
 def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:
-    """Chat messages, of plain JSON data."""
+    """Return chat messages as plain JSON data."""
     if given is None:
         return None
     if not (isinstance(given, (list, tuple)) and all(isinstance(m, Mapping) for m in given)):
@@ -298,7 +299,7 @@ def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:
 
 
 def _read_calls(given: Any) -> list[dict[str, Any]]:
-    """Calls of tools in OpenAI's form, whose arguments may be the text of an object. Raises ValueError."""
+    """Return tool calls in OpenAI's form; their arguments may be given as JSON text. Raises ValueError."""
     found = []
     for call in given if isinstance(given, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
@@ -366,7 +367,7 @@ def _read_stop(value: Any) -> tuple[str, ...] | Invalid:
 
 
 def _problem(texts: Sequence[str]) -> Invalid | None:
-    """Why these cannot be tokenised, if so."""
+    """Return why these texts cannot be tokenised; None if they can."""
     size = sum(map(len, texts))
     if size > LONGEST_TEXT:
         return unreadable(f"yielded {size:,} characters; a turn may show {LONGEST_TEXT:,}")
@@ -377,7 +378,7 @@ def _problem(texts: Sequence[str]) -> Invalid | None:
 
 
 def problem_of_text(text: str) -> str | None:
-    """Return, in words, the part of a text that is no character."""
+    """Describe the part of a text that is no valid character; None if there is none."""
     if text.isascii() or not (found := re.search("[\ud800-\udfff]", text)):
         return None
     return (
@@ -387,26 +388,29 @@ def problem_of_text(text: str) -> str | None:
 
 
 def read_number(value: Any, said: str) -> float | Invalid:
-    """Return a plain real number, also as numpy, torch or decimal has it. `said`: the beginning of the reason."""
+    """Return a plain float, also for numbers of numpy, torch or decimal.
+
+    `said`: the beginning of the reason if invalid.
+    """
     if value is None:
         return unreadable(f"{said} None (is a return missing?); {EXPECTED}")
     if type(value) not in (float, int, bool) and not _is_real(value):
         return unreadable(f"{said} {short(value)}; {EXPECTED}")
     try:
         number = float(value)
-    except Exception:  # integers beyond float, anything that the user's type does
+    except Exception:  # integers beyond float, and any error of the user's type
         return unreadable(f"{said} {short(value)}; {EXPECTED}")
-    if not abs(number) <= MOST_REWARD:  # NaN is not, either
+    if not abs(number) <= MOST_REWARD:  # also refuses NaN
         return unreadable(f"{said} {number:g}; {EXPECTED}")
     return number
 
 
 def _is_real(value: Any) -> bool:
-    """Whether a value that is none of Python's own numbers is one real number."""
+    """Return whether a value that is none of Python's own numbers is one real number."""
     real = hasattr(value, "__float__") and not isinstance(value, str)
     if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
         real = False
-    dtype = getattr(value, "dtype", None)  # of numpy's and torch's numbers, which may also be of text or complex
+    dtype = getattr(value, "dtype", None)  # numpy's and torch's scalars may also be text or complex
     if dtype is not None:
         real = real and tuple(value.shape) == () and re.search(r"(^|\.|\bb)(float|u?int|bool)", str(dtype)) is not None
     return real
@@ -417,6 +421,6 @@ def unreadable(reason: str) -> Invalid:
 
 
 def cleaned(text: Any) -> str:
-    """Return a text of the user's on one line, of stated length, that can be written to a file."""
+    """Return a user's text on one line of bounded length, which can be written to a file."""
     line = " ".join(str(text)[: 2 * LONGEST_REASON].split()).encode("utf-8", "replace").decode()
     return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."

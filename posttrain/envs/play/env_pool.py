@@ -1,22 +1,19 @@
-"""A pool of worker processes for environments: nothing the user's code does can hang, crash or quietly zero a run.
+"""A pool of worker processes for environments: user code cannot hang, crash or quietly zero a run.
 
-Decided here:
-
-* Each step of an episode (the first turn, or the answer to one reply) has `seconds`, counted from when its worker began
-  it. A worker beyond that is killed, with every process it started, and the episode it was stuck in is
-  `Done(Invalid(...))`. So it is when the worker dies by itself, takes too much memory, or sends an unreadable message.
-* Scoring goes to whichever worker is free. An episode of several turns stays with the worker that began it, the one
-  with the fewest of them. When that is lost, its other episodes are replayed in a fresh one from their task, the replies
-  and the answers of services that they had, which gives the same state if the environment is deterministic. It
-  should be: seed its random numbers from the task.
-* An environment that is written with `async def` waits beside others: a worker has as many of its steps under way as are
-  asked. It enforces the limit itself, and reports nothing but the result; the pool does so a little later, for code that
-  never gives the thread back. Then, and when such a worker dies, the episode whose code ran last is the one that is blamed.
-* A reward of whole groups (`group_rewards.py`) is asked once all episodes of a group that were begun have their replies,
-  or were given up. To the workers such a group is one episode, of which a lost worker loses no more than of any other.
-* The first worker starts at once and the others when it has imported the environment, while models are loaded: an import
-  that fails does so once.
-* Nothing waits for a worker to read or to write: sockets are written as far as they take it, and read as far as there is.
+* Each step of an episode (the first turn, or the answer to one reply) has a limit of `seconds` from when its worker
+began it. A worker beyond that is killed, with every process it started, and the episode it was stuck in is
+`Done(Invalid(...))`. The same happens when the worker dies by itself, takes too much memory, or sends an unreadable
+message. * Scoring goes to any free worker. An episode of several turns stays with the worker that began it, the one
+with the fewest episodes. When that worker is lost, its other episodes are replayed in a fresh one from their task,
+their replies and the answers of services, which gives the same state if the environment is deterministic. It should be:
+seed its random numbers from the task. * Environments written with `async def` run side by side: a worker has as many of
+their steps in progress as were requested. The worker enforces the limit itself and reports only the result; the pool
+does so a little later, for code that blocks the thread. Then, and when such a worker dies, the episode whose code ran
+last is blamed. * A reward of whole groups (`group_rewards.py`) is called once all episodes of a group that were begun
+have their replies, or were given up. To the workers such a group is one episode, so a lost worker affects it like any
+other. * The first worker starts at once, the others when it has imported the environment, while models are loaded: an
+import that fails does so once. * Nothing blocks on a worker's socket: writes send as much as it takes, and reads take
+what is there.
 """
 
 from __future__ import annotations
@@ -60,32 +57,32 @@ from posttrain.system.child_processes import Child, pair
 
 __all__ = ["Done", "EnvPool", "Event", "Turn"]
 
-IMPORT_SECONDS = 60.0  # for a worker to start and import the environment, which may read an index or a model
-LONGEST_STEP = 86_400.0  # seconds of a limit: the system cannot wait much longer at once
-IMPORT_TRIES = 3  # of a worker that takes the place of a lost one
-CLOSE_SECONDS = 1.0  # for idle workers to leave by themselves
-READ_BYTES = 1 << 18  # at once
-GRACE_SECONDS = 1.0  # for a worker whose code waits to see to a limit itself
+IMPORT_SECONDS = 60.0  # for a worker to start and import the environment, which may load an index or a model
+LONGEST_STEP = 86_400.0  # greatest limit in seconds: the system cannot wait much longer at once
+IMPORT_TRIES = 3  # for a worker that replaces a lost one
+CLOSE_SECONDS = 1.0  # for idle workers to exit by themselves
+READ_BYTES = 1 << 18  # bytes of one read
+GRACE_SECONDS = 1.0  # for an async worker to enforce a limit itself
 KILLED = (
     signal.SIGKILL,
     signal.SIGTERM,
-)  # signals that end a process from outside: a person, a scheduler, the system out of memory
-KILLED_MOST = 2  # replays of an episode for that: one that ends its own process so does it each time
-MOST_BESIDE = 1024  # scores that wait side by side in a worker
+)  # signals that end a process from outside: from a user, a scheduler, the system out of memory
+KILLED_MOST = 2  # most replays after such a signal: an episode that kills its own process does so each time
+MOST_BESIDE = 1024  # most scores in progress in an async worker
 
 
 def default_workers() -> int:
-    """Return the number of processors for them."""
+    """Return the number of available processors."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _own(said: Any) -> Any:
-    """Return a copy for code in this process, which may change it."""
+    """Return a copy that code in this process may change."""
     return said if isinstance(said, Reply) else deepcopy(said)
 
 
 def _fits_group(episode: _Episode, event: Event | None) -> bool:
-    """Whether a worker has answered a group as one, and all else not so."""
+    """Return whether a group's event has a result for each member, and any other event has none."""
     if event is None or not episode.members:
         return not (isinstance(event, Done) and event.group)
     if not isinstance(event, Done) or event.sides:
@@ -94,43 +91,43 @@ def _fits_group(episode: _Episode, event: Event | None) -> bool:
 
 
 def _named(task: Task) -> Any:
-    """Return the id of a task, or of the first one of a group."""
+    """Return the id of a task; for a group, of its first task."""
     return task["tasks"][0].get("id") if task.keys() == {"tasks", "replies"} else task.get("id")
 
 
 @dataclass(eq=False, slots=True)
 class _Episode:
-    id: int  # the caller's
-    number: int  # of all that this pool began
+    id: int  # the caller's id
+    number: int  # its number among all episodes of this pool
     task: Task
-    sent: list[Any] = field(default_factory=list)  # to it, in order: replies, and answers of services
-    recorded: dict[int, Any] = field(default_factory=dict)  # results of calls that it makes once
-    worker: _Worker | None = None  # the worker that has it, or will: None for a plain reward without questions
-    placed: bool = False  # its worker holds it, and has seen all that was sent except the last, which may be on its way
-    waiting: bool = True  # a command of it is unanswered
-    killed: int = 0  # times that its process was ended from outside while it was in it
-    group: Hashable = None  # those of one are scored together, if the reward does so
-    members: tuple[_Episode, ...] = ()  # of a group that is scored as one episode
+    sent: list[Any] = field(default_factory=list)  # replies and answers of services sent to it, in order
+    recorded: dict[int, Any] = field(default_factory=dict)  # results of its recorded calls
+    worker: _Worker | None = None  # the worker that runs or will run it; None for a plain reward
+    placed: bool = False  # its worker has all of `sent` except the last, which may be on its way
+    waiting: bool = True  # whether a command is unanswered
+    killed: int = 0  # how often its process was killed from outside while running it
+    group: Hashable = None  # a group reward scores episodes of one group together
+    members: tuple[_Episode, ...] = ()  # if it is a group that is scored as one episode: its episodes
 
 
 @dataclass(eq=False, slots=True)
 class _Order:
-    """A command for a worker: the next step of an episode, or to forget it."""
+    """A command for a worker: run the next step of an episode, or forget it."""
 
     episode: _Episode
     drop: bool = False
-    since: float = 0.0  # when it was begun, in a worker whose code waits
+    since: float = 0.0  # time at which an async worker began it
 
 
 class _Worker:
-    """Our end of one worker process. Nothing here waits."""
+    """The pool's end of a worker process. No method blocks."""
 
     def __init__(self, setup: WorkerSetup, folder: str) -> None:
         self.ready = False
-        self.waits = False  # whether it works on all orders side by side
-        self.queue: deque[_Order] = deque()  # to be sent
-        self.sent: dict[int, _Order] = {}  # the orders in work, by the number of the episode, in order
-        self.since = time.monotonic()  # when it began the first of `sent`
+        self.waits = False  # whether it runs async code: all orders side by side
+        self.queue: deque[_Order] = deque()  # orders to send
+        self.sent: dict[int, _Order] = {}  # episode number -> order in progress, in order
+        self.since = time.monotonic()  # time at which it began the first of `sent`
         self.socket, theirs = pair()
         self.socket.setblocking(False)
         note = os.memfd_create("posttrain")
@@ -138,7 +135,7 @@ class _Worker:
             os.ftruncate(note, NOTE_BYTES)
             self.note = mmap.mmap(note, NOTE_BYTES)
             with theirs:
-                told = {"POSTTRAIN_ENV_TIMEOUT": f"{setup.seconds:g}"}  # an environment may stop earlier
+                told = {"POSTTRAIN_ENV_TIMEOUT": f"{setup.seconds:g}"}  # so that an environment may stop earlier
                 told["PYTHONHASHSEED"] = "0"  # the order of a set must not change a reward
                 self.child = Child(
                     "posttrain.envs.play.env_worker:main", [theirs.fileno(), note], folder=folder, environment=told
@@ -149,7 +146,7 @@ class _Worker:
         self.unsent = bytearray(framed(pickle.dumps(setup)))
 
     def write(self) -> bool:
-        """Write as much as the socket takes. Returns whether that was all. Raises OSError if the worker is gone."""
+        """Write as much as the socket takes; return whether that was all. Raises OSError if the worker is gone."""
         while self.unsent:
             try:
                 del self.unsent[: self.socket.send(self.unsent)]
@@ -159,7 +156,10 @@ class _Worker:
         return True
 
     def read(self) -> Iterable[bytes]:
-        """Return the messages that are there. Raises EOFError or OSError if it is gone, Garbled if it sends nonsense."""
+        """Return the messages that have arrived.
+
+        Raises EOFError or OSError if the worker is gone, Garbled for invalid data.
+        """
         try:
             more = self.socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -170,7 +170,7 @@ class _Worker:
 
     @property
     def blamed(self) -> _Order:
-        """The order that it works on: blamed if it is lost."""
+        """The order that it works on, which is blamed if the worker is lost."""
         first = next(iter(self.sent.values()))
         if not self.waits:
             return first
@@ -178,7 +178,7 @@ class _Worker:
 
     @property
     def stirs(self) -> bool:
-        """Whether there is something to read, or the end."""
+        """Whether there is data to read, or the end of the stream."""
         try:
             self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -194,12 +194,12 @@ class _Worker:
 
 
 class EnvPool:
-    """Episodes of one environment: `start` and `send` ask, `poll` brings the answers, in the order they come.
+    """Episodes of one environment: `start` and `send` issue commands, `poll` returns the events in order of arrival.
 
-    `env` is a name as in `load_env`, a reward or a generator function, either of them perhaps async; `workers`: how many
-    processes, None: as many as there are processors; `seconds`: the limit of one step; `memory`: GiB that a worker may
-    take (0: no limit). With `workers=0` everything runs in this process, at once and in the caller's thread, without
-    limits: for a debugger.
+    `env` is a name as in `load_env`, a reward or a generator function, either of them perhaps async; `workers`: number
+    of processes, None: the number of processors; `seconds`: the limit of one step; `memory`: GiB that a worker may take
+    (0: no limit). With `workers=0` everything runs in this process, at once and in the caller's thread, without limits:
+    for a debugger.
     """
 
     def __init__(
@@ -217,22 +217,22 @@ class EnvPool:
         if seconds > LONGEST_STEP:
             raise UserError(f"a step may take {LONGEST_STEP:g} seconds, one day, at most, not {seconds:g}")
         self.size = workers
-        self.waited = 0.0  # seconds in which the player only waited for an answer
+        self.waited = 0.0  # seconds in which the caller only waited for an event
         self._name = env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
         self._seconds = seconds
-        self._folder = os.getcwd()  # workers started later are to find the same files
+        self._folder = os.getcwd()  # so that workers started later find the same files
         self._episodes: dict[int, _Episode] = {}  # by the caller's id
         self._begun = 0
-        self._waiting = 0  # episodes of which a command is unanswered
+        self._waiting = 0  # number of episodes with an unanswered command
         self._events: list[tuple[int, Event]] = []
-        self._queue: deque[_Order] = deque()  # for any worker, or until it is known whether it is a plain reward
+        self._queue: deque[_Order] = deque()  # orders for any worker, or until the kind of environment is known
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
-        self._imported = False  # whether any worker ever did
-        self._tries = 0  # imports in a row that failed since
+        self._imported = False  # whether any worker has ever imported the environment
+        self._tries = 0  # consecutive failed imports since then
         self._closed = False
-        self._groups: dict[Hashable, list[_Episode]] = {}  # of a reward of groups: the episodes that are not scored yet
-        self._by_group = False  # whether it is one, once that is known
+        self._groups: dict[Hashable, list[_Episode]] = {}  # group -> its episodes not scored yet
+        self._by_group = False  # whether the reward scores whole groups, once known
         self._stage: EnvRunner | OneByOne | None = stage_of(load_env(env), self._keep) if workers == 0 else None
         self._single_turn: bool | None = None  # not known before a worker has imported the environment
         if self._stage is not None:
@@ -249,10 +249,9 @@ class EnvPool:
     def start(self, id: int, task: Task, group: Hashable = None) -> None:
         """Begin an episode; its first event comes from `poll`. `id` is free again after its `Done`.
 
-        `group`: a reward of whole groups scores the episodes of one together, in the order of their ids; None: it is alone.
-        All episodes of a group are begun before the last of them gets its reply.
-
-        Raises UserError if a plain reward's task has neither prompt nor messages; so may `poll`, during the import.
+        `group`: a reward of whole groups scores the episodes of a group together, in the order of their ids; None: a
+        group of one. All episodes of a group must begin before the last of them gets its reply. Raises UserError if a
+        plain reward's task has neither prompt nor messages; so may `poll`, during the import.
         """
         assert id not in self._episodes, f"episode {id} is in progress"
         self._begun += 1
@@ -261,10 +260,10 @@ class EnvPool:
         self._ask(episode)
 
     def branch(self, id: int, to: int) -> None:
-        """Begin an episode that is where the episode `id` is, which waits for a reply. Its first event is that turn again.
+        """Begin a copy `to` of the episode `id`, which waits for a reply. Its first event is that turn again.
 
-        It is replayed with the replies and answers so far; recorded calls are not repeated. `Done` comes instead
-        where it goes another way.
+        The copy is replayed with the replies and answers so far; recorded calls are not repeated. If it takes another
+        course, its event is `Done`.
         """
         known = self._episodes[id]
         assert not known.waiting and to not in self._episodes
@@ -275,7 +274,9 @@ class EnvPool:
         self._ask(self._episodes[to])
 
     def send(self, id: int, said: Any) -> None:
-        """Answer the last turn of an episode with a `Reply`, or its question with plain JSON data or Invalid."""
+        """Answer the last turn of an episode with a `Reply`, or its request to a service with plain JSON data or
+        Invalid.
+        """
         episode = self._episodes[id]
         assert not episode.waiting, f"episode {id} has not shown its next turn"
         episode.sent.append(said)
@@ -283,7 +284,7 @@ class EnvPool:
         self._ask(episode)
 
     def drop(self, id: int) -> None:
-        """Give up an episode that waits for a reply or an answer. There is no further event."""
+        """Abandon an episode that waits for a reply or an answer. It has no further event."""
         episode = self._episodes.pop(id)
         assert not episode.waiting, f"episode {id} has not shown its next turn"
         self._leave_group(episode)
@@ -295,9 +296,9 @@ class EnvPool:
             episode.worker.queue.append(_Order(episode, drop=True))
 
     def clear(self) -> None:
-        """Give up all episodes, those under way once they have come so far."""
+        """Abandon all episodes; those with a step in progress, after that step."""
         for episode in [e for own in self._groups.values() for e in own if self._by_group and e.sent]:
-            episode.waiting = False  # it waits for others of its group, which get no reply any more
+            episode.waiting = False  # it waits for others of its group, which get no more replies
             self._waiting -= 1
             self._leave_group(episode)
             del self._episodes[episode.id]
@@ -307,9 +308,10 @@ class EnvPool:
             self.drop(id)
 
     def poll(self, timeout: float | None = 0.0) -> list[tuple[int, Event]]:
-        """Return the events since the last call. Waits up to `timeout` seconds (None: without end) for at least one of them.
+        """Return the events since the last call. Waits up to `timeout` seconds (None: without limit) for at least one
+        event.
 
-        Returns [] at once if nothing is pending. Commands leave for the workers here: poll often.
+        Returns [] at once if nothing is pending. Commands are sent to the workers here, so poll often.
         Raises UserError if the environment cannot be imported.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -321,25 +323,31 @@ class EnvPool:
         return events
 
     def ready(self) -> None:
-        """Wait until every worker has imported the environment: before a measurement. Raises UserError if it cannot."""
+        """Wait until every worker has imported the environment, as before a measurement.
+
+        Raises UserError if the import fails.
+        """
         while len(self._workers) < self.size or not all(worker.ready for worker in self._workers):
             self._exchange(time.monotonic() + IMPORT_SECONDS)
 
     @property
     def pending(self) -> int:
-        """Starts and sends whose event `poll` has not returned yet."""
+        """Number of starts and sends whose event `poll` has not returned yet."""
         return len(self._events) + self._waiting
 
     @property
     def single_turn(self) -> bool:
-        """True for a plain reward: its only turn is the task's, so `start` asks no worker. May wait for the import."""
+        """Whether it is a plain reward: its only turn is the task's, so `start` needs no worker.
+
+        May wait for the import.
+        """
         while self._single_turn is None:
             self._exchange(time.monotonic() + IMPORT_SECONDS)
         return self._single_turn
 
     @property
     def by_group(self) -> bool:
-        """True for a reward that scores whole groups. May wait for the import."""
+        """Whether the reward scores whole groups. May wait for the import."""
         return self.single_turn and self._by_group
 
     def close(self) -> None:
@@ -386,7 +394,7 @@ class EnvPool:
             self._place(_Order(episode))
 
     def _score_group(self, group: Hashable) -> None:
-        """Have a group scored, if the last of its replies is there."""
+        """Score a group if all of its replies have arrived."""
         members = self._groups.get(group, [])
         if not members or not all(episode.sent for episode in members):
             return
@@ -402,7 +410,7 @@ class EnvPool:
         self._answer(whole, event)
 
     def _leave_group(self, episode: _Episode) -> None:
-        """Forget that an episode is of a group."""
+        """Remove an episode from its group."""
         own = self._groups.get(episode.group, [])
         if episode in own:
             own.remove(episode)
@@ -410,7 +418,7 @@ class EnvPool:
             self._groups.pop(episode.group, None)
 
     def _replayed(self, episode: _Episode) -> Event:
-        """Return the event behind all that was sent to an episode in this process."""
+        """Replay an episode in this process with everything sent to it, and return the last event."""
         assert self._stage is not None
         event = self._stage.start(episode.id, episode.task, deepcopy(episode.recorded))
         for said in episode.sent:
@@ -420,12 +428,12 @@ class EnvPool:
         return event
 
     def _keep(self, id: int, which: int, result: Any) -> None:
-        """Store a result that an episode in this process recorded, as a copy: the environment may change its own."""
+        """Store a result recorded by an episode in this process, as a copy: the environment may change its own."""
         if id in self._episodes:
             self._episodes[id].recorded[which] = deepcopy(result)
 
     def _place(self, order: _Order) -> None:
-        """Queue it: for the worker that has the episode, or for any."""
+        """Queue an order for the worker of its episode, or for any worker."""
         assert not self._closed, "the pool is closed"
         episode = order.episode
         if self._single_turn is False and episode.worker is None:
@@ -452,7 +460,9 @@ class EnvPool:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def _exchange(self, end: float | None) -> None:
-        """One round with the workers: send queued orders, wait until `end` for an answer or a limit, take it."""
+        """Exchange messages with the workers once: send queued orders, wait until `end` for an answer or a limit,
+        receive.
+        """
         self._dispatch()
         now = time.monotonic()
         limits = [limit for worker in self._workers if (limit := self._limit(worker)) is not None]
@@ -464,12 +474,12 @@ class EnvPool:
             limit = self._limit(worker)
             if (
                 worker not in arrived and limit is not None and limit <= now
-            ):  # overdue before we waited, and silent since
+            ):  # overdue before the wait, and silent since
                 self._overdue(worker)
-        self._dispatch()  # the next commands now: the caller may be away for a while
+        self._dispatch()  # send the next commands now: the caller may not poll for a while
 
     def _limit(self, worker: _Worker) -> float | None:
-        """When the worker is to be given up, unless it answers."""
+        """Return the time at which the worker is replaced unless it answers; None without orders."""
         if not worker.ready:
             return worker.since + IMPORT_SECONDS
         if not worker.sent:
@@ -482,19 +492,19 @@ class EnvPool:
         for worker in list(self._workers):
             if worker.ready and (worker.waits or not worker.sent) and (worker.queue or self._queue):
                 if not worker.sent and worker.stirs:
-                    self._receive(worker)  # nothing was asked of it: it is gone, or sends unasked
+                    self._receive(worker)  # it has no orders: it is gone, or sends unrequested data
                     continue
                 self._hand(worker)
             if worker.unsent:
                 self._write(worker)
 
     def _hand(self, worker: _Worker) -> None:
-        """Give a free worker the orders queued for it, or its share of those queued for any: less when less is left."""
+        """Give a free worker its own orders, or its share of those for any worker, which shrinks with the queue."""
         worker.queue.extend(self._queue.popleft() for _ in range(self._share(worker)))
         if not worker.queue:
             return
         commands = []
-        pickled: dict[int, bytes] = {}  # by the identity of a task: a group shares its own
+        pickled: dict[int, bytes] = {}  # by the identity of a task, which a group shares
         now = time.monotonic()
         for order in worker.queue:
             episode = order.episode
@@ -537,7 +547,7 @@ class EnvPool:
         try:
             whole = worker.write()
         except OSError:
-            return  # it is gone, which shows when we read
+            return  # it is gone, which the next read reports
         events = selectors.EVENT_READ if whole else selectors.EVENT_READ | selectors.EVENT_WRITE
         self._selector.modify(worker.socket, events, worker)
 
@@ -558,7 +568,7 @@ class EnvPool:
 
     def _take(self, worker: _Worker, answer: WorkerReply | CallRecord) -> None:
         order = worker.sent.get(answer.number)
-        if isinstance(answer, CallRecord):  # which extends no limit, and may be of an episode that was given up
+        if isinstance(answer, CallRecord):  # it extends no limit, and its episode may have been abandoned
             if order is not None and not order.drop:
                 order.episode.recorded[answer.which] = answer.result
             return
@@ -599,10 +609,10 @@ class EnvPool:
             self._import_failed(worker, f"{self._name} did not finish importing within {IMPORT_SECONDS:g} s")
 
     def _lost(self, worker: _Worker, reason: str, kind: InvalidKind, killed: bool = False) -> None:
-        """A worker that has to be replaced; the reason blames the episode it was in, if any.
+        """Replace a lost worker; the reason blames the episode that it ran, if any.
 
-        `killed`: from outside, as far as known. The episode has then lost no more than those beside it, and is
-        replayed.
+        `killed`: from outside, as far as known. In that case the episode is not to blame, and is replayed like the
+        others.
         """
         if not worker.ready:
             self._import_failed(worker, f"{self._name}: {reason.replace('its', 'a')} while it was imported")
@@ -618,7 +628,9 @@ class EnvPool:
         self._replace(worker)
 
     def _import_failed(self, worker: _Worker, message: str) -> None:
-        """The user's mistake if no worker could ever import the environment, or if a fresh one fails again and again."""
+        """Raise UserError if no worker ever imported the environment, or if a fresh worker fails repeatedly; else try
+        again.
+        """
         self._tries += 1
         if not self._imported or self._tries >= IMPORT_TRIES:
             self.close()
@@ -626,7 +638,7 @@ class EnvPool:
         self._replace(worker)
 
     def _replace(self, lost: _Worker) -> None:
-        """A fresh worker for a lost one, in which its episodes are replayed when they go on."""
+        """Start a fresh worker for a lost one; its episodes are replayed there when they continue."""
         self._selector.unregister(lost.socket)
         self._workers.remove(lost)
         lost.kill()

@@ -1,7 +1,8 @@
-"""Runs episodes in this process. Decides how exceptions of user code are reported, and how code that waits shares a thread.
+"""Runs episodes in this process. It decides how exceptions of user code are reported, and how async code shares a
+thread.
 
-An environment written with `def` has the thread to itself while it runs. One that is written with `async def` is a task
-of an event loop, from its first turn to its reward: as many as there are wait side by side.
+An environment written with `def` has the thread to itself while it runs. An episode of one written with `async def` is
+a task of an event loop, from its first turn to its reward, and any number of episodes run side by side.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ DIVERGED = (
 )
 
 Records = Callable[[int, int, Any], None]
-"""Keeps a recorded result: the episode's number, the number of the result, and the result."""
+"""Stores a recorded result: the episode's number, the number of the result, and the result."""
 
 
 class _Reports:
-    """The report of user code, in words. No exception of it leaves this.
+    """Converts results and exceptions of user code to events. No exception of user code leaves it.
 
-    `alone`: the process is the environment's own, so that not even a KeyboardInterrupt is the user's. `memory`: GiB that
-    it may take, for the reason when there are no more (0: no limit). `records` stores results that episodes record.
+    `alone`: whether the process belongs to the environment, so that even a KeyboardInterrupt is no user's at the
+    keyboard. `memory`: limit of the process in GiB, for the reason when memory runs out (0: no limit). `records` stores
+    results that episodes record.
     """
 
     def __init__(self, function: Callable[..., Any], alone: bool, memory: float, records: Records | None) -> None:
@@ -50,7 +52,7 @@ class _Reports:
         """Return the end of an episode whose code raised."""
         try:
             reason = describe_error(error, self._file)
-        except BaseException as failed:  # the user's __str__, or no memory is left for the message
+        except BaseException as failed:  # raised by the user's __str__, or for lack of memory
             self._let_through(failed)
             reason = type(error).__name__
         if isinstance(error, MemoryError) and self._memory:
@@ -58,14 +60,14 @@ class _Reports:
         return Done(Invalid(cleaned(reason), InvalidKind.RAISED))
 
     def _let_through(self, error: BaseException) -> None:
-        """Raise an exception of the user's at the keyboard; everything else that an environment raises is its own."""
+        """Raise a KeyboardInterrupt of the user; every other exception is reported as the environment's."""
         if isinstance(error, KeyboardInterrupt) and not self._alone:
             raise error
 
     def _verdict(self, value: Any) -> Done:
         try:
             return read_group(value) if isinstance(value, GroupVerdicts) else read_verdict(value)
-        except BaseException as error:  # types of the user's
+        except BaseException as error:  # raised by types of the user's
             self._let_through(error)
             return self.raised(error)
 
@@ -83,12 +85,12 @@ class _Reports:
         return replace(event, notes=journal.notes) if journal.notes else event
 
     def _own(self, task: Task) -> Task:
-        """Return an own copy of a task: the rows of a group are one object, and an episode may change its row."""
+        """Return a copy of a task: the rows of a group are one object, and an episode may change its row."""
         return task if self._alone else copy.deepcopy(task)
 
 
 class EnvRunner(_Reports):
-    """The episodes in progress in this process, of which one runs at a time."""
+    """The episodes in progress in this process, of which one at a time runs."""
 
     def __init__(
         self, function: Callable[..., Any], alone: bool = False, memory: float = 0.0, records: Records | None = None
@@ -99,12 +101,12 @@ class EnvRunner(_Reports):
         self._episodes: dict[int, tuple[Generator[Any, Any, Any], CallJournal]] = {}
 
     def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
-        """Begin an episode. `known`: results recorded before its replay."""
+        """Begin an episode and return its first event. `known`: results recorded before its replay."""
         self._episodes[id] = self._begin(task), self._journal(id, known or {})
         return self._resume(id, None)
 
     def send(self, id: int, said: Any) -> Event:
-        """`said`: the reply to its turn, or the answer to its question."""
+        """Continue an episode. `said`: the reply to its turn, or the answer to its request."""
         return self._resume(id, said)
 
     def drop(self, id: int) -> None:
@@ -116,12 +118,14 @@ class EnvRunner(_Reports):
             self._let_through(error)
 
     def close(self) -> None:
-        """Give up all episodes in progress."""
+        """Abandon all episodes in progress."""
         for id in list(self._episodes):
             self.drop(id)
 
     def _begin(self, task: Task) -> Generator[Any, Any, Any]:
-        """Calls the environment only when it is first resumed: an exception of a decorator is then caught like the rest."""
+        """Run the environment; it is called only at the first resumption, so that exceptions of a decorator are caught
+        too.
+        """
         return (yield from self._env(self._own(task)))
 
     def _resume(self, id: int, said: Any) -> Event:
@@ -137,7 +141,7 @@ class EnvRunner(_Reports):
             return self._verdict(end.value)
         except BaseException as error:
             self._let_through(error)
-            self._episodes[id] = episode  # not ended, if its yielded value has failed
+            self._episodes[id] = episode  # if only reading its yielded value failed, it has not ended
             self.drop(id)
             return self.raised(error)
         finally:
@@ -154,7 +158,7 @@ class EnvRunner(_Reports):
 
 
 class _Waiting:
-    """An episode that is a task."""
+    """An async episode, which is a task of the event loop."""
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[Any] = asyncio.Queue()
@@ -166,8 +170,8 @@ class AsyncEnvRunner(_Reports):
     """The episodes in progress in this event loop.
 
     `seconds`: the limit of a step; an episode that takes longer is cancelled, and the reason begins with `name`.
-    `enters` is called with its number each time before an episode's code runs, if the loop's tasks are made by `noting`:
-    should it never come back, it is known which one.
+    `enters` is called with the episode's number each time before its code runs, if `noting` makes the loop's tasks: if
+    the code never returns, its episode is known.
     """
 
     def __init__(
@@ -187,7 +191,7 @@ class AsyncEnvRunner(_Reports):
         self._episodes: dict[int, _Waiting] = {}
 
     async def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
-        """Begin an episode. `known`: results recorded before its replay."""
+        """Begin an episode and return its first event. `known`: results recorded before its replay."""
         episode = self._episodes[id] = _Waiting()
         context = copy_context()
         context.run(_ENTERS.set, lambda: self._enters(id))
@@ -196,7 +200,7 @@ class AsyncEnvRunner(_Reports):
         return await self._event(id, episode)
 
     async def send(self, id: int, said: Any) -> Event:
-        """`said`: the reply to its turn, or the answer to its question."""
+        """Continue an episode. `said`: the reply to its turn, or the answer to its request."""
         episode = self._episodes[id]
         episode.said.put_nowait(said)
         return await self._event(id, episode)
@@ -217,7 +221,7 @@ class AsyncEnvRunner(_Reports):
         return event
 
     async def _play(self, episode: _Waiting, task: Task, journal: CallJournal) -> None:
-        """Run an episode from its beginning to its end, in one task: what it opens with `async with` it may close."""
+        """Run an episode from beginning to end in one task, so that it can close what it opened with `async with`."""
         CURRENT.set(journal)  # of this task
         NOTING.set(journal)
         playing: AsyncGenerator[Any, Any] | None = None
@@ -232,14 +236,14 @@ class AsyncEnvRunner(_Reports):
         except BaseException as error:
             self._let_through(error)
             event = self.raised(error)
-        episode.events.put_nowait(self._end(event, journal))  # after it was given up nobody reads it
+        episode.events.put_nowait(self._end(event, journal))  # of an abandoned episode it is not read
         if playing is not None:
-            with suppress(Exception, asyncio.CancelledError):  # code of the user's that cleans up
+            with suppress(Exception, asyncio.CancelledError):  # clean-up code of the user
                 async with asyncio.timeout(self._seconds):  # not wait_for, which would close it in another task
                     await playing.aclose()
 
     def _read(self, value: Any) -> Event:
-        """Read a yielded value: a turn, a question, or else the reward."""
+        """Read a yielded value: a turn, a request to a service, or else the reward."""
         if not isinstance(value, Turn | str | Ask):
             return self._verdict(value)
         event = read_yielded(value)
@@ -247,7 +251,7 @@ class AsyncEnvRunner(_Reports):
 
 
 class OneByOne:
-    """Episodes that wait, in this thread and one step at a time: as `EnvRunner` has them."""
+    """Runs async episodes in this thread, one step at a time, with the interface of `EnvRunner`."""
 
     def __init__(self, function: Callable[..., Any], records: Records | None = None) -> None:
         self._stage = AsyncEnvRunner(function, records=records)
@@ -281,17 +285,17 @@ class OneByOne:
 
 
 def stage_of(function: Callable[..., Any], records: Records | None = None) -> EnvRunner | OneByOne:
-    """Return the runner of a function in this process."""
+    """Return the runner in this process for an environment."""
     return OneByOne(function, records) if is_async(function) else EnvRunner(function, records=records)
 
 
 def parted(event: Event, said: Any) -> bool:
-    """Whether what was sent before the replay cannot be the answer to this event."""
+    """Return whether a value sent before the replay cannot answer this event."""
     return isinstance(event, Done) or isinstance(event, Ask) == isinstance(said, Reply)
 
 
 def diverged(stage: EnvRunner | AsyncEnvRunner | OneByOne, id: int, event: Event) -> Event:
-    """Return the end of an episode whose replay took another course."""
+    """Drop an episode whose replay took another course, and return its end."""
     if isinstance(event, Done) and isinstance(event.reward, Invalid):
         return event
     stage.drop(id)
@@ -299,11 +303,11 @@ def diverged(stage: EnvRunner | AsyncEnvRunner | OneByOne, id: int, event: Event
 
 
 _ENTERS: ContextVar[Callable[[], None] | None] = ContextVar("enters", default=None)
-"""Called before code of this context goes on."""
+"""Called each time before code of this context continues."""
 
 
 def noting(loop: asyncio.AbstractEventLoop, coroutine: Any, **how: Any) -> asyncio.Task[Any]:
-    """Makes the tasks of a loop: those that the code of an episode begins are the episode's, as it is itself."""
+    """Make a task of a loop. Tasks begun by an episode's code belong to the episode: they call its `enters` too."""
     context: Context | None = how.get("context")
     enters = _ENTERS.get() if context is None else context.get(_ENTERS)
     return asyncio.Task(coroutine if enters is None else _noted(coroutine, enters), loop=loop, **how)
@@ -315,7 +319,7 @@ async def _noted(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]
 
 @types.coroutine
 def _stepped(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]) -> Generator[Any, Any, Any]:
-    """Return a coroutine that calls `enters` each time before it goes on."""
+    """Run a coroutine, calling `enters` each time before it continues."""
     said: Any = None
     go_on: Callable[[Any], Any] = coroutine.send
     while True:
@@ -326,8 +330,8 @@ def _stepped(coroutine: Coroutine[Any, Any, Any], enters: Callable[[], None]) ->
             return end.value
         try:
             said, go_on = (yield waits_for), coroutine.send
-        except GeneratorExit:  # its caller does not wait any more
+        except GeneratorExit:  # the caller no longer waits
             coroutine.close()
             raise
-        except BaseException as error:  # it was cancelled
+        except BaseException as error:  # cancellation
             said, go_on = error, coroutine.throw

@@ -1,9 +1,9 @@
 """The process that runs environments.
 
 The pool (`posttrain.envs.play.env_pool`) sends lists of commands over a socket; each is answered as soon as it is done.
-Of code that has the thread to itself one is done before the next one begins, so that if this process ends
-the pool knows which episode it was in. Of code that waits many are under way, and a few bytes of memory that both share
-hold the episode whose code ran last.
+Commands of synchronous code are run one after the other, so that the pool knows which episode was running if this
+process ends. Commands of async code run side by side, and a few bytes of shared memory hold the episode whose code ran
+last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from posttrain.system.user_code import describe_error
 
 
 class _Connection:
-    """Our end of the socket, which no process but this one may use."""
+    """The worker's end of the socket, which no other process may use."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -47,7 +47,7 @@ class _Connection:
         os.register_at_fork(after_in_child=self._socket.close)  # user code may fork: its child must not answer
 
     def receive(self) -> bytes:
-        """Return the content of the next frame. Raises EOFError."""
+        """Return the content of the next frame. Raises EOFError if the socket is closed."""
         while not self._arrived:
             more = self._socket.recv(1 << 20)
             if not more:
@@ -60,7 +60,7 @@ class _Connection:
         self._socket.sendall(frame)
 
     async def receive_beside(self) -> bytes:
-        """Receive as `receive` does, while others work."""
+        """Return the content of the next frame, while other tasks run."""
         while not self._arrived:
             more = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 20)
             if not more:
@@ -73,14 +73,14 @@ class _Connection:
         await self._flush()
 
     def put_beside(self, frame: bytes) -> None:
-        """Queue a frame without waiting: it goes before all that is sent later."""
+        """Queue a frame without waiting; it is sent before all later ones."""
         self._unsent += frame
         task = asyncio.get_running_loop().create_task(self._flush())
         self._flushing.add(task)
         task.add_done_callback(self._flushing.discard)
 
     def open_beside(self) -> None:
-        """From here on those are used."""
+        """Switch to the asynchronous methods."""
         self._socket.setblocking(False)
         self._sending = asyncio.Lock()
         self._unsent = bytearray()
@@ -88,19 +88,19 @@ class _Connection:
 
     async def _flush(self) -> None:
         self._check_owner()
-        async with self._sending:  # a frame is not to begin in the middle of another
+        async with self._sending:  # a frame must not begin in the middle of another
             while self._unsent:
                 frames, self._unsent = self._unsent, bytearray()
                 await asyncio.get_running_loop().sock_sendall(self._socket, frames)
 
     def _check_owner(self) -> None:
-        if os.getpid() != self._owner:  # a child of user code came back as if it were its parent
+        if os.getpid() != self._owner:  # a forked child of user code returned into this code
             os._exit(0)
 
 
 def main(descriptor: int, note: int) -> None:
-    """Run the orders that come through this socket until it is closed. `note`: memory that is shared with the pool."""
-    if sys.stdout is not None:  # the user's prints are for people, and should not wait
+    """Run the commands that arrive on this socket until it is closed. `note`: memory shared with the pool."""
+    if sys.stdout is not None:  # printed lines of user code should appear at once
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     connection = _Connection(descriptor)
     try:
@@ -165,13 +165,13 @@ def _answer(connection: _Connection, stage: EnvRunner, command: WorkerCommand) -
         return
     try:
         event = stage.start(number, pickle.loads(command.task), command.recorded)
-    except BaseException as error:  # the task may hold classes of the user's
+    except BaseException as error:  # the task may hold the user's classes
         event = stage.raised(error)
     for said in command.sent:
         if parted(event, said):
             event = diverged(stage, number, event)
             break
-        if not stage.single_turn:  # the start of a plain reward takes no time: not worth a message
+        if not stage.single_turn:  # the start of a plain reward takes no time and needs no message
             connection.send(write_answer(number, None))
         event = stage.send(number, said)
     connection.send(write_answer(number, event))
@@ -216,8 +216,10 @@ async def _answer_beside(connection: _Connection, stage: AsyncEnvRunner, command
 
 
 def _limit_memory(gib: float) -> None:
-    """Limit the memory that this process and each that it starts may allocate. Code, files and stacks of threads do not
-    count."""
+    """Limit the memory that this process and each of its children may allocate.
+
+    Code, files and stacks of threads do not count.
+    """
     if gib and sys.platform == "linux":
         import resource
 

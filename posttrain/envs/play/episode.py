@@ -30,17 +30,17 @@ from posttrain.core.types import (
 from posttrain.envs.play.contexts import Context, placed, positions
 from posttrain.envs.play.env_outputs import Done
 
-MAX_TURNS = 64  # an environment that never returns would run for ever
+MAX_TURNS = 64  # bounds an environment that never returns
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Limits of an episode; None: there is none."""
+    """Limits of an episode; None: no limit."""
 
-    tokens: int | None = None  # that may be sampled, over all its replies
-    turns: int = MAX_TURNS  # replies
-    tool_calls: int | None = None  # answers of tools that may be shown
-    seconds: float | None = None  # after which no turn is shown
+    tokens: int | None = None  # most sampled tokens, over all replies
+    turns: int = MAX_TURNS  # most replies
+    tool_calls: int | None = None  # most answers of tools shown
+    seconds: float | None = None  # seconds after which no turn is shown
 
 
 @value_type
@@ -51,15 +51,15 @@ class Episode:
     group: str
     seed: int
     sampling: Sampling | None = None  # instead of the player's
-    begun: Completion | None = None  # its reply, as far as it was sampled before
+    begun: Completion | None = None  # the part of its reply that was sampled in earlier steps
     limits: EpisodeLimits | None = None  # instead of the player's
     greedy: bool = (
-        False  # sampled at temperature 0; its reward is the baseline of its group, and it is not learned from
+        False  # whether it is sampled at temperature 0: its reward is its group's baseline, and it is not trained
     )
 
 
 def is_tool(turn: Turn) -> bool:
-    """Whether it is the answer of a tool."""
+    """Return whether a turn is the answer of a tool."""
     return turn.tool or (bool(turn.messages) and all(message["role"] == "tool" for message in turn.messages or ()))
 
 
@@ -75,7 +75,7 @@ def content_text(message: Mapping[str, Any]) -> str:
 
 
 def last_asked(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the user's last message, or else the last of all: it distinguishes prompts of messages."""
+    """Return the user's last message, or else the last of all, which distinguishes prompts made of messages."""
     if not messages:
         return ""
     said = [message for message in messages if message["role"] == "user"] or messages
@@ -84,41 +84,41 @@ def last_asked(messages: Sequence[Mapping[str, Any]]) -> str:
 
 @value_type
 class _Said:
-    """A reply as the environment had it."""
+    """A reply as the environment got it."""
 
     text: str
     tokens: Sequence[int]
-    transcript: int  # which of the rollout's
-    scored: int  # tokens of that transcript which are scored and precede it
+    transcript: int  # index of its transcript
+    scored: int  # scored tokens of that transcript before it
     learned: bool
     side: str
-    piece: Piece  # the rollout that owns it
+    piece: Piece  # its place in the rollout that sampled it
 
 
 class RunningEpisode:
     """An episode in progress: its turns so far, as text and as tokens."""
 
     def __init__(self, episode: Episode, tokenizer: TextEncoder, member: int = 0) -> None:
-        """`member`: which of its group's it is."""
+        """`member`: its number in its group."""
         self.episode, self.tokenizer, self.member = episode, tokenizer, member
-        self.branch: Branch | None = None  # the place where it left another one
-        self.last: Turn | None = None  # that was placed, as the environment gave it
+        self.branch: Branch | None = None  # its branch point in another episode
+        self.last: Turn | None = None  # the last turn, as the environment yielded it
         self.opening: Sequence[float] = ()  # log-probabilities of the first reply
         self.contexts = [Context(tokenizer)]  # that were shown
-        self.context = self._before = self.contexts[0]  # of the last turn, and of its side's turn before that
-        self.side = ""  # of the last turn
-        self._sides: dict[str, Context] = {}  # that were asked, each with the context of its last turn
+        self.context = self._before = self.contexts[0]  # context of the last turn; of its side's turn before
+        self.side = ""  # side of the last turn
+        self._sides: dict[str, Context] = {}  # side -> context of its last turn
         self.turns: list[PlayedTurn] = []
         self.replies: list[_Said] = []
-        self.answers: list[tuple[str, Any]] = []  # of services, each with the name of the service
-        self.asks = ""  # the service that was asked last
-        self.began = 0.0  # when, by the clock that the player reads
+        self.answers: list[tuple[str, Any]] = []  # (service, its answer)
+        self.asks = ""  # service of the last request
+        self.began = 0.0  # time of its begin, by the player's clock
         self.tool_answers = 0  # that were shown
         self.steps: list[tuple[int, int, float]] = []  # (transcript, its scored tokens up to the end, step reward)
-        self.asked_in_vain = 0  # times, over all contexts
-        self._asked: dict[str, str] = {}  # each side's first question, where that was in messages
-        self._learn = True  # whether the next reply is learned from
-        self._stops: dict[str, StopReason] = {}  # the last one of each side
+        self.asked_in_vain = 0  # turns after the end, over all contexts
+        self._asked: dict[str, str] = {}  # side -> its first question, if that was in messages
+        self._learn = True  # whether the next reply is trained
+        self._stops: dict[str, StopReason] = {}  # side -> its last stop reason
 
     @property
     def transcripts(self) -> list[Transcript]:
@@ -134,7 +134,7 @@ class RunningEpisode:
         return self._stops.get(self.side, StopReason.EOS)
 
     def place(self, turn: Turn) -> Turn:
-        """Return the new part of a turn. Its context becomes that of the last turn."""
+        """Find the context of a turn, which becomes the current one; return the turn's new part."""
         self.last = turn
         begins = turn.side not in self._sides
         self._turn_to(turn.side)
@@ -150,7 +150,7 @@ class RunningEpisode:
         return turn
 
     def _turn_to(self, side: str) -> None:
-        """The context of this side's last turn becomes the one of the last turn."""
+        """Make the context of this side's last turn the current one."""
         self.side = side
         if not self._sides:
             self.context.side = side
@@ -161,14 +161,17 @@ class RunningEpisode:
             self.context = self._sides[side]
 
     def read(self, turn: Turn) -> list[int]:
-        """Return the tokens that put this turn before the policy."""
+        """Return the tokens that show this turn to the policy."""
         return self.context.read(turn)
 
     def show(self, turn: Turn, tokens: Sequence[int] | None, seconds: float, cut: int = 0) -> None:
-        """The policy sees these tokens of the turn; None: it is not asked any more. `cut`: so many are left out."""
+        """Add these tokens of a turn to its context; None: the policy gets no further turn.
+
+        `cut`: number of tokens left out.
+        """
         if tokens is None:
             self.context.take_back()
-            if self.context not in self.contexts:  # the side goes on where it was
+            if self.context not in self.contexts:  # the side stays in its earlier context
                 self.context = self._sides[self.side] = self._before
         elif self.context not in self.contexts:
             self.contexts.append(self.context)
@@ -190,7 +193,7 @@ class RunningEpisode:
         self._learn = turn.learn
 
     def reply(self, completion: Completion, seconds: float) -> Reply:
-        """Add the policy's reply; return it in the form that the environment gets."""
+        """Add the policy's reply, and return it in the form that the environment gets."""
         read = len(self.context.transcript)
         self.opening = self.opening or completion.logp
         calls = self.context.conversation.calls(completion.text)
@@ -204,9 +207,12 @@ class RunningEpisode:
         return said
 
     def tell(self, stop: StopReason, whole: bool = False) -> Reply:
-        """Report to the environment that the episode has run out of something. `whole`: the turn was that of a context."""
+        """Return an empty reply with the limit that the episode has reached.
+
+        `whole`: whether the turn held a whole conversation.
+        """
         if whole:
-            self._stops[self.side] = stop  # another one may still fit
+            self._stops[self.side] = stop  # another conversation may still fit
         elif not self.context.told:
             self.context.told, self._stops[self.side] = True, stop
         self.asked_in_vain += 1
@@ -216,12 +222,12 @@ class RunningEpisode:
 
     @property
     def may_branch(self) -> bool:
-        """Whether the next reply follows a tool's answer directly, at which no branch has begun with it."""
+        """Whether the next reply follows a tool's answer directly, and this episode did not begin there as a branch."""
         begun = self.branch is not None and self.branch.turns == len(self.turns)
         return bool(self.turns) and self.turns[-1].kind is SpanKind.TOOL and bool(self.opening) and not begun
 
     def branched(self, episode: Episode, member: int) -> RunningEpisode:
-        """Return another episode with all turns and tokens of this one, which goes on by itself."""
+        """Return another episode with all turns and tokens of this one, which then continues independently."""
         other = copy(self)
         other.episode, other.member = episode, member
         other.contexts = [context.branch() for context in self.contexts]
@@ -234,10 +240,10 @@ class RunningEpisode:
         return other
 
     def rollouts(self, done: Done, branching: bool = False) -> list[Rollout]:
-        """Return its result: a rollout of each side, in the order of their first turns.
+        """Return the result: a rollout for each side, in the order of their first turns.
 
-        A side without training is a part of the world, and has none. `branching`: rollouts of its group may
-        share replies.
+        A side without training is part of the environment, and has none. `branching`: rollouts of the group may share
+        replies.
         """
         found = [self._rollout(side, done, branching) for side in self._sides or [self.side]]
         return [rollout for rollout in found if rollout.n_scored or not rollout.n_sampled] or found
@@ -247,8 +253,8 @@ class RunningEpisode:
         done, shared = ended.of(side), not ended.sides
         places = [place for place, context in enumerate(self.contexts) if context.side == side]
         transcripts = [self.contexts[place].transcript for place in places]
-        number = {place: own for own, place in enumerate(places)}  # of a context among those of the side
-        turns = self.turns  # where all contexts are of this side, their numbers are its own
+        number = {place: own for own, place in enumerate(places)}  # context -> its number among those of the side
+        turns = self.turns  # if all contexts belong to this side, their numbers stay
         if len(places) < len(self.contexts):
             turns = [replace(turn, transcript=number[turn.transcript]) for turn in turns if turn.transcript in number]
         earned, reward = [step for step in self.steps if step[0] in number], done.reward
@@ -283,7 +289,7 @@ class RunningEpisode:
         )
 
     def _branch_of(self, places: Sequence[int]) -> Branch | None:
-        """Return the place where the contexts of a side left those of another rollout."""
+        """Return the branch point for the contexts of a side; None if this episode is no branch."""
         if self.branch is None:
             return None
         turns = sum(turn.transcript in places for turn in self.turns[: self.branch.turns])
@@ -291,7 +297,7 @@ class RunningEpisode:
         return Branch(self.branch.of, turns, tuple(taken[place] for place in places if place < len(taken)))
 
     def _pieces(self, side: str) -> list[Piece]:
-        """Return the pieces of a side, in the order of its scored tokens."""
+        """Return the pieces of a side's rollout, in the order of its scored tokens."""
         learned = [said for said in self.replies if said.side == side and said.learned and said.tokens]
         return [said.piece for said in sorted(learned, key=lambda said: (said.transcript, said.scored))]
 
@@ -310,18 +316,18 @@ class RunningEpisode:
 
     @property
     def _end(self) -> tuple[int, int]:
-        """The place of the transcript of the last turn, and the number of its scored tokens."""
+        """(index of the current transcript, number of its scored tokens)."""
         return self.contexts.index(self.context), self.context.transcript.n_scored
 
     def _earn(self, reward: float) -> None:
-        """The step that led to this turn earns something: not where it is an empty reply after the end."""
+        """Add a reward for the step that led to this turn, unless that was an empty reply after the end."""
         if reward and not self.context.told:
             self.steps.append((*self._end, reward))
 
     def _placed(self, spans: Sequence[SpanReward], side: str, shared: bool) -> list[tuple[int, int, float]] | Invalid:
-        """(transcript, its scored tokens up to the end, reward) of each part of a reply of this side.
+        """Return (transcript, its scored tokens up to the span's end, reward) for each span reward of this side.
 
-        `shared`: whether the spans are those of all sides.
+        `shared`: whether the spans belong to all sides.
         """
         found = []
         own = [said for said in self.replies if said.side == side]
@@ -344,7 +350,7 @@ class RunningEpisode:
         return found
 
     def _tokens_of(self, said: _Said, end: int) -> int:
-        """Return the number of tokens that a reply's first `end` characters take."""
+        """Return the number of tokens that contain a reply's first `end` characters."""
         low, high = 1, len(said.tokens)
         while low < high:
             middle = (low + high) // 2

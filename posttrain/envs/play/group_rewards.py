@@ -1,9 +1,9 @@
 """Rewards that score all replies of a group in one call: `def reward(tasks, replies) -> list`.
 
-Decided here: such a reward is recognised by its first two parameters, which are called tasks and replies. It is called
-once for each group, when the last reply of the group is whole, with the replies in the order of the group's members. So the
-result follows from the replies alone, and not from the order in which they were sampled. An exception, a timeout or a list
-of another length makes the rewards of the whole group invalid.
+Such a reward is recognised by the names of its first two parameters, tasks and replies. It is called once for each
+group, when the group's last reply has ended, with the replies in the order of the group's members. So the result
+depends on the replies alone, not on the order in which they were sampled. An exception, a timeout or a list of another
+length makes the rewards of the whole group invalid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_SCORED = "no reward function scored it: each of them returned None"
 GroupReward = Callable[[Sequence[Task], Sequence[Reply]], Any]
 """(tasks [n], replies [n]) -> a list of n verdicts, or an awaitable of one. All tasks of a group are the same row."""
 Part = tuple[float, GroupReward]
-"""The weight of a summand, and the function, which gives a number, None or Invalid for each reply."""
+"""The weight of a summand, and its function, which returns a number, None or Invalid for each reply."""
 
 
 @value_type
@@ -37,7 +37,7 @@ class GroupVerdicts:
 
 
 def is_group_reward(function: Callable[..., Any]) -> bool:
-    """Return whether it is called with all replies of a group."""
+    """Return whether a function scores all replies of a group in one call."""
     try:
         named = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -56,7 +56,7 @@ def lift_group(reward: GroupReward) -> Env:
 
 
 def lift_async_group(reward: Callable[..., Awaitable[Any]]) -> AsyncEnv:
-    """Return the same of a reward that waits."""
+    """Return the environment of a group for an async reward."""
 
     async def env(group: Task) -> AsyncGenerator[Any, Any]:
         yield GroupVerdicts(await reward(group["tasks"], group["replies"]), len(group["replies"]))
@@ -65,7 +65,7 @@ def lift_async_group(reward: Callable[..., Awaitable[Any]]) -> AsyncEnv:
 
 
 def read_group(given: GroupVerdicts) -> Done:
-    """Read the verdicts of a group: a `Done` with one for each member, or an invalid one for all."""
+    """Read the verdicts of a group: a `Done` with one result for each member, or one invalid result for all."""
     values = listed(given.values)
     if isinstance(given.values, Invalid):
         return read_verdict(given.values)
@@ -87,23 +87,23 @@ def _expected(count: int) -> str:
 
 
 def listed(values: Any) -> list[Any] | None:
-    """Return a list, also of a tuple, an array or a tensor of one dimension; None: it is none of these."""
+    """Return a list, tuple, or one-dimensional array or tensor as a list; None for other values."""
     if hasattr(values, "tolist") and len(getattr(values, "shape", ())) == 1:
         values = values.tolist()
     return list(values) if isinstance(values, list | tuple) else None
 
 
 def each(function: Callable[[Task, Reply], Any]) -> GroupReward:
-    """Return a reward of one reply as one of a group."""
+    """Return a reward of single replies as a reward of groups."""
     return lambda tasks, replies: [function(task, reply) for task, reply in zip(tasks, replies, strict=True)]
 
 
 def group_sum(parts: Mapping[str, Part]) -> GroupReward:
-    """Return the weighted sum of rewards of a group, with each part without its weight beside it.
+    """Return the weighted sum of rewards of groups, with each part, without its weight, as a named part.
 
-    A part that is None does not count in the sum of that reply, as in TRL (`nansum`); a reply of which all parts are None
-    is invalid. Invalid as soon as one part is, with the name of that part before its reason. A single part with the weight 1
-    is not listed beside the sum. The result is a coroutine function if one of the parts is.
+    A part that is None does not count in the sum of that reply, as in TRL (`nansum`); a reply whose parts are all None
+    is invalid. If any part is invalid, the sum is, with the part's name before its reason. A single part with weight 1
+    is not listed besides the sum. The result is a coroutine function if one of the parts is.
     """
 
     def read(name: str, given: Any, count: int) -> list[float | Invalid | None]:
@@ -134,11 +134,11 @@ def group_sum(parts: Mapping[str, Part]) -> GroupReward:
 
 
 def refusing(reward: Callable[..., Any], parts: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the reward with `problem_of_row`, a function from a row to the reason why a part cannot score it, or None."""
+    """Return the reward with `problem_of_row`, a function of a row: why a part cannot score the row, or None."""
     found = [part.problem_of_row for part in parts if hasattr(part, "problem_of_row")]
     if not found:
         return reward
-    whole = functools.partial(reward)  # one that can have an attribute
+    whole = functools.partial(reward)  # an object that can have attributes
     whole.problem_of_row = lambda task: next(filter(None, (refuses(task) for refuses in found)), None)  # type: ignore[attr-defined]
     return whole
 

@@ -1,7 +1,7 @@
-"""Finds the user's reward or environment, named "my.py:reward", "package.module:name", or by a built-in one's short name.
+"""Loads a user's reward or environment by name: "my.py:reward", "package.module:name", or a built-in one's short name.
 
-Decides how an environment gets its options: they are its parameters that have names only, and follow its own name, as in
-"search-qa,topk=5,searches=2". So they go wherever that name goes: through recipes, into records, to workers.
+Options of an environment are its keyword-only parameters, and are written after its name:
+"search-qa,topk=5,searches=2". So they go wherever the name goes: into recipes, records and workers.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ BUILTIN = {
 
 
 def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return the reward or generator function that `spec` names (a function is returned unchanged), as its author wrote it.
+    """Return the reward or generator function that `spec` names, as its author wrote it; a function is returned
+    unchanged.
 
-    With options behind its name it is bound to them. Raises UserError, with the fix, if it cannot be found, imported or
-    called, or has no such options.
+    Options after its name are bound to it. Raises UserError, with the fix, if it cannot be found, imported or called,
+    or has no such options.
     """
     if not isinstance(spec, str):
         _refuse_verifier(spec)
@@ -82,7 +83,7 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_verifier(function: Callable[..., Any]) -> None:
-    """Raise UserError for a verifier itself, which takes no task."""
+    """Raise UserError for the function of a verifier, which takes no task."""
     if inspect.isfunction(function) and f"{function.__module__}.".startswith("posttrain.verify."):
         raise UserError(
             f"{function.__name__} is a verifier, not a reward: give its name, env={_renamed(function.__name__)!r}, or a "
@@ -91,7 +92,7 @@ def _refuse_verifier(function: Callable[..., Any]) -> None:
 
 
 def _renamed(name: str) -> str:
-    """Return the name of a verifier's function on the command line."""
+    """Return the command line's name of a verifier, given its function's name."""
     from posttrain.verify.named_verifiers import VERIFIERS, find_verifier
 
     called = next((v.name for v in VERIFIERS.values() if v.function.__name__ == name), name)
@@ -101,16 +102,19 @@ def _renamed(name: str) -> str:
 def _bound(
     function: Callable[..., Any], name: str, options: Mapping[str, str | None], module: ModuleType
 ) -> Callable[..., Any]:
-    """Return the environment with these options: values of the types that it gives them.
+    """Return the environment with these options, converted to the types of its parameters.
 
-    Raises UserError for unknown options, and for those that `check_options` beside it refuses: a function of all options.
+    Raises UserError for unknown options, and for options that the module's `check_options`, a function of all options,
+    refuses.
     """
     own = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
     return functools.partial(function, **read_options(function, name, options, own, module))
 
 
 def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | None:
-    """Return the `row_to_task` beside the environment, for rows of a public data set; None if there is none."""
+    """Return the `row_to_task` of the environment's module, which converts rows of a public data set; None without
+    one.
+    """
     found = getattr(_home(spec), "row_to_task", None)
     if found is not None and not callable(found):
         raise UserError(f"row_to_task beside the environment is {short(found)}; it must be a function of a row")
@@ -118,7 +122,9 @@ def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | N
 
 
 def success_of(spec: str | Callable[..., Any], given: float | None) -> float | None:
-    """Return the reward of success: as given, or `SUCCESS` beside the environment; None: neither."""
+    """Return the reward from which on a reply succeeds: as given, or `SUCCESS` of the environment's module; None:
+    neither.
+    """
     if given is not None:
         return given
     if isinstance(spec, str) and is_sum(spec):
@@ -129,12 +135,12 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
 
 
 def _of_term(term: str) -> float | None:
-    """Return the reward of success in a summand that is no verifier; None where it lists several functions."""
+    """Return the success threshold of a summand that is no verifier; None if the summand lists several functions."""
     return None if term.startswith(PREFIXES) and "," in term else _stated(term)
 
 
 def _stated(spec: str | Callable[..., Any]) -> float | None:
-    """Return `SUCCESS` beside the environment."""
+    """Return `SUCCESS` of the environment's module, or None."""
     found = getattr(_home(spec), "SUCCESS", None)
     if found is None:
         return None
@@ -145,8 +151,7 @@ def _stated(spec: str | Callable[..., Any]) -> float | None:
 
 
 def about(spec: str | Callable[..., Any]) -> list[str]:
-    """Return the inputs of the environment, a line each, from `about` beside it at the start of a run; it may refuse
-    one."""
+    """Return lines that describe the environment's inputs, from `about` of its module, which may refuse an input."""
     if isinstance(spec, str) and is_sum(spec):
         return [about_verifier(term.spec) for term in terms_of(spec) if term.spec.startswith(PREFIX)]
     found = getattr(_home(spec), "about", None)
@@ -166,17 +171,17 @@ def _home(spec: str | Callable[..., Any]) -> ModuleType | None:
 
 
 def is_generator_env(function: Callable[..., Any]) -> bool:
-    """True for an environment (generator function, or object whose call is one), False for a plain reward."""
+    """Return True for an environment (a generator function, or an object whose call is one), False for a reward."""
     return _is(function, inspect.isgeneratorfunction) or _is(function, inspect.isasyncgenfunction)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True for an environment or a reward that is written with `async def`: many of them wait side by side."""
+    """Return True for an environment or a reward written with `async def`, many of which run side by side."""
     return _is(function, inspect.isasyncgenfunction) or _is(function, inspect.iscoroutinefunction)
 
 
 def _is(function: Callable[..., Any], kind: Callable[[object], bool]) -> bool:
-    """Whether a function, or an object's call, is of a kind, below its decorators."""
+    """Return whether a function or an object's `__call__`, without its decorators, is of a kind."""
     inner = unwrapped(function)
     return kind(inner) or kind(type(inner).__call__)
 
@@ -205,7 +210,7 @@ def lift(reward: Reward) -> Env:
 
 
 def lift_async(reward: Callable[[Task, Reply], Awaitable[Verdict]]) -> AsyncEnv:
-    """Return the same of a reward that waits."""
+    """Return the environment of one turn for an async reward."""
 
     async def env(task: Task) -> AsyncGenerator[Any, Any]:
         reply = yield opening(task)
@@ -215,9 +220,9 @@ def lift_async(reward: Callable[[Task, Reply], Awaitable[Verdict]]) -> AsyncEnv:
 
 
 def pack_env(env: str | Callable[..., Any]) -> str | bytes:
-    """`env` in a form that another process can load: its name where it has one, else the function itself.
+    """Return `env` in a form that another process can load: its name if it has one, else the pickled function.
 
-    Lambdas, closures and what `__main__` or a notebook defines travel by value.
+    Lambdas, closures, and functions of `__main__` or a notebook are pickled by value.
     """
     if isinstance(env, str):
         return env
@@ -248,7 +253,7 @@ def pack_env(env: str | Callable[..., Any]) -> str | bytes:
 
 
 def unpack_env(packed: str | bytes) -> Callable[..., Any]:
-    """Return the other end of `pack_env`. Raises UserError as `load_env` does."""
+    """Load the result of `pack_env`. Raises UserError as `load_env` does."""
     return load_env(packed if isinstance(packed, str) else pickle.loads(packed))
 
 
@@ -261,18 +266,18 @@ OTHERS = {
         "here it is def reward(task, reply), with the row's columns in task, or def reward(tasks, replies) for a group",
     ),
 }
-"""A parameter of rewards -> the library that uses it, and how such a reward is given here."""
+"""Parameter of rewards -> (the library that uses it, how to give such a reward here)."""
 
 
 def _instead(kind: type) -> str:
-    """Return a hint of what to name instead of a class."""
+    """Return a hint on what to name in place of a class."""
     if any("__call__" in vars(base) for base in kind.__mro__[:-1]):
         return f"make one beside it, such as it = {kind.__name__}(), and name that"
     return _of_episodes(kind) or "name a function, or an instance that can be called"
 
 
 def _of_episodes(thing: object, before: str = "") -> str:
-    """Return a hint of where an environment with `reset` and `step` goes, if this is one."""
+    """Return a hint for an environment with `reset` and `step`; "" for anything else."""
     if not (hasattr(thing, "reset") and hasattr(thing, "step")):
         return ""
     return f"{before}an environment is a function that yields what is to be seen; Gymnasium's are played by --env gymnasium"
@@ -310,7 +315,7 @@ def _functions(module: ModuleType) -> list[str]:
 
 
 def _split(spec: str) -> tuple[str, str]:
-    """Split as `split_name` does; options are left out, and a short name is looked up first."""
+    """Split a name as `split_name` does, without its options; the short name of a built-in one is replaced first."""
     spec = split_options(spec)[0]
     spec = BUILTIN.get(spec, spec)
     if ":" in spec or spec.endswith(".py"):

@@ -11,16 +11,16 @@ from posttrain.data.mixed_tasks import part_of
 from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_pool import EnvPool
 
-PAUSE = 0.001  # seconds of waiting for one pool, before the others are looked at
+PAUSE = 0.001  # seconds of waiting for one pool before the next one is polled
 
 
 class MixedPool:
-    """Pool of the environments of a mixture. Its methods are those of `EnvPool`; it does not close the pools."""
+    """The pools of a mixture's environments, with the methods of an `EnvPool`. It does not close the pools."""
 
     def __init__(self, pools: Mapping[str, EnvPool]) -> None:
-        """`pools`: by the name of the part."""
+        """`pools`: name of the part -> its pool."""
         self.pools = dict(pools)
-        self._of: dict[int, EnvPool] = {}  # by the caller's id of an episode
+        self._of: dict[int, EnvPool] = {}  # the caller's id of an episode -> its pool
         self._waited = 0.0
 
     def start(self, id: int, task: Task, group: Hashable = None) -> None:
@@ -63,7 +63,7 @@ class MixedPool:
 
     @property
     def waited(self) -> float:
-        """Seconds in which the player only waited for an answer."""
+        """Seconds in which the caller only waited for an event."""
         return self._waited + sum(pool.waited for pool in self.pools.values())
 
     @waited.setter
@@ -72,10 +72,10 @@ class MixedPool:
 
     @property
     def single_turn(self) -> bool:
-        """Whether all of them are plain rewards."""
+        """Whether all environments are plain rewards."""
         return all([pool.single_turn for pool in self.pools.values()])
 
     @property
     def by_group(self) -> bool:
-        """Whether any of them scores whole groups."""
+        """Whether any reward scores whole groups."""
         return any([pool.by_group for pool in self.pools.values()])

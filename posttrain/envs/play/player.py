@@ -1,13 +1,13 @@
-"""Runs episodes: environments ask, the engine and services answer, transcripts grow, rewards come back.
+"""Runs episodes: environments show turns, the engine and services answer, transcripts grow, rewards come back.
 
-Decided here: sampling, tools and scoring overlap, and yet no outcome depends on timing. Where the engine's replies do not
-depend on other requests (`Engine.batch_invariant`), every answer of an environment is taken as it comes.
-Elsewhere the last bits of a reply would follow from the order of the requests, so that order is fixed: the engine
-answers all it has, then all environments show their next turns, in the order of the episodes. Questions to services,
-whose answers depend on no order, are passed on at once in either case.
+Sampling, tools and scoring overlap, and yet no result depends on timing. If the engine's replies do not depend on other
+requests (`Engine.batch_invariant`), every event of an environment is handled on arrival. Otherwise the last bits of a
+reply depend on the order of the requests, so that order is fixed: the engine answers all its requests, then all
+environments show their next turns, in the order of the episodes. Requests to services, whose answers depend on no
+order, are always passed on at once.
 
-An episode that branches is begun a second time with the replies and answers that it had: its environment cannot be copied,
-but goes the same way again. That it does is seen from the turn in which it ends up; where it does not, it is Invalid.
+An episode that branches is begun a second time with its replies and answers so far: its environment cannot be copied,
+but takes the same course again. The turn that it ends with shows whether it did; if not, the branch is Invalid.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from posttrain.envs.play.service_client import Services
 
 __all__ = ["MAX_TURNS", "Episode", "EpisodeLimits", "Player"]
 
-MOST_ASKS = 1024  # questions of an episode to services, for the same reason
-PAUSE = 0.001  # seconds between looks at services where nothing else is to be done
-LONGEST_PAUSE = 1.0  # seconds between looks at whether the rollouts are still wanted
-LEAST_SHOWN = 8  # tokens of context in which something is still shown
-PATIENCE = 64  # empty replies to an environment that asks on after its episode has run out: loops end by themselves
+MOST_ASKS = 1024  # most requests of an episode to services; bounds an environment that never returns
+PAUSE = 0.001  # seconds between polls of services while nothing else is to be done
+LONGEST_PAUSE = 1.0  # seconds between checks whether the rollouts are still wanted
+LEAST_SHOWN = 8  # least room, in tokens, in which an observation is cut
+PATIENCE = 64  # most empty replies after an episode's limit, so that an environment's loop can end by itself
 
 TooLong = Literal["skip", "truncate", "refuse"]
 
@@ -60,7 +60,7 @@ class Player:
     """The runner of episodes, with their limits.
 
     An episode that runs out of context, tokens or turns gets empty replies with the stop reason, and may still score
-    what there is.
+    its replies.
     """
 
     pool: EnvPool | MixedPool
@@ -86,12 +86,13 @@ class Player:
     def play(self, episodes: Sequence[Episode], plan: BranchPlan | None = None) -> list[Rollout]:
         """Return the rollouts of these episodes, in their order: one each, or one for each side that the policy played.
 
-        `plan`: how those of a group branch; None: they do not.
+        `plan`: how the episodes of a group branch; None: they do not.
         """
         return [rollout for rollout in self._shared(episodes, plan, None) if isinstance(rollout, Rollout)]
 
     def play_on(self, episodes: Sequence[Episode], tokens: int) -> list[Rollout | Episode]:
-        """Return each episode's rollout, or the episode as far as it is with so many further tokens.
+        """Return each episode's rollout, or, if it is unfinished after so many further tokens, the episode with its
+        reply so far.
 
         Only for environments whose episodes are one reply.
         """
@@ -116,40 +117,43 @@ class Player:
         return [each for group in groups.values() for each in group]
 
     def limited(self, episode: Episode) -> Episode:
-        """Return an episode with the sampling and the limits of its part, if its task is of a mixture."""
+        """Return an episode with the sampling and the limits of its part, if its task belongs to a mixture."""
         if not self.parts:
             return episode
         sampling, limits = self.parts[part_of(episode.task)]
         return replace(episode, sampling=episode.sampling or sampling, limits=limits)
 
     def _share(self, episodes: Sequence[Episode]) -> dict[str, int]:
-        """Return group -> the process that runs it."""
+        """Return group -> the rank of the process that runs it."""
         groups = dict.fromkeys(episode.group for episode in episodes)
         return {group: place % self.world.size for place, group in enumerate(groups)}
 
 
 class Unwanted(Exception):
-    """Raised when the rollouts are not needed any more."""
+    """The rollouts in progress are not needed any more."""
 
 
 class _Play:
-    """One call of `Player.play`. Episodes are known by their place."""
+    """One call of `Player.play`. An episode's index is its place in the list of episodes."""
 
     def __init__(
         self, by: Player, episodes: Sequence[Episode], plan: BranchPlan | None = None, tokens: int | None = None
     ) -> None:
-        """`tokens`: how many are sampled of each reply; those that are not whole with them are left. None: all are."""
+        """`tokens`: most tokens to sample of each reply; unfinished ones are then returned as episodes.
+
+        None: no limit.
+        """
         self.tokens = tokens
         self.plan, self.shares = plan, Shares([episode.group for episode in episodes], plan)
         self.by, self.pool, self.engine, self.services = by, by.pool, by.engine, by.services
         self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
         self.playing = [RunningEpisode(e, by.tokenizer, n) for e, n in zip(episodes, self.shares.member, strict=True)]
-        self.begun: set[int] = set()  # as branches, whose environments have not come so far yet
+        self.begun: set[int] = set()  # branches whose environments are still being replayed
         self.finished: dict[int, list[Rollout] | list[Episode]] = {}
-        self.sampled = 0  # requests that the engine has
-        self.asked = [0.0] * len(episodes)  # when the engine or the environment was
-        self.heard: list[tuple[int, Turn, float]] = []  # turns to show, and the seconds that they took
-        self.in_any_order = by.engine.batch_invariant or by.pool.single_turn  # a reward asks for nothing more
+        self.sampled = 0  # requests in the engine
+        self.asked = [0.0] * len(episodes)  # time of the last request to the engine or the environment
+        self.heard: list[tuple[int, Turn, float]] = []  # (episode, turn to show, seconds that it took)
+        self.in_any_order = by.engine.batch_invariant or by.pool.single_turn  # a plain reward shows no further turn
 
     def played(self) -> list[Rollout | Episode]:
         for index in self.shares.first:
@@ -168,13 +172,13 @@ class _Play:
         return [each for index in range(len(self.playing)) for each in self.finished[index]]
 
     def _begin(self, index: int) -> None:
-        """With the prompt."""
+        """Begin an episode with its prompt."""
         p = self.playing[index]
         self.asked[index] = p.began = time.perf_counter()
         self.pool.start(index, p.episode.task, p.episode.group)
 
     def _branch(self, index: int) -> None:
-        """Begin further episodes with all of this one up to the reply that has just come."""
+        """Begin further episodes with everything of this one up to the reply that has just been sampled."""
         assert self.plan is not None
         p, known = self.playing[index], index
         for other in self.shares.branch(index, self.plan.branches):
@@ -184,10 +188,10 @@ class _Play:
             self.asked[other] = begun.began = time.perf_counter()
             self.pool.branch(index, other)
             self.begun.add(other)
-            known = other  # it holds no more than the others will need
+            known = other  # its state has exactly the tokens that the next branch needs
 
     def _agrees(self, index: int, event: Event) -> bool:
-        """Whether the environment of a branch is where it was: if not, that is the end of the episode."""
+        """Return whether a branch's environment shows the same turn as the original; if not, end the episode."""
         if event == self.playing[index].last:
             return True
         self.begun.discard(index)
@@ -200,7 +204,7 @@ class _Play:
         return False
 
     def _hear(self) -> None:
-        """Read the events of environments. Waits only if nothing else is to be done."""
+        """Read the events of environments. Waits only if there is nothing else to do."""
         began = time.perf_counter()
         events = self.pool.poll(0.0 if self.sampled else PAUSE if self.services.pending else LONGEST_PAUSE)
         now = time.perf_counter()
@@ -228,19 +232,19 @@ class _Play:
             self.services.ask(index, ask)
 
     def _answer(self) -> None:
-        """Give environments the answers of services."""
+        """Pass the answers of services to their environments."""
         for index, answer in self.services.poll() if self.services.pending else ():
             self._tell(index, answer)
 
     def _tell(self, index: int, answer: Any) -> None:
-        """Give an environment the answer of a service."""
+        """Pass the answer of a service to an environment."""
         p = self.playing[index]
         p.answers.append((p.asks, answer))
         self.asked[index] = time.perf_counter()
         self.pool.send(index, bare(answer))
 
     def _show_heard(self) -> None:
-        """Go on with the episodes whose environments show a turn."""
+        """Continue the episodes whose environments show a turn."""
         if not self.in_any_order and (self.sampled or self.pool.pending or self.services.pending):
             return
         heard, self.heard = self.heard, []
@@ -248,7 +252,7 @@ class _Play:
             self._show(index, turn, seconds)
 
     def _say(self, completion: Completion) -> None:
-        """Give an environment its reply."""
+        """Pass a reply to its environment."""
         self.sampled -= 1
         index = completion.id % len(self.playing)
         now, p = time.perf_counter(), self.playing[index]
@@ -270,7 +274,7 @@ class _Play:
         self.pool.send(index, reply)
 
     def _show(self, index: int, turn: Turn, seconds: float) -> None:
-        """Put a turn before the policy, unless the episode has run out of something."""
+        """Show a turn to the policy, unless the episode has reached a limit."""
         p = self.playing[index]
         if index in self.begun:
             self.begun.discard(index)
@@ -281,7 +285,7 @@ class _Play:
         except UserError as error:
             if not turn.whole and not isinstance(error, PictureError):
                 raise
-            return self._end(index, f"yielded what the model cannot read: {error}")  # a program wrote it
+            return self._end(index, f"yielded what the model cannot read: {error}")  # written by an agent program
         empty = not len(p.context.transcript)
         whole = len(tokens)
         if not empty and turn.tokens is None and self.by.too_long == "truncate" and not p.context.conversation.seen:
@@ -340,12 +344,13 @@ class _Play:
             self.sampled += 1
 
     def _request(self, index: int, place: int) -> int:
-        """Return the id of requests in this context of an episode: the kept state of each context is continued by its
-        own."""
+        """Return the id of requests in this context of an episode, so that each context continues its own engine
+        state.
+        """
         return index + len(self.playing) * place
 
     def _budget(self, p: RunningEpisode, turn: Turn | None = None) -> int:
-        """Most tokens of the reply to a turn, by default the last one, as far as the episode leaves them."""
+        """Return the most tokens of the reply to a turn, by default the last one, within the limit of the episode."""
         turn = turn or p.last
         assert turn is not None
         budget = self._most_tokens(p, turn)
@@ -353,12 +358,12 @@ class _Play:
         return budget if most is None else min(budget, most - p.n_sampled)
 
     def _most_tokens(self, p: RunningEpisode, turn: Turn) -> int:
-        """Return the token budget of the reply to a turn."""
+        """Return the token budget of the reply to a turn, without the limit of the episode."""
         most = (p.episode.sampling or self.by.sampling).max_tokens
         return min(most, turn.max_tokens or most)
 
     def _tokens(self, p: RunningEpisode, turn: Turn) -> list[int]:
-        """Return the tokens that put the turn before the policy."""
+        """Return the tokens that show the turn to the policy."""
         if p.turns:
             return p.read(turn)
         if turn.text is None:
@@ -369,14 +374,14 @@ class _Play:
             else:
                 self.prompts[turn.text] = p.read(turn)
             tokens = self.prompts[turn.text]
-        cuts = self.by.too_long == "truncate" and not p.context.conversation.seen  # a picture is whole or not there
+        cuts = self.by.too_long == "truncate" and not p.context.conversation.seen  # pictures cannot be cut
         if len(tokens) >= self.by.context and turn.tokens is None and cuts:
             sampling = p.episode.sampling or self.by.sampling
             return cut_prompt(tokens, self.by.context, sampling.max_tokens)
         return tokens
 
     def _problem(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> str | None:
-        """Why a context cannot begin with these tokens. Raises UserError where that is to end the run."""
+        """Return why a context cannot begin with these tokens, or None. Raises UserError if that should end the run."""
         first = not p.turns
         if tokens and (not first or len(tokens) < self.by.context):
             return None
@@ -389,7 +394,7 @@ class _Play:
         )
 
     def _exhausted(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
-        """Return the stop reason if the episode has run out of something."""
+        """Return the stop reason if the episode has reached a limit, else None."""
         bounds = p.episode.limits or self.by.bounds
         if len(p.replies) >= bounds.turns:
             return StopReason.TURNS
@@ -419,7 +424,7 @@ class _Play:
 
 
 def _context_of(p: RunningEpisode, turn: Turn) -> dict[str, Any]:
-    """Return the prompt in the form that reward models read. Raises UserError where a search cannot begin with it."""
+    """Return the prompt in the form for reward models. Raises UserError if no search can begin with it."""
     if p.replies or p.context.transcript.media:
         raise UserError(
             "--search finds the only reply to a text: this environment asks for several, or shows a picture"
@@ -430,9 +435,9 @@ def _context_of(p: RunningEpisode, turn: Turn) -> dict[str, Any]:
 
 
 def cut_observation(tokens: Sequence[int], room: int, max_tokens: int) -> list[int]:
-    """Return an observation cut to `room` tokens, so that a whole reply fits, or half of the room at least is shown.
+    """Return an observation cut so that a whole reply fits into `room` tokens, or to half of the room if that is more.
 
-    The middle is left out: three quarters of the room are for the beginning, where the best results are, and the rest
+    The middle is left out: three quarters of the length are for the beginning, where the best results are, and the rest
     for the end, which closes what was opened.
     """
     if len(tokens) < room or room < LEAST_SHOWN:
@@ -443,9 +448,10 @@ def cut_observation(tokens: Sequence[int], room: int, max_tokens: int) -> list[i
 
 
 def cut_prompt(tokens: Sequence[int], context: int, max_tokens: int) -> list[int]:
-    """Return a prompt that is too long without its beginning, so that a whole reply fits, or half of the context at least.
+    """Return a prompt without its beginning, so that a whole reply fits into the context, or cut to half of the
+    context.
 
-    The first token stays: models rely on the one that opens a context.
+    The first token stays, because models rely on the token that opens a context.
     """
     length = max(context // 2, context - max_tokens)
     return [*tokens[:1], *tokens[len(tokens) - length + 1 :]]

@@ -1,4 +1,4 @@
-"""The number of tokens of a prompt, for environments that ask for it: they run in processes without a tokenizer."""
+"""Counts the tokens of a prompt for environments, which run in processes without a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import Invalid, InvalidKind, UserError
 
 PROMPT_TOKENS = "prompt-tokens"
-"""The service: `count = yield Ask(PROMPT_TOKENS, {"messages": [...], "tools": [...]})`. Every run has it."""
+"""The name of the service: `count = yield Ask(PROMPT_TOKENS, {"messages": [...], "tools": [...]})`.
+
+Every run has it.
+"""
 
 CHARACTERS_OF_A_TOKEN = 4
-"""An estimate for where no tokenizer is at hand, as in `posttrain check`."""
+"""An estimate for use without a tokenizer, as in `posttrain check`."""
 
 
 def count_prompt(tokenizer: TextEncoder, content: Any) -> int | Invalid:
-    """Return the number of tokens of messages with tools, as a prompt that begins a context; Invalid if the template
+    """Return the number of tokens of messages with tools, as the beginning of a context; Invalid if the template
     refuses them.
     """
     try:

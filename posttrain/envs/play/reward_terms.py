@@ -1,6 +1,6 @@
-"""Loads rewards whose name has a prefix, and sums of them: verifiers, functions written for TRL or verl.
+"""Loads rewards by prefix (verifiers, functions written for TRL or verl) and sums of rewards.
 
-A sum of rewards of one reply is a `Weighted`. As soon as one summand scores whole groups, the sum does.
+A sum of rewards of one reply is a `Weighted`. If any summand scores whole groups, the sum does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from posttrain.verify.named_verifiers import NamedVerifier
 
 Load = Callable[[str], Callable[..., Any]]
-TRL_MODULE = "trl.rewards"  # where a name without a file is looked for
+TRL_MODULE = "trl.rewards"  # module of names without a file
 
 
 def sum_of(terms: Sequence[RewardTerm], spec: str, load: Load) -> Callable[..., Any]:
-    """Return the reward that these add up to; a reward alone, without a weight, is itself. `load` loads other names."""
+    """Return the sum of these terms; a single term without a weight is returned itself. `load` loads other names."""
     if len(terms) == 1 and terms[0].weight is None and not terms[0].spec.startswith(TRL):
         return _verifier(terms[0].spec) if terms[0].spec.startswith(PREFIX) else _of_verl(terms[0].spec)
     parts: dict[str, tuple[float, Callable[..., Any]]] = {}
@@ -47,7 +47,7 @@ def sum_of(terms: Sequence[RewardTerm], spec: str, load: Load) -> Callable[..., 
 
 
 def _summands(term: str, spec: str, load: Load) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a term by name: several where it lists functions written for TRL."""
+    """Return name -> function of a term; several if it lists functions written for TRL."""
     if term.startswith(PREFIX):
         return {_short(term): _verifier(term)}
     if term.startswith(TRL):
@@ -71,7 +71,7 @@ def _total(function: Callable[..., Any], task: Any, reply: Any) -> Any:
 
 def _of_trl(term: str) -> dict[str, GroupReward]:
     """Return the functions of "trl:rewards.py:accuracy,format", by name."""
-    from posttrain.envs.play.trl_rewards import trl_part  # workers of other rewards start sooner
+    from posttrain.envs.play.trl_rewards import trl_part  # imported here so that workers of other rewards start sooner
 
     target, names = _trl_names(term)
     if target == TRL_MODULE and not installed("trl"):
@@ -85,7 +85,7 @@ def _of_trl(term: str) -> dict[str, GroupReward]:
 
 
 def _trl_names(term: str) -> tuple[str, list[str]]:
-    """Split "trl:rewards.py:accuracy,format" into its file and the functions; without a file they are TRL's own."""
+    """Split "trl:rewards.py:accuracy,format" into the file and its functions; without a file they are TRL's own."""
     body = term.removeprefix(TRL)
     target, names = split_name(body) if ":" in body or body.endswith(".py") else (TRL_MODULE, body)
     found = [name.strip() for name in names.split(",")]
@@ -115,12 +115,12 @@ def _of_verl(term: str) -> Callable[..., Any]:
 
 
 def target_of(term: str) -> str:
-    """Return the file or module of a term that is written for TRL or verl."""
+    """Return the file or module of a term written for TRL or verl."""
     return _trl_names(term)[0] if term.startswith(TRL) else split_name(term.removeprefix(VERL).partition(",")[0])[0]
 
 
 def _found(spec: str) -> NamedVerifier:
-    """Return the verifier of a name. Imported here: workers of other rewards start sooner."""
+    """Return the verifier of a name. The import is here so that workers of other rewards start sooner."""
     from posttrain.verify.named_verifiers import find_verifier
 
     return find_verifier(spec.removeprefix(PREFIX))
@@ -132,21 +132,21 @@ def _verifier(spec: str) -> Callable[..., Any]:
 
 
 def _short(spec: str) -> str:
-    """Return the name of a summand in records: that of the verifier or reward; of FILE:reward, the file's."""
+    """Return the name of a summand in records: that of the verifier or function; for FILE:reward, the file's."""
     name = spec.partition(",")[0].removeprefix(PREFIX)
     return Path(name.partition(":")[0]).stem if name.endswith(":reward") else name.rpartition(":")[2]
 
 
 def _part_name(name: str, taken: Collection[str]) -> str:
-    """Return the name; a second part of this name has a number."""
+    """Return the name, with a number if it is already taken."""
     free = (f"{name}-{number}" for number in count(2))
     return name if name not in taken else next(one for one in free if one not in taken)
 
 
 def full_marks(terms: Sequence[RewardTerm], success: Callable[[str], float | None]) -> float | None:
-    """Return the reward of a reply that is right in every term; None where a term has no such value.
+    """Return the reward of a reply that succeeds in every term; None if a term has no success threshold.
 
-    `success`: that of a term that is no verifier.
+    `success`: returns the threshold of a term that is no verifier.
     """
     best = [_best(term.spec) if term.spec.startswith(PREFIX) else success(term.spec) for term in terms]
     if any(one is None or (term.weight or 1.0) < 0 for term, one in zip(terms, best, strict=True)):

@@ -1,7 +1,7 @@
-"""Takes questions of environments to services, and answers back to the episodes that wait for them.
+"""Passes requests of environments to services, and answers back to the episodes that wait for them.
 
-Decided here: within a run a question has one answer, whichever episode asks it and whenever. Equal questions are asked
-once. A question without an answer is asked again in a later step, not in the same one.
+Within a run a request has one answer, whichever episode makes it and whenever. Equal requests are sent once. A request
+without an answer is sent again in a later step, not in the same one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from posttrain.core.types import Ask, Invalid, InvalidKind, bare
 from posttrain.envs.play.answer_journal import AnswerJournal
 
 OPTIONS = {"judge": "--judge RECIPE", "retriever": "--retriever FOLDER", "reward-model": "--reward-model FOLDER"}
-"""Kinds of services -> how one is given. A name that holds none of these words is taken for that of a reward model."""
+"""Kind of service -> its option. A service whose name contains no kind is taken for a reward model."""
 
 
 Asker = int | Callable[[Any], None]
-"""An episode's number; or the function that receives the answer."""
+"""An episode's number, or a function that gets the answer."""
 
 
 @dataclass(frozen=True)
 class _Ticket:
-    """A question that is with a service."""
+    """A request that was sent to a service."""
 
     question: str
     service: str
@@ -38,19 +38,19 @@ class _Ticket:
 
 
 class Services:
-    """The services of a run by their names: `ask` and `poll`, as with environments. Nothing here waits."""
+    """The services of a run by name, with `ask` and `poll`. No method blocks."""
 
     def __init__(self, named: Mapping[str, Service] | None = None) -> None:
         self.named: dict[str, Service] = dict(named or {})
         self.journal: AnswerJournal | None = None
-        self.waited = 0.0  # seconds that the player spent on services: theirs in this process, and idle ones
+        self.waited = 0.0  # seconds that the player spent in services in this process, or idle
         self.step = 0
-        self._answers: dict[str, Any] = {}  # of this run's questions: the valid ones of all steps
-        self._failed: dict[str, Invalid] = {}  # of this step
-        self._noted: set[tuple[int, str]] = set()  # entries of the journal from this step
+        self._answers: dict[str, Any] = {}  # request -> valid answer, of all steps
+        self._failed: dict[str, Invalid] = {}  # request -> invalid answer, of this step
+        self._noted: set[tuple[int, str]] = set()  # (step, request) of this step's journal entries
         self._tickets: dict[int, _Ticket] = {}
-        self._begun = 0  # tickets ever made
-        self._waiting: dict[str, list[Asker]] = {}  # question -> who asked it
+        self._begun = 0  # number of tickets so far
+        self._waiting: dict[str, list[Asker]] = {}  # request -> those waiting for its answer
         self._ready: list[tuple[Asker, Any]] = []
         self._counted: dict[str, float] = {}
 
@@ -59,11 +59,11 @@ class Services:
 
     @property
     def pending(self) -> int:
-        """Questions whose answer `poll` has not returned yet."""
+        """Number of requests whose answer `poll` has not returned yet."""
         return len(self._ready) + sum(map(len, self._waiting.values()))
 
     def begin(self, step: int) -> None:
-        """Begin a step: further questions belong to it, and those before it are finished."""
+        """Begin a step: earlier steps are finished, and further requests belong to this one."""
         self.step = step
         self._failed.clear()
         self._noted.clear()
@@ -71,7 +71,7 @@ class Services:
             self.journal.begin(step)
 
     def problem(self, ask: Ask) -> str | None:
-        """Return the reason why no service can answer, in words; None: the service exists."""
+        """Return why no service can answer, in words; None if the service exists."""
         if ask.service in self.named:
             return None
         has = f"has {', '.join(self.named)}" if self.named else "has none"
@@ -80,7 +80,7 @@ class Services:
         return f"asked the service {ask.service!r}, which this run {has}{near(ask.service, self.named)}: give {way}"
 
     def ask(self, id: Asker, ask: Ask) -> None:
-        """Ask for the episode `id`; the answer comes from `poll`, which calls a function with it instead."""
+        """Send the request of an episode, whose answer `poll` returns, or of a function, which `poll` calls with it."""
         if problem := self.problem(ask):
             self._ready.append((id, Invalid(problem, InvalidKind.UNANSWERED)))
             return
@@ -97,7 +97,7 @@ class Services:
             self.named[ask.service].submit(self._begun, ask.content)
 
     def poll(self) -> list[tuple[int, Any]]:
-        """Return the answers since the last call: (id, plain JSON data, Invalid or Reasoned)."""
+        """Return the answers since the last call: (episode, plain JSON data, Invalid or Reasoned)."""
         began, asked = time.perf_counter(), bool(self._tickets)
         for service in self.named.values():
             for number, answer in service.poll():
@@ -109,7 +109,7 @@ class Services:
         ready, self._ready = self._ready, []
         found = []
         for id, answer in ready:
-            own = copy.deepcopy(answer)  # an environment may change what it gets
+            own = copy.deepcopy(answer)  # an environment may change its answer
             if callable(id):
                 id(own)
             else:
@@ -117,13 +117,13 @@ class Services:
         return found
 
     def forget(self) -> None:
-        """Forget waiting episodes: their run was given up. Answers that still come are kept."""
+        """Forget waiting episodes, which were abandoned. Answers that still come are stored."""
         self._ready.clear()
         for ids in self._waiting.values():
             ids.clear()
 
     def counts(self) -> dict[str, float]:
-        """Return the services' counts since the last call, as "judge/requests": they depend on the clock."""
+        """Return the services' counts since the last call, as "judge/requests". They depend on timing."""
         total = {f"{name}/{what}": n for name, s in self.named.items() for what, n in s.counts().items()}
         since = {what: n - self._counted.get(what, 0.0) for what, n in total.items()}
         self._counted = total
@@ -142,7 +142,7 @@ class Services:
         self.close()
 
     def _recalled(self, question: str, service: str) -> tuple[bool, Any]:
-        """Whether this run has an answer already, and the answer."""
+        """Return whether this run already has an answer, and the answer."""
         if question in self._failed:
             return True, self._failed[question]
         if self.journal is not None:
@@ -166,13 +166,13 @@ class Services:
 
 
 def digest(identity: str, ask: Ask) -> str:
-    """Return the key of a question: the service, its identity, and the content."""
+    """Return the key of a request: a hash of the service, its identity, and the content."""
     asked = json.dumps([ask.service, identity, ask.content], sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
 
 
 def made_up(ask: Ask) -> Any:
-    """Return a made-up answer, of the form that it would have; it follows from the question."""
+    """Return a made-up answer in the form of a real one, which depends on the request alone."""
     return made_up_passages() if "retriever" in ask.service else int(digest("", ask)[:4], 16) / 0xFFFF
 
 

@@ -1,10 +1,11 @@
-"""Reward functions written for TRL, unchanged: `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+"""Reward functions written for TRL, unchanged: `f(prompts, completions, completion_ids, **columns) -> list[float |
+None]`.
 
-Decided here: TRL's `GRPOTrainer` calls such a function with all completions of a step, this with those of one group, so a
-function that compares completions of a prompt sees the same ones (TRL 1.16, `GRPOTrainer._calculate_rewards`). It gets what
-TRL gives: prompts and completions as messages where the row's prompt is messages, else as text; the sampled token ids with
-the end-of-sequence token; each further column of the rows; `log_extra` and `log_metric`, which become notes of the rollouts.
-Not known here are `trainer_state` and `environments`: a function that cannot do without is refused before the run.
+TRL's `GRPOTrainer` calls such a function with all completions of a step; here it gets those of one group, so a function
+that compares completions of a prompt sees the same ones (TRL 1.16, `GRPOTrainer._calculate_rewards`). It gets TRL's
+arguments: prompts and completions as messages if the row's prompt is messages, else as text; the sampled token ids with
+the end-of-sequence token; each further column of the rows; `log_extra` and `log_metric`, which become notes of the
+rollouts. `trainer_state` and `environments` do not exist here: a function that requires them is refused before the run.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from posttrain.envs.play.group_rewards import GroupReward, group_sum, refusing
 from posttrain.system.user_code import describe_error, source_file, unwrapped
 
 UNKNOWN = ("trainer_state", "environments")
-"""Parameters that TRL gives and this does not."""
+"""Parameters of TRL that do not exist here."""
 LOGS = ("log_extra", "log_metric")
 OURS = ("prompt", "messages", "completion", *UNKNOWN)
-"""Columns that are not passed: TRL passes prompts under its own names."""
+"""Columns that are not passed, as TRL passes prompts under its own names."""
 
 
 def trl_reward(*functions: Callable[..., Any], weights: Sequence[float] | None = None) -> GroupReward:
-    """Return the reward of functions written for TRL: their weighted sum, for `posttrain.rl(rows, trl_reward(f, g))`.
+    """Return the weighted sum of functions written for TRL, as a reward: `posttrain.rl(rows, trl_reward(f, g))`.
 
-    `weights`: TRL's `reward_weights`; None: 1 each. A function that returns None for a reply does not count for it; a reply
-    for which all of them do is invalid. Raises UserError for what is no such function, and for another number of weights.
+    `weights`: TRL's `reward_weights`; None: 1 each. A function that returns None for a reply does not count for it; if
+    all do, the reply is invalid. Raises UserError for anything else than such functions, and for another number of
+    weights.
     """
     if not functions:
         raise UserError("trl_reward needs a function, as TRL's reward_funcs has them")
@@ -50,7 +52,7 @@ def trl_reward(*functions: Callable[..., Any], weights: Sequence[float] | None =
 def trl_part(function: Callable[..., Any], label: str) -> GroupReward:
     """Return a function written for TRL as a part of a reward of groups. `label`: its name in messages.
 
-    Raises UserError if it is no function, takes no completions, or needs what only TRL's trainer has.
+    Raises UserError if it is not a function, takes no completions, or requires an argument that only TRL's trainer has.
     """
     taken = _parameters(function, label)
 
@@ -91,7 +93,7 @@ def _waits(function: Callable[..., Any]) -> bool:
 
 
 def _parameters(function: Callable[..., Any], label: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters that are given by name. Raises UserError."""
+    """Return the parameters by name. Raises UserError if this is no reward function of TRL."""
     if isinstance(function, str) or not callable(function) or inspect.isclass(function):
         kind = "a class" if inspect.isclass(function) else short(function)
         hint = "; a reward model is given with --reward-model FOLDER" if isinstance(function, str) else ""
@@ -115,7 +117,10 @@ def _takes_all(taken: Mapping[str, inspect.Parameter]) -> bool:
 def _arguments(
     taken: Mapping[str, inspect.Parameter], tasks: Sequence[Task], replies: Sequence[Reply]
 ) -> dict[str, Any] | Invalid:
-    """Return the arguments by name, each a list with one for each reply. They are copies: a function may change them."""
+    """Return the arguments by name, each a list with a value for each reply.
+
+    They are copies that a function may change.
+    """
     tasks = copy.deepcopy(list(tasks))
     chat = [not isinstance(task.get("prompt"), str) for task in tasks]
     given: dict[str, Any] = {
@@ -145,7 +150,7 @@ def _arguments(
 
 
 def _problem_of_row(taken: Mapping[str, inspect.Parameter], label: str, task: Task) -> str | None:
-    """Return the reason why a function cannot score this row, in words."""
+    """Return why a function cannot score this row, in words, or None."""
     missing = _missing(taken, {"prompts", "completions", "completion_ids", *LOGS, *(set(task) - set(OURS))})
     return f"{label}: {_lacks(missing, task)}" if missing else None
 

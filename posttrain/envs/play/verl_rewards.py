@@ -1,8 +1,10 @@
-"""Reward functions written for verl, unchanged: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
+"""Reward functions written for verl, unchanged: `compute_score(data_source, solution_str, ground_truth,
+extra_info=None)`.
 
-It returns a number, or a dict with "score", whose other numbers are listed beside the reward and whose other values are
+A function returns a number, or a dict with "score"; further numbers in it become parts of the reward, and other values
 notes. `ground_truth` is the row's `reward_model["ground_truth"]`, or a column of that name. The plural form of verl's
-`BatchRewardManager`, `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, gets the replies of a group.
+`BatchRewardManager`, `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, gets the replies of a
+group.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ SEVERAL = tuple(f"{name}s" for name in ONE)
 
 
 def own_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters that a user sets: verl's `reward_kwargs`."""
+    """Return the parameters that a user can set: verl's `reward_kwargs`."""
     known = {*ONE, *SEVERAL}
     named = inspect.signature(function).parameters
     return {n: p for n, p in named.items() if n not in known and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -30,7 +32,7 @@ def own_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]
 def verl_reward(function: Callable[..., Any], label: str = "", **settings: Any) -> Callable[..., Any]:
     """Return a function written for verl as a reward: `posttrain.rl(rows, verl_reward(compute_score))`.
 
-    `label`: its name in messages; `settings`: verl's `reward_kwargs`. Raises UserError for what is no such function.
+    `label`: its name in messages; `settings`: verl's `reward_kwargs`. Raises UserError if it is no such function.
     """
     label = label or getattr(function, "__name__", type(function).__name__)
     if not callable(function) or inspect.isclass(function):
@@ -96,7 +98,7 @@ def _truth(task: Task) -> Any:
 
 
 def _scored(value: Any) -> Any:
-    """Return verl's result as a verdict."""
+    """Return the result of a verl function as a verdict."""
     if not isinstance(value, Mapping):
         return value
     if "score" not in value:
@@ -106,7 +108,7 @@ def _scored(value: Any) -> Any:
 
 
 def _noted(value: Any) -> Any:
-    """Return verl's result as a verdict, and note those of its values that are no parts of a reward."""
+    """Return the result of a verl function as a verdict; values that are no parts of a reward become notes."""
     for name, part in value.items() if isinstance(value, Mapping) else ():
         if name != "score" and not _is_part(name, part) and (journal := NOTING.get()) is not None:
             journal.note_or_text(str(name), part)
@@ -118,7 +120,7 @@ def _is_part(name: Any, value: Any) -> bool:
 
 
 def _problem_of_row(taken: Mapping[str, inspect.Parameter], needs: Sequence[str], label: str, task: Task) -> str | None:
-    """Return the reason why a function cannot score this row, in words."""
+    """Return why a function cannot score this row, in words, or None."""
     one = [name.removesuffix("s") if name in SEVERAL else name for name in needs]
     has = ", ".join(name for name in task if name not in ("id", "messages", "prompt")) or "no further column"
     if "ground_truth" in one and _truth(task) is None:

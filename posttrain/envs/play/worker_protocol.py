@@ -1,16 +1,16 @@
-"""The messages between a pool and its workers. Decides which messages are accepted: workers are not trusted.
+"""The messages between a pool and its workers, and the checks that decide which are accepted: workers are not trusted.
 
-Messages are frames: the length in eight bytes, then so many bytes. The pool's hold pickled commands. A worker, in which
-any code runs, answers in JSON that is read as strictly as what environments yield: nothing that it sends is executed,
-and what cannot be read is `Garbled`.
+Messages are frames: the length in eight bytes, then that many bytes. The pool's frames hold pickled commands. A worker,
+in which any code runs, answers in JSON that is checked as strictly as values that environments yield: nothing in it is
+executed, and an unreadable message is `Garbled`.
 
     pool -> worker   a `WorkerSetup`, then lists of `WorkerCommand`
-    worker -> pool   {"ready": whether it is a plain reward, "async": whether it waits, "group": whether it scores groups}
-                     or {"failed": message}, then for each command, in order unless it waits,
+    worker -> pool   {"ready": whether a plain reward, "async": whether it is async, "group": whether it scores groups}
+                     or {"failed": message}, then for each command, in order unless it is async,
                      {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}},
                      {"number": n, "sides": {side: {...}}} or {"number": n, "group": [[{...}, notes], ...]}, the last
                      three perhaps with "notes": {...}, or {"number": n} as a mere acknowledgement: of a dropped episode,
-                     and of a replayed step, whose answer the pool has had before; and at any time
+                     and of a replayed step, whose event the pool already has; and at any time
                      {"number": n, "record": [which, result]}
 """
 
@@ -40,15 +40,15 @@ from posttrain.envs.play.env_outputs import (
     read_turn,
 )
 
-LONGEST_PICTURES = 2 * MOST_BYTES  # characters of those of a turn, in base 64
+LONGEST_PICTURES = 2 * MOST_BYTES  # most characters of a turn's pictures, in base 64
 LONGEST_ANSWER = 8 * LONGEST_TEXT + LONGEST_PICTURES + (1 << 20)
-"""Bytes: a character's in JSON, pictures, and all else."""
+"""Most bytes of an answer: characters in JSON, pictures, and the rest."""
 _LENGTH = struct.Struct(">Q")
 _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 class Garbled(ValueError):
-    """A worker's message that cannot be read."""
+    """A message of a worker cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,19 @@ class WorkerSetup:
     """The first message to a worker."""
 
     env: str | bytes  # see `load.pack_env`
-    name: str  # of the environment, in messages
-    memory: float  # GiB that it may take; 0: no limit
-    seconds: float  # limit of a step of code that waits; the pool enforces that of other code
+    name: str  # name of the environment in messages
+    memory: float  # memory limit in GiB; 0: no limit
+    seconds: float  # limit of a step of async code; the pool enforces that of other code
 
 
 class WorkerCommand(NamedTuple):
     """A command to a worker."""
 
     number: int  # of the episode
-    task: bytes | None  # pickled: begin the episode; None: it goes on
-    sent: tuple[Any, ...]  # to be fed to it one after the other: replies, and answers of services
+    task: bytes | None  # pickled task of an episode to begin; None: continue it
+    sent: tuple[Any, ...]  # replies and answers of services to send to it, in order
     drop: bool  # forget the episode
-    recorded: Mapping[int, Any]  # where it begins anew: see `recording`
+    recorded: Mapping[int, Any]  # recorded results, if it is replayed: see `call_recording`
 
 
 @value_type
@@ -79,10 +79,10 @@ class WorkerReply:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """The result of a call that an episode makes once."""
+    """The result of a recorded call."""
 
     number: int  # of the episode
-    which: int  # of its results
+    which: int  # number of the call within the episode
     result: Any
 
 
@@ -94,11 +94,11 @@ class Greeting(NamedTuple):
     by_group: bool  # a reward that scores whole groups
 
 
-NOTE_BYTES = 8  # of the memory in which a worker notes which episode's code runs
+NOTE_BYTES = 8  # size of the shared memory that holds the episode whose code runs
 
 
 def write_commands(commands: Iterable[WorkerCommand]) -> bytes:
-    """Return a frame. It holds plain tuples: a class of our own takes pickle several times as long."""
+    """Return a frame of commands. It holds plain tuples, as a class of ours takes pickle several times as long."""
     return framed(pickle.dumps(list(map(tuple, commands))))
 
 
@@ -115,14 +115,14 @@ def framed(content: bytes) -> bytes:
 
 
 class Frames:
-    """Puts frames together from what arrives. Raises Garbled on one that is longer than `most` bytes."""
+    """Assembles frames from received bytes. Raises Garbled for a frame of more than `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._bytes = bytearray()
 
     def add(self, more: bytes) -> Iterator[bytes]:
-        """Yield the contents of the frames that are whole with this."""
+        """Yield the contents of the frames that these bytes complete."""
         self._bytes += more
         while len(self._bytes) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes)
@@ -189,7 +189,7 @@ def _written(message: dict[str, Any]) -> bytes:
 
 
 def read_greeting(content: bytes) -> Greeting | str:
-    """Return the kind of the environment, or the reason why there is none."""
+    """Return the kind of the environment, or the reason why it does not load."""
     message = _read(content)
     if message.keys() == {"ready", "async", "group"} and all(isinstance(flag, bool) for flag in message.values()):
         return Greeting(message["ready"], message["async"], message["group"])
@@ -199,7 +199,7 @@ def read_greeting(content: bytes) -> Greeting | str:
 
 
 def read_answer(content: bytes) -> WorkerReply | CallRecord:
-    """Raises Garbled."""
+    """Return a worker's answer. Raises Garbled if it is invalid."""
     message = _read(content)
     number, pictures, notes = message.pop("number", None), message.pop("pictures", {}), message.pop("notes", {})
     if type(number) is not int or len(message) > 1:
@@ -239,7 +239,7 @@ def read_answer(content: bytes) -> WorkerReply | CallRecord:
 
 
 def _take_pictures(given: dict[str, Any], messages: Any) -> None:
-    """Take the pictures of a turn. Its messages hold names: a worker may not have a file of ours read."""
+    """Store the pictures of a turn. Its messages refer to them by name, so that a worker cannot make us read a file."""
     for digest, data in given.items():
         try:
             known = PICTURES.put(b64decode(data, validate=True))
@@ -310,7 +310,7 @@ def _span(span: dict[str, Any]) -> SpanReward:
 def _read(content: bytes) -> dict[str, Any]:
     try:
         text = content.decode()
-        message, end = _READER.raw_decode(text)  # without the white space that `decode` looks for: nobody writes any
+        message, end = _READER.raw_decode(text)  # `decode` would skip white space
     except (ValueError, RecursionError) as error:
         raise Garbled(str(error)) from None
     if end != len(text):

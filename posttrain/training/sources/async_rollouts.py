@@ -1,10 +1,10 @@
-"""Rollouts of the steps of a run, sampled directly before the update of the step, or several steps ahead (asynchronous).
+"""Rollouts of the steps of a run, sampled directly before the step's update, or several steps ahead (asynchronous).
 
-This module defines the weights that sample each step. The rollouts of step n are sampled by the weights after step n - 1 -
-k, where k is the number of asynchronous steps. It counts steps, never time, so a run with k > 0 is as repeatable as one
-without. The first steps, for which there are no such weights, are sampled by those that the run begins with, or by those it
-is continued with after its end. With k > 0 a thread of its own samples during the updates, with a copy of the weights.
-Rollouts that no update has learned from yet are training state.
+This module defines which weights sample each step. With k asynchronous steps, the weights after step n - 1 - k sample
+the rollouts of step n. It counts steps, never time, so a run with k > 0 is as repeatable as one without. The first
+steps, for which no such weights exist, are sampled by the weights at the start of the run, or at its continuation after
+its end. With k > 0 a separate thread samples during the updates, with a copy of the weights. Rollouts that no update
+has learned from yet are training state.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ from posttrain.training.sources.collector import Collected, Collector, Mark
 from posttrain.training.sources.rollout_state import restored, stored
 
 T = TypeVar("T")
-END_SECONDS = 10.0  # for the thread to notice that its rollouts are not awaited any more
+END_SECONDS = 10.0  # for the thread to notice that its rollouts are no longer needed
 
 
 @dataclass(frozen=True)
 class PlayedStep:
-    """Step with its rollouts."""
+    """A step with its rollouts."""
 
     number: int
-    after: Mark  # how far the collector was then
+    after: Mark  # position of the collector after it
     collected: Collected
     stats: Stats
-    seconds: Mapping[str, float]  # "load", "play", and of that those in which all waited for environments or services
-    counts: Mapping[str, float]  # of services and engines; as seconds, unknown for steps sampled before a resumption
-    work: Mapping[str, float]  # what the engine counted in it: see `engines.throughput`
+    seconds: Mapping[str, float]  # "load", "play", and in "play" those spent waiting for environments or services
+    counts: Mapping[str, float]  # of services and engines; like seconds, unknown for steps from before a resumption
+    work: Mapping[str, float]  # counts of the engine in this step, see `engines.throughput`
 
 
 class StepQueue:
-    """Queue of steps that are sampled, or being sampled, and not learned from yet. All its memory is in `state`."""
+    """Queue of steps that are sampled, or being sampled, and not learned from yet. `state` holds all its memory."""
 
     def __init__(self, collector: Collector, groups: DynamicSampling | None, async_steps: int, last: int) -> None:
-        """`groups`: dynamic sampling, or None; `async_steps`: steps; `last`: the number of the run's last step."""
+        """`groups`: dynamic sampling, or None; `async_steps`: number of steps ahead; `last`: number of the run's last
+        step.
+        """
         self.groups, self.async_steps, self.last = groups, async_steps, last
         self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
         self._thread = WorkerThread("playing", compute_apart) if async_steps else None
@@ -55,10 +57,10 @@ class StepQueue:
             player = replace(collector.player, unwanted=self._thread.left, world=collector.player.world.apart())
             collector = replace(collector, player=player)
         self.collector = collector
-        self._learned = collector.mark  # how far the collector was behind the last step that was learned from
+        self._learned = collector.mark  # position of the collector after the last step learned from
 
     def take(self, number: int, learner: Learner) -> PlayedStep:
-        """Return the rollouts of a step. Steps that the current weights sample are begun before it waits for this one."""
+        """Return the rollouts of a step. Before waiting for it, begin the steps that the current weights sample."""
         begun = [number + place for place in range(len(self._steps))]
         copied: Model | None = None
         for coming in range(number + len(begun), min(number + self.async_steps, max(self.last, number)) + 1):
@@ -74,7 +76,7 @@ class StepQueue:
         return played
 
     def run_between_steps(self, play: Callable[[Any], T]) -> T:
-        """Return the result of `play(player)`, run after everything that was begun before."""
+        """Return the result of `play(player)`, run after all steps begun so far."""
         player = self.collector.player
         return play(player) if self._thread is None else self._thread.call(lambda: play(player)).result()
 
@@ -82,10 +84,10 @@ class StepQueue:
         return {**self._learned.state(), **({"ahead": list(self._steps)} if self._steps else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`. Raises ValueError, LookupError or TypeError if it is none of such a queue."""
+        """Restore a `state`. Raises ValueError, LookupError or TypeError if it is invalid."""
         self._learned = self.collector.restore(state)
         for row in state.get("ahead", ()):
-            if row is None:  # it failed and ended the run: it is sampled again, with the current weights
+            if row is None:  # it failed and ended the run, so it is sampled again, with the current weights
                 break
             played = self._restored(row)
             if self._steps and played.number != self._steps[-1].result().number + 1:
@@ -93,7 +95,7 @@ class StepQueue:
             self._steps.append(_Step(_made(played)))
 
     def close(self) -> None:
-        """Stop, and give up the steps that are being sampled."""
+        """Stop, and abandon the steps that are being sampled."""
         if self._thread is not None:
             self._thread.close(END_SECONDS)
 
@@ -121,14 +123,14 @@ class StepQueue:
         return dict(engine.pace()) if isinstance(engine, Paced) else {}
 
     def _counts(self) -> dict[str, float]:
-        """Return the counts of services, and of engines where there are several."""
+        """Return the counts of services, and of engines if there are several."""
         engine, services = self.collector.player.engine, self.collector.player.services
         engines = engine.counts() if isinstance(engine, Counting) else {}
         told = {f"services/{name}": value for name, value in services.counts().items()}
         return {**told, **{f"engines/{name}": value for name, value in engines.items()}}
 
     def _waited(self) -> dict[str, float]:
-        """Return the seconds so far in which nothing was sampled, because of environments or of services."""
+        """Return the seconds so far in which sampling waited for environments or services."""
         player = self.collector.player
         asked = {"services": player.services.waited} if player.services else {}
         return {"waiting": player.pool.waited, **asked}
@@ -145,7 +147,7 @@ class StepQueue:
 
 @dataclass(frozen=True)
 class _Step:
-    """Step that is being sampled, or has been. In a state it is stored as its rollouts."""
+    """A step that is being sampled, or has been. A state stores it as its rollouts."""
 
     result_of: Future[PlayedStep]
 
@@ -153,7 +155,7 @@ class _Step:
         return self.result_of.result()
 
     def plain(self) -> dict[str, Any] | None:
-        """Return the step as JSON data; None if it failed: then the run has ended with its error."""
+        """Return the step as JSON data; None if it failed, in which case the run has ended with its error."""
         try:
             played = self.result()
         except (Exception, CancelledError):

@@ -1,4 +1,4 @@
-"""Collection of a step's rollouts: tasks in their order, and groups that dynamic sampling replaces."""
+"""Collects a step's rollouts: draws tasks in their order, and replaces groups under dynamic sampling."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Collected:
     """Rollouts of a step."""
 
     played: list[Rollout]
-    kept: list[Rollout]  # those to learn from
-    left: Left  # what became of the others
-    places: dict[str, int]  # the place of each group's task
+    kept: list[Rollout]  # rollouts to learn from
+    left: Left  # fates of the other rollouts
+    places: dict[str, int]  # group -> place of its task
 
 
 @dataclass(frozen=True)
 class Open:
-    """Group with a reply that is not whole yet."""
+    """A group with an unfinished reply."""
 
     group: str
-    place: int  # of its task
+    place: int  # place of its task
     members: tuple[Rollout | Episode, ...]
 
     def plain(self) -> dict[str, Any]:
@@ -79,21 +79,21 @@ class Mark:
 
 @dataclass
 class Collector:
-    """Collector of the rollouts of steps. Its memory is the order of tasks, and groups that are not whole yet."""
+    """Collects the rollouts of steps. Its state is the order of tasks, and unfinished groups."""
 
     tasks: Placed
     player: Player
     size: Size
     seed: int
-    success: float | None  # rewards from it on are successes
-    too_long: TooLong | None = None  # takes note of prompts that do not fit; left out: the player alone sees to them
-    needs: frozenset[Need] = frozenset()  # of the algorithm: rewards are compared by these parts
+    success: float | None  # the reward from which on a reply succeeds
+    too_long: TooLong | None = None  # records prompts that do not fit; None: only the player handles them
+    needs: frozenset[Need] = frozenset()  # needs of the algorithm, which decide how rewards are compared
     rewarded: bool = True  # whether anything scores the replies
     plan: BranchPlan | None = None  # how the rollouts of a group branch
-    tokens: int = 0  # of each reply that a step samples at most; the rest comes in later ones. 0: all of it
-    order: TaskOrder = None  # type: ignore[assignment]  # which task comes next; left out: each once per epoch
+    tokens: int = 0  # most tokens of each reply that a step samples, later steps continue it; 0: no limit
+    order: TaskOrder = None  # type: ignore[assignment]  # decides which task is next; default: each once per epoch
     _open: dict[str, Open] = field(default_factory=dict, init=False)  # by group
-    _places: dict[str, int] = field(default_factory=dict, init=False)  # of the tasks of groups that were drawn
+    _places: dict[str, int] = field(default_factory=dict, init=False)  # group that was drawn -> place of its task
 
     def __post_init__(self) -> None:
         if self.size.prompts > len(self.tasks):
@@ -104,10 +104,10 @@ class Collector:
         self.order = self.order or Uniform(len(self.tasks), self.seed)
 
     def collect(self, number: int, groups: DynamicSampling | None, stats: Stats) -> Collected:
-        """Return the rollouts of step `number`. With `groups`, groups without signal are replaced, within its budget."""
+        """Return the rollouts of step `number`. With `groups`, replace groups without signal, within its budget."""
         budget = self.size.prompts * (groups.rounds if groups else 1)
         if self.too_long is not None:
-            self.too_long.take()  # what was met elsewhere
+            self.too_long.take()  # drops counts from elsewhere
         played: list[Rollout] = []
         kept: list[Rollout] = []
         left: Left = {}
@@ -155,7 +155,7 @@ class Collector:
         return Collected(played, kept, left, places)
 
     def _solved(self, played: Sequence[Rollout]) -> list[Solved]:
-        """Return how often each task was solved; nothing where no reward counts as a success."""
+        """Return how often each task was solved; [] without a success threshold."""
         success, found, ids = self.success, dict[int, list[bool]](), dict[int, str]()
         if success is None:
             return []
@@ -167,7 +167,7 @@ class Collector:
         return [Solved(place, ids[place], sum(own), len(own) - sum(own)) for place, own in found.items()]
 
     def _whole(self, begun: list[Episode]) -> list[Rollout]:
-        """Begin these episodes and continue those that are not whole; return the rollouts of whole groups."""
+        """Begin these episodes and continue unfinished ones; return the rollouts of complete groups."""
         members: dict[str, list[Rollout | Episode]] = {
             group: list(found.members) for group, found in self._open.items()
         }
@@ -191,7 +191,7 @@ class Collector:
         return Mark(self.order.state(), tuple(self._open.values()))
 
     def restore(self, state: Mapping[str, Any]) -> Mark:
-        """Continue from a mark, given as JSON data. Raises ValueError, LookupError or TypeError if it is none."""
+        """Continue from a mark, given as JSON data. Raises ValueError, LookupError or TypeError if it is invalid."""
         self.order.restore(state)
         found = [self._opened(row) for row in state.get("open", ())]
         self._open = {group.group: group for group in found}
@@ -222,18 +222,18 @@ class Collector:
         return Open(group, place, members)
 
     def _fits(self, place: int, task: Task) -> bool:
-        """Whether a prompt fits, as far as that is known before its episode."""
+        """Return whether a prompt fits, as far as that is known before its episode runs."""
         if self.too_long is None or not self.player.pool.single_turn:
             return True
         return Prompts(self.tasks, self.player.tokenizer, self.too_long).leaves_room(place, task)
 
     def episodes(self, number: int, count: int) -> list[Episode]:
-        """Return further episodes of step `number`: of the next `count` tasks, one for each member of the group.
+        """Return further episodes of step `number`: those of the next `count` tasks, one for each member of the group.
 
-        For a task whose prompt does not fit the next is taken.
+        A task whose prompt does not fit is replaced by the next one.
         """
         episodes: list[Episode] = []
-        read: dict[int, Task] = {}  # by place: to read a row takes longer than to make its episodes
+        read: dict[int, Task] = {}  # place -> task; reading a row takes longer than making its episodes
 
         def fits(place: int) -> bool:
             task = read[place] = self.tasks[place]
@@ -251,7 +251,7 @@ class Collector:
 
 
 def baselined(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Left]:
-    """Give each rollout the reward of its group's greedy one; return all but these, and their fates.
+    """Set each rollout's baseline to the reward of its group's greedy one; return the other rollouts, and the fates.
 
     A group whose greedy rollout has no valid reward has no baseline, and is left out.
     """
@@ -274,7 +274,10 @@ def baselined(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Left]:
 def _informative(
     rollouts: list[Rollout], scores: Scores, groups: DynamicSampling, spent: bool
 ) -> tuple[list[Rollout], Left]:
-    """Return the rollouts of groups that dynamic sampling keeps, and the fates of the others. `spent`: no budget is left."""
+    """Return the rollouts of groups that dynamic sampling keeps, and the fates of the others.
+
+    `spent`: no budget is left.
+    """
     kept, left = [], dict[int, tuple[Fate, str]]()
     columns = groups(scores).tolist(), equal_rewards(scores).tolist(), scores.reward.tolist()
     for rollout, keep, equal, reward in zip(rollouts, *columns, strict=True):

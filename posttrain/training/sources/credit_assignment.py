@@ -1,4 +1,4 @@
-"""Credit assignment: from rollouts to the inputs of the loss, the scoreboard, advantages and outputs of the models.
+"""Credit assignment: from rollouts to the inputs of the loss: scoreboard, advantages and outputs of the models.
 
 S    rollouts of an optimizer batch    n_i    scored tokens of rollout i
 """
@@ -24,22 +24,25 @@ from posttrain.training.sources.scoreboard import scoreboard
 from posttrain.training.sources.teacher_targets import Teachers
 
 EVALUATED = {Need.VALUE: "value", Need.ENTROPY: "entropy", Need.KL: "kl"}
-"""Output of the learner at rollout time -> its field of `Outputs`."""
+"""Output of the learner after sampling -> its field of `Outputs`."""
 
 
 @dataclass(frozen=True)
 class Credited:
-    """Rollouts with the inputs of the loss for each."""
+    """Rollouts with the loss inputs of each."""
 
     rollouts: Sequence[Rollout]
     scores: Scores
     per_token: Mapping[str, list[Tensor]]  # field of `Batch` -> [n_i] of each rollout
-    views: Mapping[str, list[Tensor]]  # "old" and "reference", as far as they were asked for: log-probabilities
-    shaping: Tensor | None = None  # float64 [S], what was added to each reward
-    selected: Sequence[Tensor] = ()  # bool [n_i], which tokens have kept their advantage; (): all
+    views: Mapping[str, list[Tensor]]  # log-probabilities "old" and "reference", if needed
+    shaping: Tensor | None = None  # float64 [S], added to each reward
+    selected: Sequence[Tensor] = ()  # bool [n_i], whether a token has kept its advantage; (): all have
 
     def advantages(self) -> tuple[list[float], list[bool]]:
-        """Return the mean advantage of each rollout, and whether any token has one. All at once: there may be thousands."""
+        """Return the mean advantage of each rollout, and whether any of its tokens has one.
+
+        Vectorised for thousands of rollouts.
+        """
         if not self.rollouts:
             return [], []
         sizes = self.scores.length.long().numpy()
@@ -77,7 +80,9 @@ def credit(
     stats: Stats,
     teachers: Teachers | None = None,
 ) -> Credited:
-    """Compute the scoreboard and the advantages of these rollouts, as far as the algorithm's components need them."""
+    """Compute the scoreboard and the advantages of these rollouts, with the outputs that the algorithm's components
+    need.
+    """
     if not rollouts:
         return Credited([], scoreboard([]), {"advantage": []}, {})
     needs = algorithm.needs
@@ -126,7 +131,7 @@ def _penalty(
     views: Mapping[str, list[Tensor]],
     coefficients: Mapping[str, float],
 ) -> list[Tensor]:
-    """Return the deduction of KL and entropy from each token's reward, [n_i] for each rollout; [] where there is none."""
+    """Return the KL and entropy penalty subtracted from tokens' rewards, [n_i] for each rollout; [] without any."""
     kl, entropy, found = algorithm.kl, algorithm.entropy, list[list[Tensor]]()
     if kl is not None and kl.where == "reward":
         exact = kl.estimator == "exact"
@@ -138,7 +143,7 @@ def _penalty(
 
 
 def _returns(algorithm: Algorithm, scores: Scores, stats: Stats) -> dict[str, list[Tensor]]:
-    """Return the critic's values of rollout time and its target returns, where it learns returns."""
+    """Return the critic's values after sampling and its target returns, if it learns returns."""
     assert algorithm.critic is not None
     aim = algorithm.critic.targets(algorithm.advantage, scores)
     if aim is None:

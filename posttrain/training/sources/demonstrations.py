@@ -1,4 +1,4 @@
-"""Episodes to imitate: rows with replies are run through their environment, recorded rollouts are taken unchanged."""
+"""Episodes to imitate: rows with replies run through their environment; recorded rollouts are taken unchanged."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from posttrain.envs.play.service_client import Services
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_rows import said_by, transcripts_of
 
-MOST_FAILED = 3  # episodes in a row: so many look like all of them
-ENDLESS = 1 << 30  # tokens: whether a demonstration fits is seen to where it is learned from
+MOST_FAILED = 3  # consecutive failed episodes after which all are assumed to fail
+ENDLESS = 1 << 30  # no limit, in tokens: whether a demonstration fits is checked later
 
 Enact = Callable[[Task], list[tuple[list[Transcript], float]]]
-"""Runs a task with its own `replies`; returns the transcripts to imitate of each side, by context, and its reward."""
+"""Runs a task with its own `replies`; returns (transcripts to imitate, by context, and reward) of each side."""
 
 
 def demonstration_runner(
@@ -26,7 +26,7 @@ def demonstration_runner(
 ) -> Enact:
     """Return a function that runs demonstrations through this environment.
 
-    It raises UserError where replies and environment do not fit together. `services` answer the environment's requests.
+    It raises UserError if replies and environment do not fit together. `services` answer the environment's requests.
     """
     services = services or Services()
 
@@ -36,7 +36,7 @@ def demonstration_runner(
         player = Player(pool, engine, tokenizer, Sampling(max_tokens=ENDLESS), ENDLESS, services=services)
         try:
             rollouts = player.play([Episode(own, str(task.get("id")), 0)])
-        except UserError:  # in the middle of it; the next row may succeed nevertheless
+        except UserError:  # in the middle of an episode; the next row may still succeed
             pool.clear()
             raise
         earned = [rollout.reward for rollout in rollouts if not isinstance(rollout.reward, Invalid)]
@@ -52,11 +52,11 @@ def demonstration_runner(
 
 
 def episode_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> Iterator[str]:
-    """Yield all texts of such episodes, one context at a time, to train a tokenizer on.
+    """Yield all texts of such episodes, context by context, to train a tokenizer on.
 
-    `tokenizer`: the one that they run with, which knows every byte. Tasks without replies, and those whose episodes fail,
-    yield nothing: their errors are reported where they are learned from. After `MOST_FAILED` consecutive failures no more
-    are run: each may have taken all the time that an environment has.
+    `tokenizer`: the one that the episodes run with, which encodes every byte. Tasks without replies, and those whose
+    episodes fail, yield nothing; their errors are reported in training. After `MOST_FAILED` consecutive failures no
+    more episodes run, as each may have taken all the time that an environment has.
     """
     failed = 0
     for task in filter(is_script, tasks):
@@ -74,7 +74,7 @@ def episode_texts(enact: Enact, tokenizer: Tokenizer, tasks: Iterable[Task]) -> 
 
 
 def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:
-    """Return the same tokens, the trainable ones as those of a demonstration."""
+    """Return transcripts of the same tokens, with the trainable ones as demonstrated tokens."""
     found = []
     for transcript in transcripts:
         other = Transcript()
@@ -94,7 +94,7 @@ def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:
 
 
 def stored(task: Task, tokenizer: Tokenizer) -> tuple[list[Transcript], float | None]:
-    """Return the transcripts of a recorded rollout, and its reward, None where that is invalid.
+    """Return the transcripts of a recorded rollout, and its reward, None if invalid.
 
     Raises UserError if it is damaged, or was made with another tokenizer.
     """

@@ -1,8 +1,8 @@
-"""Diversity of the replies of a group: a group whose members are all alike has nothing left to compare.
+"""Diversity of the replies of a group: a group whose members are all alike has no signal.
 
-The measures are distinct n-grams (distinct-n of Li et al. 2016, arXiv:1510.03055) and, in place of
-self-BLEU, the mean similarity of two replies of a group, which is 2 x their longest common subsequence / the sum of
-their lengths. All of them are on token ids, so that no text is decoded.
+The measures are distinct n-grams (distinct-n of Li et al. 2016, arXiv:1510.03055) and, in place of self-BLEU, the mean
+similarity of two replies of a group: 2 x their longest common subsequence / the sum of their lengths. All are computed
+on token ids, so that no text is decoded.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 from rapidfuzz import process
 from rapidfuzz.distance import Indel
 
-GROUPS = 16  # looked at in a step, the first ones: 0.2 ms for replies of 10 tokens, 2 ms for 100, 100 ms at most
-MEMBERS = 8  # looked at in a group, the first ones
-TOKENS = 1024  # looked at in a reply, the first ones: comparing two grows with the square of their length
+GROUPS = 16  # first groups of a step that are measured: 0.2 ms for replies of 10 tokens, 2 ms for 100, 100 ms at most
+MEMBERS = 8  # first replies of a group that are measured
+TOKENS = 1024  # first tokens of a reply that are measured: comparison is quadratic in the length
 
 
 def diversity(groups: Sequence[Sequence[Sequence[int]]]) -> dict[str, tuple[float, float]]:
-    """Return (sum, count) of each measure, for `Stats.merge`; a count of 0 where it is not defined.
+    """Return (sum, count) of each measure, for `Stats.merge`; a count of 0 if it is undefined.
 
     `groups`: for each group the sampled token ids of its replies.
 
     diversity/distinct_1, diversity/distinct_2: distinct tokens, and pairs of neighbours, of a group / all of them.
-        Near 1: nothing is repeated. Longer replies have lower values, so compare within a run.
-    diversity/similarity: over all pairs of one group. 1: the same reply every time; 0: no token in common.
+      Near 1: nothing is repeated. Longer replies have lower values, so compare within a run.
+    diversity/similarity: mean over all pairs of one group. 1: the same reply every time; 0: no token in common.
     """
     distinct, total = (0, 0), (0, 0)
     alike, pairs = 0.0, 0

@@ -1,6 +1,7 @@
-"""Recording of given rows with the values of their tokens: demonstrations, and responses of preference examples.
+"""Records some given rows, demonstrations or preference examples, with the values of their tokens.
 
-No rollouts are sampled, so the record has a sample of the rows, as many as `TokenRecording` takes groups of a step of RL.
+No rollouts are sampled, so the record has a sample of the rows, as many as `TokenRecording` takes groups of a step of
+RL.
 
 n_i    scored tokens of a row: of all its transcripts
 """
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EVERY = 10
-"""A sample is taken of the steps 1, 11, 21 ...: passes over rows have many short ones."""
+"""Rows are sampled at steps 1, 11, 21 ..., since passes over rows have many short steps."""
 
 
 @dataclass
 class _Row:
-    """Recorded row: a rollout of all its transcripts, or one for each response."""
+    """A recorded row: one rollout with all its transcripts, or one for each response."""
 
     outcomes: list[Outcome]
 
     def give(self, name: str, values: NDArray[Any]) -> None:
-        """Give values [n_i] to the tokens of the rollouts."""
+        """Assign values [n_i] to the tokens of the rollouts."""
         first = 0
         for outcome in self.outcomes:
             last = first + outcome.rollout.n_scored
@@ -49,9 +50,10 @@ class _Row:
         assert first == len(values)
 
     def judge(self, values: NDArray[Any], read: Read) -> None:
-        """Set scores [readings], before any offset, as the rewards of responses; scores of steps at their ends.
+        """Set scores [readings], before any offset, as the rewards of responses; scores of steps as step rewards at
+        their ends.
 
-        Of two responses that were compared, the better one has the difference of their scores.
+        If two responses were compared, the better one also gets the difference of their scores.
         """
         rollouts = [outcome.rollout for outcome in self.outcomes]
         ends = accumulate((readings(rollout.transcripts[0], read) for rollout in rollouts), initial=0)
@@ -72,18 +74,18 @@ class _Row:
 
 @dataclass
 class ExampleRecording:
-    """Recording of some rows of each step, with the values that its update computes for them."""
+    """Records some rows of each step, with the values that its update computes for them."""
 
     recording: TokenRecording
     learner: Learner
     tokens_per_microbatch: int
-    read: Read = "next"  # else responses are scored, and there are no log-probabilities
-    _rows: dict[int, _Row] = field(default_factory=dict)  # by their places in the step
+    read: Read = "next"  # otherwise responses are scored, without log-probabilities
+    _rows: dict[int, _Row] = field(default_factory=dict)  # place in the step -> row
     _sink: TokenSink = field(default_factory=TokenSink)
     _places: dict[int, int] = field(default_factory=dict)  # place in [S] -> in the step
 
     def choose(self, made: ExampleStream[X], rows: int, number: int, found: Sequence[tuple[int, X]]) -> list[Outcome]:
-        """Choose the recorded rows of a step and return their outcomes. The rows come with their places."""
+        """Choose the rows of a step to record, and return their outcomes. `found`: (place of the row, example)."""
         self._rows = {}
         if self.recording.level != "full" and number % EVERY != 1:
             return []
@@ -98,7 +100,10 @@ class ExampleRecording:
         return [outcome for row in self._rows.values() for outcome in row.outcomes]
 
     def sink(self, order: Sequence[int]) -> TokenSink | None:
-        """Return the sink for the values of these rows: `order[i]` is the place of the i-th in the step."""
+        """Return the sink for the values of these rows; None if nothing is recorded.
+
+        `order[i]`: place of row i in the step.
+        """
         if self.recording.level == "tokens" and self.read == "next":
             return None
         self._places = {i: place for i, place in enumerate(order) if place in self._rows}
@@ -106,13 +111,13 @@ class ExampleRecording:
         return self._sink
 
     def note(self, name: str, values: Mapping[int, Tensor]) -> None:
-        """Note a column that is known before the update: [n_i] of rows by their places in the step."""
+        """Record a column known before the update. `values`: place in the step -> [n_i]."""
         mine = [place for place in values if place in self._rows] if self.recording.level != "tokens" else []
         for place, own in zip(mine, on_cpu([values[place] for place in mine]), strict=True):
             self._rows[place].give(name, own)
 
     def settle(self, step: TrainingStep) -> None:
-        """Complete the outcomes of a step that has been learned from."""
+        """Complete the outcomes of a step after its update."""
         for i, columns in self._sink.settle().items():
             row = self._rows[self._places[i]]
             for name, values in columns.items():
@@ -130,11 +135,11 @@ class ExampleRecording:
         self._rows, self._places, self._sink = {}, {}, TokenSink()
         if skipped:
             for outcome in step.outcomes:
-                outcome.numbers.pop("weight", None)  # nothing was moved with it
+                outcome.numbers.pop("weight", None)  # the update was skipped, so the weight moved nothing
 
 
 def task_of(made: ExampleStream[Any], place: int) -> Task:
-    """Return the task at a place. Rows without end are not read a second time: such a task has its place alone."""
+    """Return the task at a place. Rows without end are not read twice: their tasks have only the place as id."""
     return made.tasks[place] if len(made) < ENDLESS else {"id": str(place)}
 
 
@@ -143,7 +148,9 @@ def _transcripts(row: _Row) -> list[Transcript]:
 
 
 def _outcomes(task: Task, epoch: int, made: Any, tokenizer: Tokenizer) -> list[Outcome]:
-    """Return the outcomes of a row: one of a demonstration; of a preference example one per response, with its label."""
+    """Return the outcomes of a row: one for a demonstration; for a preference example one per response, with its
+    labels.
+    """
     group = f"{task['id']}#{epoch}"
     if not isinstance(made, PreferenceExample):
         return [Outcome(_rollout(task, group, list(made), tokenizer))]
@@ -162,7 +169,7 @@ def _outcomes(task: Task, epoch: int, made: Any, tokenizer: Tokenizer) -> list[O
 
 
 def _rollout(task: Task, group: str, transcripts: list[Transcript], tokenizer: Tokenizer) -> Rollout:
-    """Return a rollout for readers of the record. It has no score yet."""
+    """Return a rollout without a score, for readers of the record."""
     turns = [
         PlayedTurn(
             span.kind,

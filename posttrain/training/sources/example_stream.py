@@ -1,4 +1,4 @@
-"""Training examples from rows without episodes: made lazily from tasks, with the order in which steps visit them."""
+"""Training examples from rows without episodes: made lazily from tasks, in the order in which steps visit them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ REMEMBERED = 1 << 21  # tokens: some 60 MB
 
 
 class ExampleStream(Sequence["X | None"], Generic[X]):
-    """Training examples of tasks, each made on access; None for one that is too long and skipped.
+    """Training examples of tasks, each made on access; None for one that is too long and skipped, or unwanted.
 
-    The first ones are cached, `REMEMBERED` tokens of them, so that small data is tokenised once.
+    The first ones are cached, up to `REMEMBERED` tokens, so that small data is tokenised once.
     """
 
-    noun: ClassVar[str]  # what one of them is called, in messages
+    noun: ClassVar[str]  # name of an example in messages
 
     def __init__(
         self, tasks: Placed, tokenizer: Tokenizer, eos_ids: Sequence[int], vocab: int, too_long: TooLong
@@ -35,9 +35,9 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
         self.tasks, self.tokenizer, self.eos_ids, self.vocab, self.too_long = tasks, tokenizer, eos_ids, vocab, too_long
         self._remembered: dict[int, X] = {}
         self._room = REMEMBERED
-        self.unwanted = 0  # that were asked for
-        self.mixed: MixedRows | None = None  # the order of a mixture, once a step was asked for
-        if too_long.policy == "refuse" and len(tasks) < ENDLESS:  # better now than in the middle of a run
+        self.unwanted = 0  # number of unwanted examples since the last report
+        self.mixed: MixedRows | None = None  # the order of a mixture, set at the first step
+        if too_long.policy == "refuse" and len(tasks) < ENDLESS:  # refuses now, not in the middle of a run
             for place in range(len(tasks)):
                 self[place]
 
@@ -79,7 +79,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
         return made
 
     def check(self) -> None:
-        """Raise UserError where no example fits, before a run's folder is made."""
+        """Raise UserError if no example fits, before a run's folder is created."""
         try:
             draw(len(self), 0, 1, 0, lambda place: self[place] is not None)
         except UserError:
@@ -100,7 +100,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
 
 
 class Memoryless:
-    """Mixin of a `Source` without state: a step depends on its number alone."""
+    """Mixin for a `Source` without state: a step depends on its number alone."""
 
     def learned(self, step: TrainingStep, stats: Stats) -> None:
         pass
@@ -117,9 +117,11 @@ def steps_per_epoch(made: ExampleStream[X], rows: int) -> int:
 
 
 def examples_of_step(made: ExampleStream[X], rows: int, seed: int, number: int) -> list[tuple[int, X]]:
-    """Return (place, example) of the rows of a step: `rows` of them, in a new order each epoch, the last step of it short.
+    """Return (place, example) of the rows of a step: `rows` of them, in a new order each epoch, whose last step is
+    short.
 
-    They follow from the number alone. Those that do not fit are missing; a step of which none fits has the next that does.
+    They depend on the number alone. Examples that do not fit are missing; if none fits, the step has the next one that
+    does.
     """
     if isinstance(made.tasks, MixedTasks):
         return _of_mixture(made, made.tasks, rows, seed, number)
@@ -135,7 +137,7 @@ def examples_of_step(made: ExampleStream[X], rows: int, seed: int, number: int) 
 
 
 def _of_mixture(made: ExampleStream[X], tasks: MixedTasks, rows: int, seed: int, number: int) -> list[tuple[int, X]]:
-    """Return the same of a mixture, whose rows come by their shares: a step has always `rows` of them."""
+    """Return (place, example) of the rows of a mixture's step, by the shares of its parts: always `rows` of them."""
     if made.mixed is None or (made.mixed.rows, made.mixed.seed) != (rows, seed):
         made.mixed = MixedRows(tasks, rows, seed)
     found = [(place, one) for place in made.mixed.of_step(number) if (one := made[place]) is not None]

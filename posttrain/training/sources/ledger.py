@@ -1,11 +1,11 @@
 """Ledger of a step's rollouts: the fate of each with its reason, and the recorded values of its tokens.
 
-The fates of a step add up to the rollouts that it sampled. Flags beside them:
+The counts of a step's fates add up to the rollouts that it sampled. Further flags:
 
 moved by KL, entropy, critic, teacher, imitation, action values    no token of it has an advantage, and this moved it
 bounds the step                  likewise, and a trust region measures its KL there
-critic warm-up                   the policy did not move, and the critic alone learned from it
-update skipped                   an update that was given it moved nothing: its gradient was not finite
+critic warm-up                   the policy did not move, and only the critic was trained on it
+update skipped                   an update with it moved nothing, because its gradient was not finite
 
 n_i    scored tokens of rollout i    S    rollouts of an optimizer batch
 """
@@ -45,7 +45,7 @@ OF_CREDIT = {
 
 @dataclass(slots=True)
 class _Account:
-    """Account of one rollout."""
+    """The ledger's entry of one rollout."""
 
     rollout: Rollout
     fate: Fate = Fate.UNSELECTED
@@ -55,9 +55,9 @@ class _Account:
     shaping: float = 0.0
     penalty: float = 0.0
     replayed: bool = False
-    flags: dict[str, None] = field(default_factory=dict)  # in the order in which they came
-    updates: list[int] = field(default_factory=list)  # that were given it: 1 the first
-    skipped: int = 0  # of these
+    flags: dict[str, None] = field(default_factory=dict)  # in order of arrival
+    updates: list[int] = field(default_factory=list)  # numbers of the updates with it, from 1 on
+    skipped: int = 0  # number of these that were skipped
     numbers: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def outcome(self, updates: int) -> Outcome:
@@ -66,7 +66,7 @@ class _Account:
         numbers = dict(self.numbers)
         if (
             self.updates == [1] and "learner" in numbers
-        ):  # with the weights that the step began with: the values are the same
+        ):  # computed by the weights at the step's start, so the values are the same
             numbers.pop("before", None)
         return Outcome(self.rollout, self.advantage, *told, numbers=numbers)
 
@@ -83,7 +83,7 @@ class _Account:
 
 @dataclass(frozen=True)
 class _Fed:
-    """Update with the accounts of its rollouts, by their places in its batches."""
+    """An update with the entries of its rollouts, by their places in its batches."""
 
     sink: TokenSink
     accounts: Mapping[int, _Account]
@@ -95,7 +95,7 @@ class Ledger:
     def __init__(
         self, algorithm: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: TokenRecording
     ) -> None:
-        """`left`: the fate of rollouts that were dropped before credit assignment."""
+        """`left`: the fates of rollouts that were dropped before credit assignment."""
         self.algorithm, self.number, self.recording = algorithm, number, recording
         self._accounts = {id(rollout): _Account(rollout) for rollout in played}  # in their order
         for key, (fate, why) in left.items():
@@ -116,7 +116,7 @@ class Ledger:
     # -- before the updates --------------------------------------------------------------------------------------------
 
     def credit(self, credited: Credited) -> None:
-        """Note the advantages of the remaining rollouts."""
+        """Record the advantages of the remaining rollouts."""
         if not credited.rollouts:
             return
         self._credited = credited
@@ -143,7 +143,7 @@ class Ledger:
         """Draw the groups whose token values are recorded, once the rollouts of each update are known."""
         again = [self._enter(part) for part in parts]
         drawn = [self._accounts[id(rollout)] for part in parts for rollout in part.rollouts]
-        # of those that are moved, where only some are taken: of the others there is little to see
+        # only groups that move, if not all are recorded: the others show little
         full = self.recording.level == "full"
         groups = {a.rollout.group for a in drawn if full or a.moved or self.algorithm.moves_every_token}
         if full and self._credited is not None:
@@ -155,9 +155,9 @@ class Ledger:
             self._note(part, rows)
 
     def _enter(self, part: Credited) -> list[int]:
-        """Add rollouts of earlier steps that this update drew to the ledger; return their places in it.
+        """Add entries for rollouts of earlier steps that this update drew; return their places in the part.
 
-        Their tasks are not kept with them, and a continued run has to record the same.
+        Their tasks are left out, as a resumed run does not have them and has to record the same.
         """
         again = [i for i, rollout in enumerate(part.rollouts) if id(rollout) not in self._accounts]
         means, moved = part.advantages() if again else ([], [])
@@ -168,7 +168,7 @@ class Ledger:
         return again
 
     def _note(self, credited: Credited, rows: Iterable[int]) -> None:
-        """Note the values of these rollouts' tokens that are known before the updates."""
+        """Record the values of these rollouts' tokens that are known before the updates."""
         chosen = [i for i in rows if credited.rollouts[i].group in self._chosen]
         columns = {OF_CREDIT[name]: values for name, values in credited.per_token.items() if name in OF_CREDIT}
         views = {"before": credited.views.get("old"), "reference": credited.views.get("reference")}
@@ -187,7 +187,8 @@ class Ledger:
     # -- the updates ---------------------------------------------------------------------------------------------------
 
     def feed(self, part: Credited, fed: Sequence[int], coefficients: Mapping[str, float], routers: bool) -> TokenSink:
-        """Note the rollouts of the next update, by their places in `part`; return the sink for the values that it computes.
+        """Record the rollouts of the next update, by their places in `part`; return the sink for the values that it
+        computes.
 
         `routers`: whether the learner adds losses of routers.
         """
@@ -203,7 +204,7 @@ class Ledger:
         return sink
 
     def _flags(self, part: Credited, i: int, coefficients: Mapping[str, float]) -> list[str]:
-        """Return the flags of a rollout that something other than its advantage moves."""
+        """Return the flags of a rollout without an advantage: the other terms that move its tokens."""
         algorithm, success = self.algorithm, part.scores.success
         critic = ["moved by critic"] if algorithm.critic is not None else []
         penalised = (
@@ -236,13 +237,13 @@ class Ledger:
                 for name, values in columns.items():
                     if name != "weight":
                         account.numbers[name] = values
-                    elif not update.sink.skipped:  # nothing was moved with it
+                    elif not update.sink.skipped:  # a skipped update moves nothing
                         account.numbers[name] = account.numbers.get(name, np.zeros_like(values)) + values
         if self.recording.after:
             self._look_again(learner, tokens_per_microbatch)
 
     def _look_again(self, learner: Learner, tokens_per_microbatch: int) -> None:
-        """Run one forward pass under the weights that the step ends with."""
+        """Compute log-probabilities under the weights at the step's end, in one forward pass."""
         chosen = [a for a in self._accounts.values() if a.rollout.group in self._chosen and a.advantage is not None]
         if chosen:
             seen = view(learner, [a.rollout for a in chosen], tokens_per_microbatch)["logp"]
@@ -250,6 +251,8 @@ class Ledger:
                 account.numbers["after"] = values
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes of all sampled rollouts in their order, followed by the replayed ones that were fed."""
+        """Return the outcomes of all sampled rollouts in their order, followed by replayed ones that an update
+        trained.
+        """
         accounts = self._accounts.values()
         return [a.outcome(len(self._updates)) for a in accounts if not a.replayed or a.updates]

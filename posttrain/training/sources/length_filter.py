@@ -1,4 +1,4 @@
-"""Treatment of rows that do not fit into the model's context: see `--too-long`."""
+"""Handling of rows that do not fit into the model's context: see `--too-long`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.data.tasks import ENDLESS
 from posttrain.envs.play.load_env import opening
 
 Policy = Literal["skip", "truncate", "refuse"]
-NAMED = 3  # rows; further ones are only counted
+NAMED = 3  # rows that are named; further ones are only counted
 
 
 class Placed(Protocol):
@@ -26,12 +26,12 @@ class Placed(Protocol):
 
 @dataclass
 class TooLong:
-    """Treatment of rows that do not fit: refuses them, or counts them and names the first ones by their place."""
+    """Handler of rows that do not fit: refuses them, or counts them and names the first ones by their place."""
 
     policy: Policy
     context: int  # tokens
     say: Callable[[str], None]
-    count: int = 0  # since it was last asked for
+    count: int = 0  # since the last `take`
     _named: set[str] = field(default_factory=set)
 
     def meet(self, where: str, what: str, cut: bool) -> None:
@@ -46,14 +46,14 @@ class TooLong:
             self.say(f"{told}: it is {'cut' if cut else 'left out'} (--too-long){last}")
 
     def take(self) -> int:
-        """Return their number since the last call."""
+        """Return the number of rows that did not fit since the last call."""
         count, self.count = self.count, 0
         return count
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Tasks whose prompts leave room for a reply, or are cut until they do."""
+    """Tasks and the check that their prompts leave room for a reply, or are cut until they do."""
 
     tasks: Placed
     tokenizer: TextEncoder
@@ -63,7 +63,7 @@ class Prompts:
         return self.leaves_room(place, self.tasks[place])
 
     def leaves_room(self, place: int, task: Task) -> bool:
-        """Return whether the task at this place fits."""
+        """Return whether the prompt of the task at this place leaves room for a reply, perhaps after a cut."""
         try:
             length = len(Conversation(self.tokenizer).show(opening(task), None))
         except PictureError as error:
@@ -75,7 +75,7 @@ class Prompts:
         return cut
 
     def check(self) -> None:
-        """With `refuse`: measure all of them now, since in the middle of a run it would be too late."""
+        """With "refuse", measure all prompts now, as refusing one in the middle of a run is too late."""
         if self.too_long.policy == "refuse" and len(self.tasks) < ENDLESS:
             for place in range(len(self.tasks)):
                 self.fits(place)

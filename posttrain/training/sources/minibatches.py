@@ -1,4 +1,4 @@
-"""Minibatches: the rollouts of each optimizer update of a step, and the weight of every token.
+"""Minibatches: the rollouts of each optimizer update of a step, and the weights of their tokens.
 
 S    rollouts of an optimizer batch    n_i    scored tokens of rollout i
 """
@@ -31,7 +31,7 @@ from posttrain.training.sources.teacher_targets import Teachers
 
 @dataclass(frozen=True)
 class Minibatches:
-    """Maker of the updates of steps. Its only memory is the replay buffer."""
+    """Builds the updates of steps. Its only state is the replay buffer."""
 
     algorithm: Algorithm
     learner: Learner
@@ -40,14 +40,14 @@ class Minibatches:
     success: float | None
     texts: Sequence[
         Sequence[Transcript] | None
-    ]  # imitated beside the rollouts, by an algorithm with a pretraining term
+    ]  # imitated besides the rollouts, by an algorithm with a pretraining term
     buffer: ReplayBuffer | None
     teachers: Teachers | None = None
 
     def updates(
         self, number: int, credited: Credited, coefficients: Mapping[str, float], ledger: Ledger
     ) -> list[Callable[[], list[Batch]]]:
-        """Return one thunk per optimizer update of step `number`. The ledger notes the rollouts of each update."""
+        """Return one thunk per optimizer update of step `number`. The ledger records the rollouts of each update."""
         chosen = self._shuffled(number, credited) if self.buffer is None else self._replayed(number, credited)
         ledger.choose(chosen)
         told = dict(coefficients), ledger, self.learner.version
@@ -56,15 +56,15 @@ class Minibatches:
     def _build(
         self, number: int, place: int, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, start: int
     ) -> list[Batch]:
-        """`start`: the version of the weights that the step began with."""
+        """Build the micro-batches of an update. `start`: the version of the weights at the step's start."""
         self._check_older(part, start)
         # The first update is on policy: the old log-probabilities are the current ones.
         batches = self._weighted(part, coefficients, ledger, fresh=place == 0)
-        # While a critic warms up the policy does not move, nor learn its texts.
+        # While a critic warms up, the policy is trained neither on rollouts nor on texts.
         return [*batches, *self._texts(number, place)] if coefficients.get("policy", 1.0) else batches
 
     def _check_older(self, part: Credited, start: int) -> None:
-        """Assert that the algorithm has an importance weight for tokens of other weights than those that learn."""
+        """Assert that the algorithm has an importance weight for tokens sampled by other weights than the learner's."""
         found = {span.version for r in part.rollouts for t in r.transcripts for span in t.spans}
         others = {version for version in found if version is not None} - {self.learner.version}
         weighed = self.algorithm.weighs_older or (others <= {start} and self.algorithm.weighs_updates)
@@ -73,7 +73,10 @@ class Minibatches:
         )
 
     def _shuffled(self, number: int, credited: Credited) -> list[Credited]:
-        """Return the rollouts of each update, every one once per epoch. Groups stay whole, so their prompts are shared."""
+        """Return the rollouts of each update, every rollout once per epoch.
+
+        Groups stay whole, so their prompts are shared.
+        """
         by_group: dict[int, list[int]] = defaultdict(list)
         for index, group in enumerate(credited.scores.group.tolist()):
             by_group[group].append(index)
@@ -87,7 +90,7 @@ class Minibatches:
         return chosen
 
     def _replayed(self, number: int, credited: Credited) -> list[Credited]:
-        """Return the rollouts of each update, drawn from the buffer: as many as a minibatch of the step has."""
+        """Return the rollouts of each update, drawn from the buffer, as many as a minibatch of the step has."""
         assert self.buffer is not None
         self.buffer.extend(credited.rollouts, credited.per_token["advantage"])
         algorithm, remembered = self.algorithm, len(self.buffer.rollouts)
@@ -106,9 +109,9 @@ class Minibatches:
     def _weighted(self, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, fresh: bool) -> list[Batch]:
         """Return the micro-batches of one update, with weights from the scoreboard of exactly these rollouts.
 
-        Rollouts with advantage 0 have a gradient of 0 when nothing but the advantage moves a token, and none of their
-        tokens is held near the old policy: then they are not even fed. They still count in every denominator. Losses of
-        routers are means over the batch: then all are fed.
+        A rollout with advantage 0 has a gradient of 0 if nothing but the advantage moves a token, and none of its
+        tokens is held near the old policy: it is not even fed, but still counts in every denominator. Losses of routers
+        are means over the batch: with them all rollouts are fed.
         """
         algorithm = self.algorithm
         fields = {name: values for name, values in part.per_token.items() if not (fresh and name == "old_logp")}

@@ -1,4 +1,4 @@
-"""Mixtures: which part the next task is of, and the metrics of each part."""
+"""Mixtures of tasks: the choice of the part of the next task, and the metrics of each part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from posttrain.training.sources.task_order import Drawn, Fits, Solved, TaskOrder
 
 
 def next_part(shares: Mapping[str, float], drawn: Mapping[str, int]) -> str:
-    """Return the part that is furthest behind its share: with the greatest share x (N + 1) - n, where N were drawn before,
-    n of them of this part; the first one of equal ones.
+    """Return the part that is furthest behind its share.
+
+    It has the greatest share x (N + 1) - n, after N tasks in all and n of this part; of equal parts the first.
     """
     total = sum(drawn.values()) + 1
     behind = {name: shares[name] * total - count for name, count in drawn.items()}
@@ -25,15 +26,16 @@ def next_part(shares: Mapping[str, float], drawn: Mapping[str, int]) -> str:
 
 
 class MixedRows:
-    """The rows of each step of passes over a mixture, by their shares. Each part is in a new order each epoch of its own.
+    """The rows of each step of passes over a mixture, by the shares of the parts. Each part has epochs, and orders, of
+    its own.
 
-    They follow from the number of the step alone.
+    They depend on the number of the step alone.
     """
 
     def __init__(self, tasks: MixedTasks, rows: int, seed: int) -> None:
         self.tasks, self.rows, self.seed = tasks, rows, seed
-        self._step, self._drawn = 0, dict.fromkeys(tasks.parts, 0)  # rows of each part up to its end
-        self._last: list[tuple[str, int]] = []  # its rows, see `_advance`
+        self._step, self._drawn = 0, dict.fromkeys(tasks.parts, 0)  # last step made; rows of each part up to its end
+        self._last: list[tuple[str, int]] = []  # rows of the last step, see `_advance`
         self._orders: dict[
             str, tuple[int, Sequence[int]]
         ] = {}  # part -> the epoch that was asked for last, and its order
@@ -60,7 +62,7 @@ class MixedRows:
             yield from self.of_step(number)
 
     def _advance(self) -> list[tuple[str, int]]:
-        """Return (part, how many of it came before) of the rows of the next step."""
+        """Return (part, number of its earlier rows) for each row of the next step."""
         found = []
         for _ in range(self.rows):
             name = next_part(self.tasks.shares, self._drawn)
@@ -79,13 +81,13 @@ class MixedRows:
 
 
 class Mixture:
-    """Tasks of several parts by their shares, which are exact: no chance decides them.
+    """An order of tasks of several parts by their shares, which are exact, not random.
 
-    The next task is of the part that `next_part` names. Within a part its own order decides.
+    `next_part` decides the part of the next task, and the part's own order the task.
     """
 
     def __init__(self, orders: Mapping[str, TaskOrder], ends: Sequence[int], shares: Mapping[str, float]) -> None:
-        """`orders`: of each part, whose places begin at 0; `ends`: the place behind each part; `shares`: they add to 1."""
+        """`orders`: of each part, with places from 0 on; `ends`: the place after each part; `shares`: sum to 1."""
         self.orders, self.shares = dict(orders), shares
         self.ranges = {name: range(first, end) for name, first, end in zip(orders, [0, *ends], ends, strict=False)}
         self.drawn = dict.fromkeys(orders, 0)
@@ -134,7 +136,7 @@ class Mixture:
 
 
 def part_metrics(rollouts: Sequence[Rollout], success: float | None, before: str = "") -> Stats:
-    """Return the metrics of each part of a mixture. `before`: the beginning of their names."""
+    """Return the metrics of each part of a mixture. `before`: prefix of their names."""
     stats = Stats()
     for rollout in rollouts:
         part = part_of(rollout.task)

@@ -24,7 +24,10 @@ def view(
     want: frozenset[str] = frozenset(),
     taught: Sequence[Taught] = (),
 ) -> dict[str, list[Tensor]]:
-    """Return the fields of `Outputs`, "logp" and those of `want`, [n_i] for each rollout. `taught`: what teachers read."""
+    """Return the fields "logp" and `want` of `Outputs`, [n_i] for each rollout.
+
+    `taught`: the rollouts as teachers read them.
+    """
     packed = packs([r.transcripts for r in rollouts], tokens_per_microbatch, learner.device, taught)
     outputs = learner.evaluate(packed, of, want)
 

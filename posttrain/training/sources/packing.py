@@ -1,8 +1,8 @@
-"""Packing of transcripts into micro-batches, and the layout of their tokens.
+"""Packs transcripts into micro-batches, and lays out their tokens.
 
-Tokens are laid end to end without padding. A prompt or a branch that several transcripts share is laid once, as is the
-beginning that different prompts share, such as a system message with examples; the segments after it name it as their
-prefix. Tokens that no scored token depends on (the last token, trailing tool text) are not laid at all.
+Tokens are laid end to end without padding. A prompt or a branch that several transcripts share is laid once, and so is
+a common beginning of different prompts, such as a system message with examples; the segments after it refer to it as
+their prefix. Tokens that no scored token depends on (the last token, trailing tool text) are not laid at all.
 
     T    tokens of a micro-batch    N    scored tokens    S    rollouts of the optimizer batch
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 SHARED_TOKENS = 32
-"""Tokens from which on the common beginning of different prompts is laid once: each segment has a cost of its own."""
+"""Least tokens of a common beginning of different prompts that is laid once, as each segment has a cost of its own."""
 
 
 def prompt_length(transcript: Transcript) -> int:
@@ -47,7 +47,7 @@ each scored span, such as the end of a reply or of a step of it. each: at every 
 
 
 def needed_length(transcript: Transcript, read: Read = "next") -> int:
-    """Return the number of tokens to feed: all before the last scored one, which predict it, or with it if it is read."""
+    """Return the number of tokens to feed: up to the last scored token, which is fed only if its own state is read."""
     for span in reversed(transcript.spans):
         if span.learned:
             return span.start + span.length - (read == "next")
@@ -55,23 +55,24 @@ def needed_length(transcript: Transcript, read: Read = "next") -> int:
 
 
 def readings(transcript: Transcript, read: Read) -> int:
-    """Return the number of hidden states of it that are read."""
+    """Return the number of hidden states of a transcript that are read."""
     return sum(1 for span in transcript.spans if span.learned) if read == "last" else transcript.n_scored
 
 
 def learned(rollout: Sequence[Transcript]) -> list[Transcript]:
-    """Return its transcripts that have a scored token. The others, contexts without trainable tokens, have no gradient."""
+    """Return the transcripts of a rollout with a scored token. The others have no gradient."""
     return [t for t in rollout if t.n_scored]
 
 
 def split_microbatches(
     rollouts: Sequence[Sequence[Transcript]], tokens_per_microbatch: int, read: Read = "next"
 ) -> list[list[int]]:
-    """Return the indices of the rollouts of each micro-batch. Rollouts stay whole and in order; shared tokens count once.
+    """Return the indices of the rollouts of each micro-batch. Rollouts stay whole and in order; shared tokens count
+    once.
 
-    A micro-batch holds at most `tokens_per_microbatch` tokens beside the prompts of its first rollout, or a single
-    rollout that is longer than that: so a long prompt does not drive the rollouts that share it apart. A rollout without
-    a scored token is in none.
+    A micro-batch holds at most `tokens_per_microbatch` tokens besides the prompts of its first rollout, or a single
+    longer rollout: so a long prompt does not separate the rollouts that share it. A rollout without a scored token is
+    in no micro-batch.
     """
     rollouts = [learned(rollout) for rollout in rollouts]
     paths = iter(_paths([t for rollout in rollouts for t in rollout], read))
@@ -96,10 +97,10 @@ def split_microbatches(
 
 
 class Taught(NamedTuple):
-    """Rollout as its teacher reads it."""
+    """A rollout as its teacher reads it."""
 
     by: str  # the teacher's name
-    transcripts: Sequence[Transcript]  # with the scored tokens of the rollout's own, or these themselves
+    transcripts: Sequence[Transcript]  # with the same scored tokens as the rollout's own, or these themselves
 
 
 def pack(
@@ -109,11 +110,11 @@ def pack(
     taught: Sequence[Taught] = (),
     read: Read = "next",
 ) -> Packed:
-    """Pack the transcripts of these rollouts for a model, `index[i]` being the place of rollout i in [S].
+    """Pack the transcripts of these rollouts for a model; `index[i]` is the place of rollout i in [S].
 
-    Scored tokens keep the order of rollouts, and within one the order of its tokens. With `read` "last", those are the last
-    ones of scored spans alone. `taught`: each rollout as its teacher reads it; where all have one teacher that reads the
-    policy's context, nothing is laid a second time.
+    Scored tokens keep the order of rollouts, and within one the order of its tokens. With `read` "last", only the last
+    tokens of scored spans are read. `taught`: each rollout as its teacher reads it; if all have one teacher that reads
+    the policy's context, nothing is laid a second time.
     """
     packed = _packed(rollouts, index, device, read)
     return replace(packed, readings=tuple(_readings(packed, rollouts, index, taught, device))) if taught else packed
@@ -152,7 +153,7 @@ def _packed(
     transcripts = [t for rollout in rollouts for t in rollout]
     owner = [place for place, rollout in zip(index, rollouts, strict=True) for _ in rollout]
     tree = _Tree.of(transcripts, read)
-    at: list[int] = []  # lists: most transcripts are short, and an array for each takes longer than what is in it
+    at: list[int] = []  # lists, since most transcripts are too short for an array each to be worth its cost
     target: list[int] = []
     counts: list[int] = []
     for transcript, path in zip(transcripts, tree.paths, strict=True):
@@ -204,9 +205,9 @@ def collate(
     read: Read = "next",
     sink: TokenSink | None = None,
 ) -> Batch:
-    """Build one whole micro-batch of some rollouts, `index[i]` being the place of rollout i in the optimizer batch [S].
+    """Build one micro-batch of some rollouts; `index[i]` is the place of rollout i in the optimizer batch [S].
 
-    weight, imitate   [S], the share in the loss, and in its likelihood term, of each token of a rollout.
+    weight, imitate   [S], weight of each token of a rollout in the loss, and in its likelihood term.
     fields            of `Batch`: one value for each scored token, [n_i] for each rollout of the optimizer batch.
     taught            each of these rollouts as its teacher reads it: see `pack`.
     sink              receives the values computed for single tokens.
@@ -238,7 +239,7 @@ def collate(
 
 
 def _array(parts: Sequence[Sequence[float]]) -> NDArray[np.float32]:
-    """Return these numbers one after the other. An array for each part would take longer than what is in it."""
+    """Return the concatenated numbers. An array for each part would cost more than its values."""
     return np.fromiter(chain.from_iterable(parts), dtype=np.float32, count=sum(map(len, parts)))
 
 
@@ -246,25 +247,25 @@ def _array(parts: Sequence[Sequence[float]]) -> NDArray[np.float32]:
 
 
 class _Piece(NamedTuple):
-    """Run of tokens of a transcript that others may have too."""
+    """A run of tokens of a transcript that others may share."""
 
-    key: int  # equal where everything before it, its tokens and their media are equal
+    key: int  # equal for pieces with equal tokens, media, and pieces before them
     first: int  # place in the transcript
     length: int
 
 
 class _Keys:
-    """Numbering of the runs of tokens of some transcripts."""
+    """Numbers the runs of tokens of some transcripts."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], int] = {}
 
     def of(self, transcript: Transcript, first: int, last: int, before: int = -1) -> int:
-        """Return the number of the run from `first` to `last` behind the one with the number `before` (-1: none)."""
+        """Return the number of the run from `first` to `last` after the run numbered `before` (-1: none)."""
         return self._known.setdefault(self._contents(transcript, first, last, before), len(self._known))
 
     def find(self, transcript: Transcript, first: int, last: int, before: int) -> int | None:
-        """Return the number as `of` does; None for a run that is new."""
+        """Return the number of a run as `of` does; None for a new run."""
         return self._known.get(self._contents(transcript, first, last, before))
 
     @staticmethod
@@ -278,13 +279,13 @@ class _Keys:
 def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
     """Return the pieces of each transcript, up to its last token that is needed.
 
-    Transcripts are cut behind what their prompt shares with others, behind their prompt, and where any that begins with
-    the same prompt has branched off.
+    Transcripts are cut after the part of their prompt that they share with others, after their prompt, and where
+    transcripts with the same prompt branch off.
     """
     keys = _Keys()
     prompts = [prompt_length(t) for t in transcripts]
     roots = [keys.of(t, 0, n) for t, n in zip(transcripts, prompts, strict=True)]
-    cuts: dict[int, set[int]] = {}  # root -> where transcripts that begin with it branch off
+    cuts: dict[int, set[int]] = {}  # root -> positions at which transcripts that begin with it branch off
     for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
         if transcript.forks and (behind := [fork for fork in transcript.forks if fork > prompt]):
             cuts.setdefault(root, set()).update(behind)
@@ -307,7 +308,7 @@ def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
 
 
 def _head(transcript: Transcript, root: int, prompt: int, shared: int, keys: _Keys) -> list[_Piece]:
-    """Return the pieces of a prompt whose first `shared` tokens are cut off. `prompt`: its tokens."""
+    """Return the pieces of a prompt of `prompt` tokens, of which the first `shared` are a piece of their own."""
     if shared == prompt:
         return [_Piece(root, 0, prompt)]
     first = keys.of(transcript, 0, shared)
@@ -317,9 +318,10 @@ def _head(transcript: Transcript, root: int, prompt: int, shared: int, keys: _Ke
 def _shared_lengths(
     transcripts: Sequence[Transcript], prompts: Sequence[int], roots: Sequence[int]
 ) -> Mapping[int, int]:
-    """Return how many tokens a prompt shares with all others that begin like it, by root; without those that share few.
+    """Return root -> number of tokens that a prompt shares with all others that begin like it; prompts that share few
+    are left out.
 
-    A picture is not shared, nor anything behind it, nor what has routed experts of its own.
+    Pictures, everything after them, and tokens with recorded routed experts are not shared.
     """
     families: dict[tuple[int, ...], dict[int, tuple[Transcript, int]]] = defaultdict(dict)
     for root, (transcript, prompt) in dict(zip(roots, zip(transcripts, prompts, strict=True), strict=True)).items():
@@ -339,7 +341,7 @@ def _shared_lengths(
 
 
 def _families(roots: Sequence[int], cuts: Container[int]) -> Iterable[list[int]]:
-    """Return the groups of transcripts that begin alike, where some of these branch off."""
+    """Return the groups of transcripts with the same prompt of which some branch off."""
     families: dict[int, list[int]] = {}
     for number, root in enumerate(roots):
         if root in cuts:
@@ -348,7 +350,7 @@ def _families(roots: Sequence[int], cuts: Container[int]) -> Iterable[list[int]]
 
 
 def _lengthen(family: Sequence[tuple[Transcript, list[_Piece]]], keys: _Keys) -> None:
-    """Let a transcript that ends within a piece of another go through the whole of it, so that it is laid once."""
+    """Extend a transcript that ends within a piece of another to the whole of that piece, so that it is laid once."""
     longest = sorted({(piece.first, piece.length) for _, path in family for piece in path}, reverse=True)
     for transcript, path in family:
         last = path[-1]
@@ -362,7 +364,7 @@ def _lengthen(family: Sequence[tuple[Transcript, list[_Piece]]], keys: _Keys) ->
 
 
 def _laid(path: Sequence[_Segment], first: int, last: int) -> list[int]:
-    """Return the positions of tokens `first` to `last` of a transcript that goes through these segments."""
+    """Return the positions in the micro-batch of tokens `first` to `last` of a transcript with these segments."""
     places: list[int] = []
     begin = 0
     for segment in path:
@@ -374,14 +376,14 @@ def _laid(path: Sequence[_Segment], first: int, last: int) -> list[int]:
 
 @dataclass
 class _Segment:
-    """Segment of a micro-batch: a piece, or several that no transcript separates."""
+    """A segment of a micro-batch: a piece, or several that no transcript separates."""
 
-    transcript: Transcript  # one that has it
-    first: int  # place there
+    transcript: Transcript  # a transcript that contains it
+    first: int  # position in that transcript
     length: int
     prefix: int  # number of the segment before it; -1: none
-    start: int = -1  # place in the micro-batch
-    users: int = 0  # transcripts that go through it
+    start: int = -1  # position in the micro-batch
+    users: int = 0  # number of transcripts that contain it
     children: list[int] = field(default_factory=list)
 
     @property
@@ -406,7 +408,7 @@ class _Segment:
 
     @property
     def experts(self) -> NDArray[np.int16] | None:
-        """Return the routed experts, [length, layers, k]; -1 where no engine reported them."""
+        """Return the routed experts, [length, layers, k]; -1 where the engine reported none. None: none at all."""
         told = [s for s in self.transcript.spans if s.experts is not None]
         if not told:
             return None
@@ -447,7 +449,7 @@ class _Tree:
 
     @staticmethod
     def _joined(found: list[_Segment], walks: list[list[int]]) -> _Tree:
-        """Merge every segment that is the only continuation of another with it."""
+        """Merge each segment with its only continuation."""
         place: dict[int, int] = {}
         segments: list[_Segment] = []
         start = 0
@@ -473,7 +475,7 @@ class _Tree:
 
 
 def _positions(segments: Sequence[_Segment]) -> Sequence[int] | Integers:
-    """Return positions [T]; [3, T] where any transcript has three rows: text alone has the same position in all of them."""
+    """Return positions [T], or [3, T] if any transcript has three rows; text has the same position in all of them."""
     if all(s.transcript.positions is None for s in segments):
         return [place for s in segments for place in range(s.first, s.first + s.length)]
     return np.concatenate([np.broadcast_to(s.position, (3, s.length)) for s in segments], axis=-1)

@@ -1,4 +1,4 @@
-"""Source of comparisons: rows become preference examples, and these micro-batches, weighted over the whole batch.
+"""Source of comparisons: rows become preference examples, then micro-batches, weighted over the optimizer batch.
 
 N    scored tokens of a micro-batch    R    responses in it    S    preference examples of the optimizer batch
 """
@@ -45,7 +45,7 @@ class PreferenceExamples(ExampleStream[PreferenceExample]):
         too_long: TooLong,
         check_task: Callable[[Task], None] = lambda task: None,
     ) -> None:
-        """`check_task` raises UserError for a task without the comparisons or labels that are to be learned."""
+        """`check_task` raises UserError for a task without the required comparisons or labels."""
         self.check_task = check_task
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
@@ -60,7 +60,7 @@ class PreferenceExamples(ExampleStream[PreferenceExample]):
         return made.responses
 
     def _response(self, task: Task, said: str | list[str], cut: bool, length: int | None) -> Transcript:
-        """Return the transcript of prompt and response, tokenised apart; each given step is a scored span of its own."""
+        """Return the transcript of prompt and response, tokenised separately; each given step is a scored span."""
         if isinstance(said, list):
             if length is not None:
                 raise UserError("a solution that is cut has lost its steps")
@@ -78,13 +78,13 @@ class PreferenceExamples(ExampleStream[PreferenceExample]):
 
 @dataclass(frozen=True)
 class ComparisonTargets:
-    """Comparisons and labels of the responses of some preference examples, the input of a link."""
+    """Comparisons and labels of some preference examples' responses, the input of a link."""
 
     link: PreferenceLink
     read: Read
     items: Sequence[PreferenceExample]
-    weights: list[list[float]]  # by preference example: of its comparisons, or of its labels, in their order
-    labels: list[list[tuple[int, float]]]  # by preference example: (place of the score in it, label)
+    weights: list[list[float]]  # of each preference example: weights of its comparisons, or of its labels, in order
+    labels: list[list[tuple[int, float]]]  # of each preference example: (place of the score in it, label)
 
     def of(self, index: Sequence[int], device: torch.device) -> Preferences:
         """Return the targets of a micro-batch of these preference examples."""
@@ -122,7 +122,7 @@ class ComparisonTargets:
     def by(
         link: PreferenceLink, denominator: Denominator, items: Sequence[PreferenceExample], read: Read = "next"
     ) -> ComparisonTargets:
-        """Return the targets weighted over all these preference examples, which are those of an optimizer batch."""
+        """Return the targets weighted over all these preference examples, which make up an optimizer batch."""
         labels = [_labels(item, read) for item in items]
         if link.reads_labels:
             return ComparisonTargets(link, read, items, denominator([[1.0] * len(own) for own in labels]), labels)
@@ -147,7 +147,9 @@ def scores(transcript: Transcript, read: Read) -> int:
 
 
 def _labels(item: PreferenceExample, read: Read) -> list[tuple[int, float]]:
-    """Return (place of a score, label): the row's, or good for responses that won more than they lost, bad for others."""
+    """Return (place of a score, label): the row's labels, else 1 for responses that won more than they lost, 0 for the
+    opposite.
+    """
     if item.labels:
         found, before = [], 0
         for transcript, own in zip(item.responses, item.labels, strict=True):
@@ -163,10 +165,10 @@ def _labels(item: PreferenceExample, read: Read) -> list[tuple[int, float]]:
 
 @dataclass
 class Comparisons:
-    """See `posttrain.core.protocols.Source`: `rows` preference examples a step, one optimizer update each.
+    """Source (see `posttrain.core.protocols.Source`) of `rows` preference examples a step, one optimizer update each.
 
-    `reference`: its log-probabilities of all preference examples, if the algorithm needs them. The state is the running mean
-    of implicit rewards, where a link subtracts it.
+    `reference`: the reference's log-probabilities of all preference examples, if the algorithm needs them. The state is
+    the running mean of implicit rewards, if a link subtracts it.
     """
 
     items: PreferenceExamples
@@ -176,8 +178,8 @@ class Comparisons:
     tokens_per_microbatch: int
     seed: int
     reference: Reference | MovingReferenceLogps | None = None
-    rewards: tuple[float, float] = (0.0, 0.0)  # their sum and number so far
-    recording: ExampleRecording | None = None  # None: none of the rows is recorded
+    rewards: tuple[float, float] = (0.0, 0.0)  # sum and number of implicit rewards so far
+    recording: ExampleRecording | None = None  # None: no row is recorded
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -200,9 +202,9 @@ class Comparisons:
         coefficients: Mapping[str, float],
         recording: ExampleRecording | None = None,
     ) -> list[Batch]:
-        """Return micro-batches of these preference examples, comparisons weighted over all of them; `places` among the rows.
+        """Return micro-batches of these preference examples, with comparisons weighted over all of them.
 
-        `recording`: that of some of them.
+        `places`: their places among the rows; `recording`: records some of them.
         """
         if recording is not None and self.reference is not None:
             recording.note("reference", {i: self.reference.of(place) for i, place in enumerate(places)})
@@ -242,7 +244,7 @@ class Comparisons:
         return self.batches(places, items, coefficients, self.recording)
 
     def _drift(self, places: Sequence[int]) -> float:
-        """Return the mean score of mismatched prompts and responses over the optimizer batch; at least 0."""
+        """Return the mean score of mismatched prompts and responses over the optimizer batch, at least 0."""
         others = [mismatched(self.items, place) for place in places]
         count = sum(map(len, others))
         fields = {}
@@ -259,7 +261,7 @@ class Comparisons:
         return max(0.0, math.fsum(total) / count) if count else 0.0
 
     def _imitated(self, told: ComparisonTargets) -> list[Tensor]:
-        """Return the share of each token in the likelihood term, [n] for each preference example."""
+        """Return the weight of each token in the likelihood term, [n] for each preference example."""
         assert self.algorithm.imitation is not None
         good = [
             [
@@ -302,7 +304,7 @@ class Comparisons:
 
 
 def _won(item: PreferenceExample, place: int) -> bool:
-    """Whether a response is better than another one and worse than none."""
+    """Return whether a response is better than another one and worse than none."""
     return any(c.better == place for c in item.comparisons) and not any(c.worse == place for c in item.comparisons)
 
 

@@ -1,7 +1,7 @@
-"""Cache of the reference's log-probabilities of given responses, computed once and kept on disk.
+"""Cache of the reference's log-probabilities of given responses, computed once and stored on disk.
 
-The name of an entry is a fingerprint of tokens, weights and arithmetic, so that another data set, tokenizer or model never
-reads it; several runs over the same rows share it. After it is made, no second model is in memory.
+The name of an entry is a fingerprint of tokens, weights and arithmetic, so another data set, tokenizer or model never
+reads it; several runs on the same rows share it. Once it is computed, no second model is in memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
     Evaluate = Callable[[Sequence[Packed]], list[Outputs]]
 
-AT_ONCE = 256  # preference examples whose transcripts are made and sorted together
+AT_ONCE = 256  # preference examples whose transcripts are sorted by length together
 
 
 class Reference:
-    """Log-probabilities of the responses of preference examples, and of other examples' responses to their prompts.
+    """Log-probabilities of preference examples' responses, and of mismatched ones: responses of other examples to
+    their prompts.
 
     n    scored tokens of a preference example
     """
@@ -40,14 +41,14 @@ class Reference:
         self._arrays = arrays
 
     def prepare(self, places: Sequence[int]) -> None:
-        """Nothing is left to compute."""
+        """Do nothing: everything is already computed."""
 
     def of(self, place: int) -> Tensor:
-        """Return those of the responses of a preference example, one after the other, float32 [n]."""
+        """Return the concatenated log-probabilities of a preference example's responses, float32 [n]."""
         return self._piece("own", place)
 
     def of_mismatched(self, place: int) -> Tensor:
-        """Return those of its mismatched transcripts, one after the other, float32."""
+        """Return the concatenated log-probabilities of its mismatched transcripts, float32."""
         return self._piece("mismatched", place)
 
     def _piece(self, name: str, place: int) -> Tensor:
@@ -57,7 +58,7 @@ class Reference:
 
 
 class MovingReferenceLogps:
-    """The same under a reference that moves: computed anew for the preference examples of each update."""
+    """Log-probabilities under a reference that moves: computed for the preference examples of each update."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class MovingReferenceLogps:
         self._known: dict[tuple[str, int], Tensor] = {}
 
     def prepare(self, places: Sequence[int]) -> None:
-        """Compute those of the preference examples at these places, and forget all others."""
+        """Compute the log-probabilities of the preference examples at these places, and drop all others."""
         self._known = {}
         for name, of in self._of.items():
             found = _all(self._items, places, of, self._evaluate, self._tokens, self._device)
@@ -99,7 +100,8 @@ def reference_logps(
 ) -> Reference:
     """Return a model's log-probabilities of the preference examples at these places, from the cache or computed now.
 
-    `weights`: a fingerprint of the model and its arithmetic; `evaluate`: its outputs; `drift`: of mismatched ones too.
+    `weights`: a fingerprint of the model and its arithmetic; `evaluate`: computes its outputs; `drift`: include
+    mismatched ones.
     """
 
     def find() -> Arrays:
@@ -118,7 +120,9 @@ def reference_logps(
 
 
 def mismatched(items: ExampleStream[PreferenceExample], place: int) -> list[Transcript]:
-    """Return the prompt of a preference example with responses of the next one of another prompt; [] if there is none."""
+    """Return the prompt of a preference example with the responses of the next example with another prompt; [] without
+    one.
+    """
     item = items[place]
     assert item is not None
     own = item.responses[0]
@@ -152,7 +156,7 @@ def _all(
     tokens_per_microbatch: int,
     device: torch.device,
 ) -> list[Any]:
-    """Compute the log-probabilities of the transcripts of each place, one after the other."""
+    """Return the concatenated log-probabilities of the transcripts of each place."""
     found: list[Any] = []
     for first in range(0, len(places), AT_ONCE):
         doing("computing reference log-probabilities of the rows", first, len(places))

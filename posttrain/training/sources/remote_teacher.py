@@ -1,7 +1,7 @@
 """Teacher behind an OpenAI-compatible endpoint: token ids in, their log-probabilities out.
 
-It asks /completions to echo the prompt with its log-probabilities, which vLLM and its like answer for prompts of token ids.
-The last token of a request is sampled by the endpoint and thrown away, as some refuse to sample none.
+It requests /completions with an echo of the prompt and its log-probabilities, which vLLM and similar servers support
+for prompts of token ids. The endpoint samples one further token, which is discarded, as some refuse to sample none.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from posttrain.training.sources.packing import needed_length
 from posttrain.training.sources.teacher_targets import RemoteTeacherClient
 
 KEY = "OPENAI_API_KEY"
-AT_ONCE = 16  # requests in the air
-SECONDS = 300.0  # for an answer
-RETRIES = 6  # of a request: half a minute of waiting in all, where the endpoint asks for no other
+AT_ONCE = 16  # concurrent requests
+SECONDS = 300.0  # timeout of an answer
+RETRIES = 6  # of a request: waits half a minute in all, unless the endpoint requests otherwise
 
 
 class Decodes(Protocol):
-    """Protocol of the part of a tokenizer that a remote teacher needs."""
+    """The part of a tokenizer that a remote teacher needs."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 class RemoteTeacher:
-    """See `posttrain.training.sources.teacher_targets.RemoteTeacherClient`. "http://host:8000/v1", or "...#MODEL" where
-    it serves several.
+    """Client of a remote teacher, see `RemoteTeacherClient` in `posttrain.training.sources.teacher_targets`.
 
-    The key in OPENAI_API_KEY is sent along, if there is one. Answers of an endpoint need not be the same to the last bit
-    when it is asked again, so a resumed run is exact only as far as the endpoint is.
+    The address is "http://host:8000/v1", or "...#MODEL" if it serves several models. The key in OPENAI_API_KEY is sent
+    if there is one. An endpoint's answers to equal requests may differ in the last bits, so a resumed run is exact only
+    as far as the endpoint is.
     """
 
     def __init__(self, address: str) -> None:
-        """Raises UserError if the endpoint does not answer, or not as such an endpoint does."""
+        """Raises UserError if the endpoint does not answer, or does not answer like an OpenAI-compatible endpoint."""
         self.address, _, model = address.partition("#")
         self._endpoint = Endpoint(self.address, key_in(KEY), AT_ONCE, None, SECONDS, RETRIES)
         try:
@@ -58,7 +58,9 @@ class RemoteTeacher:
         return self._endpoint.wait_for_all([self._of_transcript(transcript) for transcript in transcripts])
 
     def check(self, tokens: Sequence[int], tokenizer: Decodes) -> None:
-        """Raise UserError unless the endpoint returns prompt log-probabilities, and reads these ids as the student does."""
+        """Raise UserError unless the endpoint returns prompt log-probabilities, and decodes these ids like the
+        student.
+        """
         choice = self._endpoint.wait(self._completed(tokens))
         self._read(choice, tokens)
         said = (choice.get("logprobs") or {}).get("tokens")
@@ -93,7 +95,7 @@ class RemoteTeacher:
         return found if isinstance(found, dict) else self._refuse(found)
 
     def _read(self, choice: dict[str, Any], tokens: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token of a prompt, the first one's being unknown."""
+        """Return the log-probability of each token of a prompt; nan for the first."""
         listed = choice.get("prompt_logprobs")
         if listed:  # vLLM's own form: by token id
             found = [(at or {}).get(str(token), {}).get("logprob") for at, token in zip(listed, tokens, strict=False)]

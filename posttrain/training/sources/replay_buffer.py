@@ -1,4 +1,4 @@
-"""Replay buffer of rollouts of earlier steps, for algorithms that learn from more than the step's own. Training state.
+"""Replay buffer of rollouts of earlier steps. It is training state.
 
 n_i    scored tokens of rollout i
 """
@@ -16,7 +16,7 @@ from posttrain.training.sources.rollout_state import restored, stored
 
 
 class ReplayBuffer:
-    """Buffer of the last rollouts, for algorithms that learn from more than the step's own."""
+    """The last `capacity` rollouts, for algorithms that learn from more than the step's own."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -1,4 +1,6 @@
-"""Source of reward models: preference examples, read at the last token of a response, at the end of steps, or throughout."""
+"""Source for reward models: preference examples, scored at the end of a response, at the ends of steps, or at every
+token.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from posttrain.training.sources.preferences import ComparisonTargets, Preference
 
 @dataclass(frozen=True)
 class RewardExamples(Memoryless):
-    """See `posttrain.core.protocols.Source`: `rows` preference examples a step, one optimizer update each."""
+    """Source of `rows` preference examples a step, one optimizer update each: see `posttrain.core.protocols.Source`."""
 
     items: PreferenceExamples
     algorithm: RewardModelAlgorithm
@@ -29,7 +31,7 @@ class RewardExamples(Memoryless):
     seed: int
     device: torch.device
     read: Read = "last"
-    recording: ExampleRecording | None = None  # None: none of the rows is recorded
+    recording: ExampleRecording | None = None  # None: no row is recorded
 
     def produce(self, number: int) -> TrainingStep:
         self.items.too_long.take()
@@ -49,9 +51,9 @@ class RewardExamples(Memoryless):
     def batches(
         self, items: Sequence[PreferenceExample], recording: ExampleRecording | None = None
     ) -> list[tuple[list[int], Batch]]:
-        """Return (places among these preference examples, micro-batch), comparisons weighted over all of them.
+        """Return (places among these preference examples, micro-batch), with comparisons weighted over all of them.
 
-        `recording`: that of some of them.
+        `recording`: records some of them.
         """
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         ordered = [items[i] for i in by_size]

@@ -38,10 +38,10 @@ from posttrain.training.sources.token_recording import SAMPLE, TokenRecording
 
 
 class RLSource:
-    """See `posttrain.core.protocols.Source`.
+    """Source of RL steps, see `posttrain.core.protocols.Source`.
 
-    Seeds follow from the step's number. The state is that of the order of tasks, coefficients that change, and
-    rollouts of the replay buffer or of asynchronous steps.
+    Seeds derive from the step's number. The state is that of the order of tasks, coefficients that change, and rollouts
+    of the replay buffer or of asynchronous steps.
     """
 
     def __init__(
@@ -64,12 +64,13 @@ class RLSource:
         recording: TokenRecording = SAMPLE,
         order: TaskOrder | None = None,
     ) -> None:
-        """`success`: rewards from it on are successes; `texts`: imitated by an algorithm with a pretraining term.
+        """`success`: the reward from which on a reply succeeds; `texts`: imitated by an algorithm with a pretraining
+        term.
 
         `teachers`: those of an algorithm with a teacher; `rewarded`: whether anything scores the replies.
-        `async_steps`: a step is sampled this many steps ahead of its update, and the engine then has weights of its
-        own; `last`: the number of the last step. `tokens_per_step`: most tokens of a reply that a step samples (0:
-        all of them). `recording`: the rollouts whose token values are recorded. `order`: which task comes next; by default
+        `async_steps`: number of steps between sampling and update, during which the engine has weights of its own;
+        `last`: the number of the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: no
+        limit). `recording`: decides whose token values are recorded. `order`: decides which task is next; by default
         each once per epoch.
         """
         assert (teachers is not None) == (algorithm.teacher is not None), "an algorithm with a teacher has one to ask"
@@ -93,7 +94,7 @@ class RLSource:
 
     @property
     def lags(self) -> bool:
-        """Whether older weights than those of a step's start may have sampled what it learns from."""
+        """Whether weights older than those at a step's start may have sampled its rollouts."""
         return bool(self.queue.async_steps or self.queue.collector.tokens)
 
     def produce(self, number: int) -> TrainingStep:
@@ -148,7 +149,7 @@ class RLSource:
             # Effective sample size, as a share: (sum c)^2 / (N sum c^2), c the learner's probability over the engine's.
             (total, count), (squares, _) = stats["sampler/ratio"], stats.pop("sampler/ratio/square")
             stats.add("sampler/ess", total**2 / (count * squares))
-        if self.coefficients.get("policy", 1.0):  # while a critic warms up alone, nothing of the policy's changes
+        if self.coefficients.get("policy", 1.0):  # while only a critic is trained, the policy's coefficients stay
             self._steer(step, stats)
         moving, teacher = self.algorithm.moving, self.algorithm.teacher
         if moving is not None and step.number % moving.every == 0:
@@ -168,7 +169,7 @@ class RLSource:
             rollouts, views = self._watched.rollouts, self._watched.views
             old = torch.cat(views["old"])
             sampler = torch.cat([torch.from_numpy(_sampler_logp(r)) for r in rollouts]).to(old)
-            if kl.against == "old":  # how far the updates went from what the ratio divides by
+            if kl.against == "old":  # distance of the updated policy from the ratio's denominator
                 old = sampler if self.algorithm.old == "sampler" else old
                 other = view(self.learner, rollouts, self.size.tokens_per_microbatch)["logp"]
             else:
@@ -177,15 +178,17 @@ class RLSource:
             measured = self._mean(distance, old - sampler, [len(logp) for logp in views["old"]])
             stats.add("kl/measured", measured)
             self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(rollouts))
-        # Tokens of older weights measure the entropy of these; the distributions at them are the policy's own.
+        # Tokens of older weights give those weights' entropy; distributions computed at them are the policy's own.
         total, count = stats.get("entropy/policy" if self.lags else "entropy", (0.0, 0.0))
-        if entropy is not None and count:  # perhaps no group has become whole
+        if entropy is not None and count:  # no group may be complete
             self.coefficients["entropy"] = entropy.next(self.coefficients["entropy"], total / count)
 
     def _mean(self, distance: Tensor, gap: Tensor, lengths: Sequence[int]) -> float:
-        """Return the mean of a distance [N] over the policy's own tokens. `gap` [N]: its log-probability less the sampler's.
+        """Return the mean of a distance [N] over the policy's own tokens. `gap` [N]: its log-probability minus the
+        sampler's.
 
-        Tokens of older weights have weight exp(gap), bounded as the algorithm's correction is, or as by default.
+        Tokens of older weights are weighted by exp(gap), bounded like the algorithm's correction, or like the default
+        one.
         """
         if not self.lags:
             return distance.mean().item()
@@ -198,7 +201,7 @@ class RLSource:
         return {**self.queue.state(), "coefficients": dict(self.coefficients), **replay}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a `state`. Raises ValueError, KeyError or TypeError if it is none of such a source."""
+        """Restore a `state`. Raises ValueError, KeyError or TypeError if it is invalid."""
         coefficients = dict(state["coefficients"])
         if coefficients.keys() - {"policy"} != self.coefficients.keys() - {"policy"}:
             raise ValueError(f"coefficients of {', '.join(coefficients) or 'nothing'}")

@@ -1,6 +1,6 @@
-"""Rollouts as training state: conversion of all that is learned from or recorded to JSON data, and back.
+"""Rollouts as training state: conversion to JSON data and back of everything that is trained on or recorded.
 
-Their tasks are not in it: these are the run's own rows, known by the group. Nor are times.
+It leaves out their tasks, which are the run's own rows, identified by the group, and times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.core.types import (
 
 
 def stored(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as JSON data; `restored` gives the same rollout again."""
+    """Return a rollout as JSON data, which `restored` converts back."""
     return {
         "group": rollout.group,
         "side": rollout.side,
@@ -50,7 +50,7 @@ def stored(rollout: Rollout) -> dict[str, Any]:
 
 
 def restored(row: Mapping[str, Any], task: Task) -> Rollout:
-    """Return the rollout of `stored` data. Raises ValueError, LookupError or TypeError if the row is none."""
+    """Return the rollout of `stored` data. Raises ValueError, LookupError or TypeError if the row is invalid."""
     return Rollout(
         task,
         row["group"],

@@ -1,4 +1,4 @@
-"""From rollouts to the scoreboard: metrics of rollouts, the usable ones, and their scores.
+"""From rollouts to the scoreboard: metrics of rollouts, selection of usable ones, and their scores.
 
 S    rollouts of an optimizer batch
 """
@@ -19,25 +19,25 @@ from posttrain.core.types import Fate, Invalid, InvalidKind, Rollout, SpanKind, 
 from posttrain.training.sources.diversity import GROUPS, MEMBERS, diversity
 
 EXAMPLE = '{"correct": 1.0, "format": 0.5}'
-MAX_INVALID = 0.5  # of a step's rollouts: beyond this the reward function is broken, not some of the replies
+MAX_INVALID = 0.5  # share of a step's rollouts beyond which the reward function is broken, not some replies
 
 
 def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool = True) -> Stats:
-    """Compute the metrics of all rollouts of a step, the unusable ones too.
+    """Return the metrics of all rollouts of a step, unusable ones included.
 
-    `success`: rewards from it on are accurate; None: no reward defines whether a reply is right, so there is no accuracy.
-    `rewarded`: whether anything scores replies at all; if not, there are no metrics of rewards.
+    `success`: the reward from which on a reply is accurate; None: no success threshold exists, so there is no accuracy.
+    `rewarded`: whether anything scores replies; if not, there are no metrics of rewards.
     """
     stats = Stats()
-    # Of sides that play against each other one wins what the other loses: their common share means nothing.
+    # In self-play one side wins what the other loses, so an accuracy over all sides is meaningless.
     sides = len({r.side for r in rollouts}) > 1
     kinds = Counter(r.reward.kind for r in rollouts if isinstance(r.reward, Invalid))
-    for kind in {InvalidKind.TIMEOUT, *kinds}:  # the first always: a policy may learn to be slow to check
+    for kind in {InvalidKind.TIMEOUT, *kinds}:  # timeouts always: a policy may learn replies that are slow to check
         stats.add(f"invalid/{kind}", kinds[kind], len(rollouts))
     stats.add("invalid", sum(kinds.values()), len(rollouts))
     stats.add("truncated", sum(r.stop.truncated for r in rollouts), len(rollouts))
     stats.add("length", sum(r.n_sampled for r in rollouts), len(rollouts))
-    # E[-log p] is the entropy: this estimates it, without bias, from the log-probabilities that sampling gave anyway.
+    # E[-log p] is the entropy: an unbiased estimate from the log-probabilities of sampling.
     stats.add("entropy", sum(-_own_logp(r) for r in rollouts), sum(r.n_own for r in rollouts))
     for name, values in _rewards(rollouts, success, sides).items() if rewarded else ():
         stats.add_each(name, values)
@@ -50,7 +50,10 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
 
 
 def _rewards(rollouts: Sequence[Rollout], success: float | None, sides: bool) -> dict[str, list[float]]:
-    """Return metric -> its value for each rollout that has it, in their order. `sides`: each has an accuracy of its own."""
+    """Return metric -> its values, one for each rollout that has it, in order.
+
+    `sides`: each has an accuracy of its own.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         if isinstance(rollout.reward, Invalid):
@@ -67,7 +70,9 @@ def _rewards(rollouts: Sequence[Rollout], success: float | None, sides: bool) ->
 
 
 def _own_logp(rollout: Rollout) -> float:
-    """Tokens that a branch shares were sampled once, and count where they were."""
+    """Return the sum of log-probabilities of a rollout's own tokens; a branch's shared tokens count in the other
+    rollout.
+    """
     if rollout.branch is None:
         return sum([sum(t.logp) for t in rollout.transcripts])
     taken = dict(enumerate(rollout.branch.taken))
@@ -75,11 +80,11 @@ def _own_logp(rollout: Rollout) -> float:
 
 
 def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
-    """Return the scored tokens of the groups for `diversity`."""
+    """Return the scored tokens of the first groups, for `diversity`."""
     groups: dict[tuple[str, str], list[list[int]]] = {}
     for rollout in rollouts:
         if rollout.compared not in groups and len(groups) == GROUPS:
-            break  # groups are neighbours
+            break  # rollouts of a group are consecutive
         members = groups.setdefault(rollout.compared, [])
         if len(members) < MEMBERS:
             members.append([t.tokens[i] for t in rollout.transcripts for i in t.scored.tolist()])
@@ -89,7 +94,7 @@ def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
 def refuse_broken(rollouts: Sequence[Rollout]) -> None:
     """Raise UserError if most rewards of a step are invalid, among all its rollouts, replaced groups included.
 
-    Likewise if most of its branches are, because their environments went another way.
+    Likewise if most of its branches are invalid because their environments took another course.
     """
     branches = [r.reward for r in rollouts if r.branch]
     parted = [r.reason for r in branches if isinstance(r, Invalid) and r.kind is InvalidKind.DIVERGED]
@@ -101,19 +106,20 @@ def refuse_broken(rollouts: Sequence[Rollout]) -> None:
 
 
 Left = dict[int, tuple[Fate, str]]
-"""Rollouts that a step does not learn from, by their identity: the fate of each, and its reason."""
+"""Rollouts that a step does not learn from: id() of the rollout -> (fate, reason)."""
 
 
 def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], Left]:
-    """Return the usable rollouts: valid, with a scored token, in a group with enough of them; and the fates of the others.
+    """Return the usable rollouts (valid, with a scored token, in a group with enough of them), and the fates of the
+    others.
 
-    A group keeps its valid members while at least half of it, and two, are valid; a group of one needs its one. Sides are
-    judged apart: a side that only one game of several came to has nothing to be compared with.
+    A group keeps its valid members if these are at least half of it, and at least two; a group of one needs its one.
+    Each side counts separately: a side that occurs in only one game of a group has nothing to be compared with.
     """
     groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.compared].append(rollout)
-    games: dict[str, int] = {}  # of each group
+    games: dict[str, int] = {}  # group -> number of its games
     for (group, _), members in groups.items():
         games[group] = max(games.get(group, 0), len(members))
     kept: list[Rollout] = []
@@ -143,10 +149,10 @@ def scoreboard(
     success: float | None = None,
     needs: frozenset[Need] = frozenset(),
 ) -> Scores:
-    """Return the scoreboard of these rollouts, whose rewards are valid, on the CPU. Rewards from `success` on are successes.
+    """Return the scoreboard of these rollouts, whose rewards are valid, on the CPU.
 
-    `needs`: those of the algorithm; named parts of the rewards and turns are there where it needs them. Raises UserError
-    where parts are not the same in all rollouts.
+    Rewards from `success` on are successes. `needs`: those of the algorithm, for named parts of rewards and for turns.
+    Raises UserError if the parts are not the same in all rollouts.
     """
     number: dict[tuple[str, str], int] = {}
     valid = [r.reward for r in rollouts if not isinstance(r.reward, Invalid)]
@@ -171,11 +177,11 @@ def scoreboard(
 
 
 def turns(transcripts: Sequence[Transcript]) -> tuple[TurnStart, ...]:
-    """Return the turns of a rollout that have a scored token. Spans that were sampled one behind the other are one turn."""
+    """Return the turns of a rollout that have a scored token. Consecutive sampled spans are one turn."""
     found: list[TurnStart] = []
     scored = 0
     for transcript in transcripts:
-        observed, was_own = 0, False  # place of the first token behind the turn before
+        observed, was_own = 0, False  # position after the previous turn
         for span in transcript.spans:
             own = span.kind in (SpanKind.SAMPLED, SpanKind.IMITATED)
             if own and not was_own:
@@ -195,9 +201,10 @@ def _hash(tokens: Sequence[int]) -> int:
 
 
 def named_parts(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """Return each named part of these rollouts' rewards: name -> float64 [S], in alphabetical order.
+    """Return the named parts of these rollouts' rewards: name -> float64 [S], in alphabetical order.
 
-    Raises UserError where a reward has no parts, where two have different ones, and for step rewards, which have no name.
+    Raises UserError if a reward has no parts, if two rewards have different parts, and for step rewards, which have no
+    name.
     """
     if not rollouts:
         return {}

@@ -1,4 +1,4 @@
-"""Source of supervised fine-tuning: demonstrations become transcripts, transcripts become micro-batches.
+"""Source of supervised fine-tuning: demonstrations become transcripts, then micro-batches.
 
 N    scored tokens of a micro-batch: the tokens to imitate
 """
@@ -28,7 +28,7 @@ from posttrain.training.sources.packing import collate, split_microbatches
 
 @dataclass(frozen=True)
 class LikelihoodObjective:
-    """Negative log-likelihood of the scored tokens, each weighing 1 / tokens of the optimizer batch.
+    """Negative log-likelihood of the scored tokens, each with weight 1 / tokens of the optimizer batch.
 
     `weight`: a further weight of each token, a function of its probability.
     """
@@ -50,7 +50,7 @@ def _answered(task: Task) -> bool:
 
 
 class Transcripts(ExampleStream[Sequence[Transcript]]):
-    """Demonstrations as transcripts: one, or those of an episode's contexts."""
+    """Demonstrations as transcripts: one each, or one for each context of an episode."""
 
     noun = "demonstration"
 
@@ -65,15 +65,15 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
         enact: Enact | None = None,
         min_reward: float | None = None,
     ) -> None:
-        """`enact`: runs the episodes of rows that hold replies; episodes of less than `min_reward` are left out."""
+        """`enact`: runs the episodes of rows with replies; episodes with a reward below `min_reward` are left out."""
         self.mask, self.enact, self.min_reward = mask, enact, min_reward
-        self._judged: dict[bool, set[int]] = {True: set(), False: set()}  # by whether it is kept: rows
+        self._judged: dict[bool, set[int]] = {True: set(), False: set()}  # whether kept -> hashes of the rows
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
     def make(self, task: Task, length: int | None) -> Sequence[Transcript] | None:
         played: Sequence[tuple[list[Transcript], float | None]]
         if "transcripts" in task and task.get("replayed"):
-            return None  # the step that sampled it has it, too
+            return None  # also recorded in the step that sampled it
         if "transcripts" in task:
             played = [stored(task, self.tokenizer)]
         elif not is_script(task) or (self.enact is None and ("response" in task or _answered(task))):
@@ -81,7 +81,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
                 raise UserError(
                     "--min-reward is of rollouts that a run kept and of rows with replies: this row is neither"
                 )
-            mask = self.mask if "prompt" in task or "messages" in task else "all"  # of a bare text all is learned
+            mask = self.mask if "prompt" in task or "messages" in task else "all"  # a bare text is imitated as a whole
             return [demonstrate(task, self.tokenizer, self.eos_ids, mask, length)]
         elif self.enact is None:
             raise UserError("the row has replies: name the environment that they answer with --env my.py:environment")
@@ -100,7 +100,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
 
     @property
     def kept(self) -> str:
-        """Number of examined episodes that have the required reward, in words; "": no reward is required."""
+        """Number of read episodes that have the required reward, in words; "" if no reward is required."""
         if self.min_reward is None:
             return ""
         kept, left = (len(self._judged[way]) for way in (True, False))
@@ -112,14 +112,16 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
 
 @dataclass(frozen=True)
 class Demonstrations(Memoryless):
-    """See `posttrain.core.protocols.Source`: `rows` demonstrations a step, see `example_stream.examples_of_step`."""
+    """Source of `rows` demonstrations a step, see `posttrain.core.protocols.Source` and
+    `example_stream.examples_of_step`.
+    """
 
     transcripts: Transcripts
     rows: int
     tokens_per_microbatch: int
     seed: int
     device: torch.device
-    recording: ExampleRecording | None = None  # None: none of the rows is recorded
+    recording: ExampleRecording | None = None  # None: no row is recorded
 
     def produce(self, number: int) -> TrainingStep:
         self.transcripts.too_long.take()
@@ -137,9 +139,9 @@ class Demonstrations(Memoryless):
     def batches(
         self, demonstrations: Sequence[Sequence[Transcript]], recording: ExampleRecording | None = None
     ) -> list[Batch]:
-        """Return micro-batches of these rows; every scored token has weight 1 / (scored tokens of all of them).
+        """Return micro-batches of these rows; every scored token has weight 1 / (scored tokens of all rows).
 
-        `recording`: that of some of them.
+        `recording`: records some of them.
         """
         order = sorted(range(len(demonstrations)), key=lambda i: sum(map(len, demonstrations[i])))
         rows = [demonstrations[i] for i in order]

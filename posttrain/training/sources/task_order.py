@@ -1,8 +1,8 @@
 """Task orders: uniform, by solve rate, by stages, and mixtures.
 
-The collector asks a `TaskOrder` for the tasks of a step, and reports how often they were solved. Both happen where rollouts
-are sampled, one step after the other. So the tasks of a step follow from the results of all steps before it, however many
-steps ahead of the updates it is sampled. All memory of an order is in its state, and random numbers follow from counts.
+The collector gets the tasks of a step from a `TaskOrder`, and reports how often they were solved, where rollouts are
+sampled, step after step. So the tasks of a step depend on the results of all steps before it, however many steps ahead
+of the updates it is sampled. All memory of an order is in its state, and random numbers derive from counts.
 
 n    tasks    r_i, w_i    right and wrong rollouts of task i, those of earlier visits decayed
 """
@@ -21,9 +21,9 @@ from posttrain.data.tasks import Integers, draw
 from posttrain.training.sources.length_filter import Placed
 
 Fits = Callable[[int], bool]
-"""Whether the task at a place fits into the model's context."""
+"""Returns whether the task at a place fits into the model's context."""
 Drawn = list[tuple[int, int]]
-"""(visit, place) of tasks. Equal places have different visits."""
+"""(visit, place) of each task drawn. Visits distinguish equal places."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class TaskOrder(Protocol):
     """The order of the tasks of a run."""
 
     def draw(self, count: int, fits: Fits, taken: Collection[int]) -> Drawn:
-        """Return the next tasks, `count` of them that fit. `taken`: places that the step, or an open group, has already.
+        """Return the next `count` tasks that fit. `taken`: places that the step, or an unfinished group, already has.
 
-        Raises UserError where nothing fits.
+        Raises UserError if nothing fits.
         """
         ...
 
     def observe(self, results: Sequence[Solved]) -> None:
-        """Take note of the results of a step."""
+        """Record the results of a step."""
         ...
 
     def measure(self, stats: Stats) -> None:
@@ -59,12 +59,12 @@ class TaskOrder(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state. Raises ValueError, LookupError or TypeError if it is none."""
+        """Continue from a state. Raises ValueError, LookupError or TypeError if it is invalid."""
         ...
 
 
 def counted(value: Any) -> int:
-    """Return a count that a state holds. Raises ValueError for anything else."""
+    """Return a count from a state. Raises ValueError for anything else."""
     if type(value) is not int or value < 0:
         raise ValueError(f"a count of {value!r}")
     return value
@@ -79,11 +79,11 @@ def _amount(value: Any) -> float:
 
 @dataclass
 class Uniform:
-    """Each task once per epoch, in an order of its own for each."""
+    """Visits each task once per epoch, in a new order each epoch."""
 
     count: int  # n
     seed: int
-    cursor: int = field(default=0, init=False)  # tasks passed so far, those that do not fit included
+    cursor: int = field(default=0, init=False)  # tasks passed so far, including those that do not fit
 
     def draw(self, count: int, fits: Fits, taken: Collection[int] = ()) -> Drawn:
         drawn, self.cursor = draw(self.count, self.cursor, count, self.seed, fits)
@@ -104,21 +104,21 @@ class Uniform:
 
 @dataclass
 class Floor:
-    """Share of the draws that a curriculum does not choose. The share is exact over all draws, and no chance decides it."""
+    """The share of the draws that a curriculum does not decide. The share is exact over all draws, not random."""
 
     share: float
-    drawn: int = 0  # tasks so far
-    step: tuple[int, int] = (0, 0)  # of the step: tasks of the floor, all tasks
+    drawn: int = 0  # tasks drawn so far
+    step: tuple[int, int] = (0, 0)  # tasks of the floor, and all tasks, of the step
 
     def take(self, count: int) -> int:
-        """Return how many of the next `count` tasks are the floor's."""
+        """Return how many of the next `count` tasks belong to the floor."""
         found = int(self.share * (self.drawn + count)) - int(self.share * self.drawn)
         self.drawn += count
         self.step = self.step[0] + found, self.step[1] + count
         return found
 
     def pass_over(self, count: int) -> None:
-        """Count tasks of a step before there is anything for a floor."""
+        """Count tasks of a step while there are no tasks for a floor."""
         self.step = self.step[0], self.step[1] + count
 
     def measure(self, stats: Stats) -> None:
@@ -127,14 +127,14 @@ class Floor:
 
 
 class SolveRate:
-    """Tasks that the policy solves about half of the time come first: they have most of the signal.
+    """Prefers tasks that the policy solves about half of the time, which have most of the signal.
 
-    A task has the weight (4 p (1 - p))^s, where p = (r + 1) / (r + w + 2) is the mean of a Beta distribution. p is 1/2 for a
-    task without results, so new tasks come first. Tasks of a step are drawn without replacement in proportion to their
-    weights: task i has the key -log(u_i) / weight_i with a uniform u_i, and the least keys win (Efraimidis and Spirakis
-    2006). At each visit, r <- decay r + (right rollouts of the visit), likewise w. With s = 1 the weight is the learnability
-    of arXiv 2502.12272; decayed Beta estimates of solve rates are those of arXiv 2507.04632. A floor of the draws takes all
-    tasks in turn, so each one comes at least once in n / floor draws.
+    A task has the weight (4 p (1 - p))^s, where p = (r + 1) / (r + w + 2) is the mean of a Beta distribution. p is 1/2
+    for a task without results, so new tasks come first. Tasks of a step are drawn without replacement in proportion to
+    their weights: task i has the key -log(u_i) / weight_i with a uniform u_i, and the least keys win (Efraimidis and
+    Spirakis 2006). At each visit, r <- decay r + (right rollouts of the visit), likewise w. With s = 1 the weight is
+    the learnability of arXiv 2502.12272; decayed Beta estimates of solve rates are those of arXiv 2507.04632. The
+    floor's draws visit all tasks in turn, so each task is drawn at least once in n / floor draws.
     """
 
     def __init__(self, tasks: Placed, seed: int, floor: float, decay: float, sharpness: float) -> None:
@@ -156,7 +156,7 @@ class SolveRate:
         """Return `count` places by their keys; taken ones come last."""
         raw = np.random.Philox(key=seed_of(self.seed, "curriculum", turn)).random_raw(len(self.rate))
         uniform = ((raw >> np.uint64(11)) + 1) * 2.0**-53  # in (0, 1]
-        with np.errstate(divide="ignore", invalid="ignore"):  # a weight may be too small for a number
+        with np.errstate(divide="ignore", invalid="ignore"):  # a weight may underflow to 0
             keys = -np.log(uniform) / (4 * self.rate * (1 - self.rate)) ** self.sharpness
         keys[list(taken)] = np.inf
         found: list[int] = []
@@ -197,16 +197,16 @@ class SolveRate:
         self.visits = _visits(state["visits"])
         self.results, self.rate[:] = {}, 0.5
         for place, id, right, wrong in state["results"]:
-            if counted(place) < len(self.rate) and self.tasks[place]["id"] == id:  # else the user accepted other tasks
+            if counted(place) < len(self.rate) and self.tasks[place]["id"] == id:  # else tasks have changed
                 self._set(place, id, _amount(right), _amount(wrong))
 
 
 class Stages:
-    """Tasks by stages: one stage after the other, each until its running accuracy reaches a threshold.
+    """Tasks by stages, one stage after the other, each until its running accuracy reaches a threshold.
 
-    Within a stage, each task comes once per epoch. The accuracy is r / (r + w) over the rollouts of the stage's own tasks,
-    both decayed at each step, and counts once there are `least` of them. A floor of the draws takes tasks of earlier
-    stages, in epochs too. The last stage has no end.
+    Within a stage, each task comes once per epoch. The accuracy is r / (r + w) over the rollouts of the stage's own
+    tasks, both decayed at each step, and counts from `least` rollouts on. The floor's draws visit tasks of earlier
+    stages, also in epochs. The last stage has no end.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Teacher of each rollout, the context that it reads, and its log-probabilities of the sampled tokens.
+"""The teacher of each rollout, the context that it reads, and its log-probabilities of the sampled tokens.
 
 n_i    scored tokens of rollout i
 """
@@ -25,7 +25,7 @@ TEACHER, NAMED = "teacher", "teacher:{}"
 
 
 class RemoteTeacherClient(Protocol):
-    """Client of a teacher elsewhere, which returns log-probabilities alone."""
+    """Client of a remote teacher, which returns only log-probabilities."""
 
     def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
         """Return one log-probability for each scored token of each transcript, float32."""
@@ -34,12 +34,12 @@ class RemoteTeacherClient(Protocol):
 
 @dataclass(frozen=True)
 class Teachers:
-    """Teachers of a run. A task may choose one ("teacher") and have it read another prompt ("teacher_prompt")."""
+    """The teachers of a run. A task may choose a teacher ("teacher"), and another prompt for it ("teacher_prompt")."""
 
     tokenizer: TextEncoder
-    contexts: Mapping[str, int]  # tokens that each teacher held by the learner reads at most, by its name there
-    remote: Mapping[str, RemoteTeacherClient] = field(default_factory=dict)  # the others
-    choose: bool = False  # whether tasks choose
+    contexts: Mapping[str, int]  # name in the learner -> context length in tokens
+    remote: Mapping[str, RemoteTeacherClient] = field(default_factory=dict)  # name -> remote teacher
+    choose: bool = False  # whether tasks choose their teachers
 
     def name(self, task: Task) -> str:
         """Return the name of this task's teacher in the learner or in `remote`. Raises UserError if there is none."""
@@ -57,9 +57,9 @@ class Teachers:
         return name
 
     def prompt(self, task: Task) -> list[int] | None:
-        """Return the tokens that the teacher reads instead of a task's prompt; None: the prompt itself.
+        """Return the tokens that the teacher reads in place of a task's prompt; None: the prompt itself.
 
-        Raises UserError where "teacher_prompt" is neither text nor a list of messages.
+        Raises UserError if "teacher_prompt" is neither text nor a list of messages.
         """
         told: Any = task.get("teacher_prompt")
         if told is None:
@@ -83,7 +83,7 @@ class Teachers:
         return Taught(self.name(rollout.task), [read, *others])
 
     def readable(self, rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
-        """Return the rollouts that fit their teachers' contexts; the others are only counted."""
+        """Return the rollouts that fit their teachers' contexts; count the others."""
         kept = []
         for rollout, taught in zip(rollouts, self.taught(rollouts), strict=True):
             context = self.contexts.get(taught.by)
@@ -113,9 +113,10 @@ class Teachers:
         return found
 
     def measure(self, learner: Learner, rollouts: Sequence[Rollout], tokens: int, stats: Stats) -> None:
-        """Add "eval/divergence": KL(policy || teacher) of these tokens, for any divergence that the algorithm minimises.
+        """Add "eval/divergence": KL(policy || teacher) of these tokens, for any divergence that the algorithm
+        minimises.
 
-        It is exact where all teachers are held here, and log p - log q of the sampled tokens where one is not.
+        It is exact if the learner holds all teachers; with a remote one, it is log p - log q of the sampled tokens.
         """
         some = [r for r in self.readable(rollouts, Stats()) if r.n_scored]
         if not some:

@@ -1,4 +1,4 @@
-"""Choice of the rollouts whose token values are recorded, and splitting of such columns.
+"""Choice of the rollouts whose token values are recorded, and splitting of recorded columns.
 
 n_i    scored tokens of rollout i
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GROUPS = 8
-"""Of a step, with the level "sample"."""
+"""Number of groups of a step that are recorded with the level "sample"."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class TokenRecording:
     """Options of the recording of token values."""
 
     level: Literal["full", "sample", "tokens"] = "sample"
-    after: bool = False  # whether also under the weights that the step ends with
+    after: bool = False  # whether to record log-probabilities under the weights at the step's end, too
     seed: int = 0
 
     def chosen(self, number: int, groups: Iterable[str]) -> frozenset[str]:
-        """Return the groups of step `number` whose token values are recorded: drawn by the seed, whatever their order."""
+        """Return the groups of step `number` whose token values are recorded, drawn by the seed, not by their order."""
         if self.level == "tokens":
             return frozenset()
         named = set(groups)
@@ -41,8 +41,9 @@ class TokenRecording:
         return frozenset(sorted(named, key=lambda group: (seed_of(self.seed, "record", number, group), group))[:GROUPS])
 
     def describe(self, wants: frozenset[str], reference: bool) -> list[str]:
-        """Describe the work beyond that of the algorithm. `wants`: outputs that its loss reads; `reference`: whether it has
-        one.
+        """Describe work beyond the algorithm's own.
+
+        `wants`: outputs that its loss reads; `reference`: whether it has one.
         """
         found = []
         if self.level == "full":
@@ -59,7 +60,7 @@ SAMPLE = TokenRecording()
 
 
 def on_cpu(columns: Sequence[Tensor]) -> list[NDArray[np.float32]]:
-    """Copy values, [n_i] each, to the CPU at once, not one by one."""
+    """Copy values, [n_i] each, to the CPU in one transfer."""
     if not columns:
         return []
     whole: Any = torch.cat([values.detach() for values in columns]).float().cpu().numpy()

@@ -1,1 +1,1 @@
-"""One module for each command that trains or evaluates."""
+"""The commands that train or evaluate, one module each."""

@@ -1,10 +1,10 @@
-"""Agreement of two people, or of any two labellers, on the same preference examples.
+"""Agreement of two labellers on the same preference examples.
 
-Every two different responses that both compared count once. A comparison is one of three things: the first
-is better, the second is better, a tie; first and second are the order of the responses in the first file. Kappa is Cohen's
-(1960), (p_o - p_e) / (1 - p_e), once with ties as a verdict of their own and once over the comparisons that neither called
-a tie. Intervals are over prompts: comparisons of a prompt are not independent. That of kappa is Cohen's own: that of p_o,
-p_e being known.
+Every two different responses that both compared count once. A verdict is one of three: the first is better, the second
+is better, a tie; first and second are the order of the responses in the first file. Kappa is Cohen's (1960), (p_o -
+p_e) / (1 - p_e), once with ties as a verdict of their own and once over the comparisons that neither labeller called a
+tie. Intervals are over prompts, as comparisons of a prompt are not independent. The interval of kappa is Cohen's own:
+that of p_o, with p_e taken as known.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from posttrain.data.labels import to_labelled
 from posttrain.data.preference_examples import comparisons_of
 from posttrain.data.rows import load_rows
 
-Counts = NDArray[np.float64]  # [prompts, 3, 3]: by verdict of the first (better, worse, tie) and of the second
+Counts = NDArray[np.float64]  # [prompts, 3, 3], by verdict (better, worse, tie) of the first and the second labeller
 
 
 @dataclass(frozen=True)
 class AgreementEstimate:
-    """Mean with its 95% interval; not a number where there is nothing to divide by."""
+    """A mean with its 95% interval; nan if undefined."""
 
     mean: float
     low: float
     high: float
-    why: str = ""  # there is no interval
+    why: str = ""  # reason for a missing interval
 
     @staticmethod
     def of(mean: float, interval: Interval) -> AgreementEstimate:
@@ -52,10 +52,10 @@ class Agreement:
 
     prompts: int
     comparisons: int
-    ties: tuple[int, int]  # of each
-    raw: AgreementEstimate  # share of equal verdicts, a tie being one
+    ties: tuple[int, int]  # number of ties of each labeller
+    raw: AgreementEstimate  # share of equal verdicts, with a tie as a verdict
     kappa: AgreementEstimate
-    decided: int  # comparisons that neither called a tie
+    decided: int  # comparisons that neither labeller called a tie
     raw_decided: AgreementEstimate
     kappa_decided: AgreementEstimate
 
@@ -70,7 +70,7 @@ class Agreement:
 
 
 def read_labels(file: str) -> list[Mapping[str, Any]]:
-    """Read the rows of a file of labels. Raises UserError, with the row's place, where a row has no labels."""
+    """Read the rows of a file of labels. Raises UserError, with the row's place, for a row without labels."""
     rows = load_rows(file)
     found: list[Mapping[str, Any]] = []
     for place in range(len(rows)):
@@ -82,7 +82,10 @@ def read_labels(file: str) -> list[Mapping[str, Any]]:
 
 
 def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]]) -> Agreement:
-    """Compute the agreement of two files of ranks, scores or comparisons. Raises UserError if they share nothing."""
+    """Return the agreement of two files of ranks, scores or comparisons.
+
+    Raises UserError if they share no comparison.
+    """
     others = {_known_by(row): row for row in second if not row.get("skipped")}
     tables = []
     for row in first:
@@ -104,7 +107,7 @@ def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, 
 
 
 def measured(counts: Counts) -> Agreement:
-    """Compute the figures of these counts."""
+    """Return the figures of these counts."""
     whole, decided = counts.sum(0), counts[:, :2, :2]
     raw, raw_decided = _agreed(counts), _agreed(decided)
     return Agreement(
@@ -146,13 +149,13 @@ def kappa(table: NDArray[np.float64]) -> float:
 
 
 def _chance(table: NDArray[np.float64]) -> float:
-    """Return the agreement by chance of two labellers with these shares; 1 where there are no verdicts."""
+    """Return the chance agreement of two labellers with these shares; 1 without verdicts."""
     total = table.sum()
     return float((table.sum(0) * table.sum(1)).sum() / total**2) if total else 1.0
 
 
 def verdicts(row: Mapping[str, Any]) -> dict[tuple[str, str], int]:
-    """Return (text, another text) -> 0: the first is better, 1: the second is, 2: a tie; for all comparisons of the row."""
+    """Return (text, other text) -> 0: the first is better, 1: the second is, 2: a tie; for all comparisons of a row."""
     texts = row["responses"]
     pairs, preferred = row.get("pairs"), row.get("preferred")
     judged = pairs is not None and preferred is not None and row.get("scores") is None
@@ -166,7 +169,7 @@ def verdicts(row: Mapping[str, Any]) -> dict[tuple[str, str], int]:
 
 
 def _compared(row: Mapping[str, Any]) -> dict[tuple[int, int], int]:
-    """Return the verdict by the largest sum of shares, as two responses may be compared several times."""
+    """Return the verdict with the larger sum of shares, as two responses may be compared several times."""
     lean: dict[tuple[int, int], float] = {}
     for better, worse, share, _ in comparisons_of(dict(row), len(row["responses"])):
         pair = int(min(better, worse)), int(max(better, worse))
@@ -185,5 +188,5 @@ def _valued(row: Mapping[str, Any]) -> dict[tuple[int, int], int]:
 
 
 def _known_by(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the key of a preference example: equal for the same prompt and responses, in any order."""
+    """Return the key of a preference example, equal for the same prompt and responses in any order."""
     return (repr(row.get("prompt") or row.get("messages")), *sorted(row["responses"]))

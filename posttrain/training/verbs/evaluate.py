@@ -1,4 +1,4 @@
-"""Evaluation: several rollouts of every task, figures with intervals, two checkpoints compared task by task."""
+"""Evaluation: several rollouts of every task, figures with intervals, comparison of two checkpoints task by task."""
 
 from __future__ import annotations
 
@@ -49,20 +49,21 @@ class Evaluated:
 
     figures: dict[
         str, Any
-    ]  # of `figures.summary`: mean, low, high of reward and, where there is a success threshold, accuracy, pass@k
-    rewards: dict[str, list[float]]  # task id (and side, where there are several) -> valid rewards of its samples
+    ]  # from `figures.summary`: mean, low, high of reward and, with a success threshold, accuracy, pass@k
+    rewards: dict[str, list[float]]  # task id (and side, if there are several) -> valid rewards of its samples
     rollouts: list[Rollout] = field(repr=False)
-    invalid: int = 0  # rewards of the first checkpoint that are left out
-    notes: tuple[str, ...] = ()  # what was left out, and why
+    invalid: int = 0  # number of invalid rewards of the first checkpoint
+    notes: tuple[str, ...] = ()  # remarks, such as figures left out and why
     against: dict[str, Any] | None = None  # figures of the second checkpoint
-    differences: dict[str, dict[str, Any]] | None = None  # of reward and accuracy: the first minus the second
+    differences: dict[str, dict[str, Any]] | None = None  # in reward and accuracy, first minus second
     against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
 
     @property
     def examples(self) -> dict[str, int]:
-        """Return places of rollouts worth reading: "worst", "median" and "best" by their rewards, equal ones in their order.
+        """Return places of rollouts worth reading: "worst", "median" and "best" by their rewards, equal ones in their
+        order.
 
-        Of two valid rewards there is no median, and of one no best.
+        Two valid rewards have no median, and one has no best.
         """
         ranked = sorted((r.reward, n) for n, r in enumerate(self.rollouts) if not isinstance(r.reward, Invalid))
         places = [place for _, place in ranked]
@@ -85,7 +86,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     if isinstance(data, Stream):
         raise UserError("these rows have no end: set with --limit how many to evaluate on")
     paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
-    day = next(filter(None, map(day_of, paths)), None)  # both are asked alike
+    day = next(filter(None, map(day_of, paths)), None)  # both checkpoints get the same date
     searched: list[dict[str, Any]] = []  # figures of the searches of each side
     with run_date.fixed(day), open_playground(config, env, data, device, models=paths) as ground:
         said.extend(ground.about)
@@ -156,7 +157,7 @@ def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[s
 
 
 def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:
-    """Return the held-out share: that of the checkpoint's run, unless options define another."""
+    """Return the held-out tasks: by the split of the checkpoint's run, unless options define another."""
     folders = [folder for folder in (config.model, config.against) if folder is not None]
     tasks, seed = config.tasks if of_a_file else "", config.split_seed
     if seed is None:
@@ -171,7 +172,8 @@ def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Ca
 
 
 def save(found: Evaluated, path: Path) -> list[Path]:
-    """Write the figures as JSON to `path`, and beside it the rollouts of each checkpoint, as a table: their files.
+    """Write the figures as JSON to `path`, and the rollouts of each checkpoint as a table beside it; return the
+    tables' files.
 
     Raises UserError if one of the files cannot be written.
     """
@@ -198,13 +200,13 @@ def save(found: Evaluated, path: Path) -> list[Path]:
 
 
 def _example(rollout: Rollout, place: int) -> dict[str, Any]:
-    """Return one of the rollouts as an example; `place`: its row in the table beside."""
+    """Return a rollout as an example; `place`: its row in the table of rollouts."""
     told = {"place": place, "task": rollout.task["id"], "reward": rollout.reward}
     return {**told, "prompt": rollout.prompt, "reply": rollout.text}
 
 
 def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
-    """Return the k of pass@k that there are samples for, and a note on the others, if they were asked for."""
+    """Return the k of pass@k that the samples suffice for, and a note on the others, if the user chose them."""
     most = config.samples
     left_out = [f"pass@{k}" for k in config.k if k > most]
     told = f"{', '.join(left_out)} left out: more than the {most} sample{'s'[: most - 1]} of each task (--samples)"
@@ -212,7 +214,7 @@ def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
 
 
 def _of_valid(ks: list[int], sides: Sequence[dict[str, list[float]]]) -> tuple[list[int], tuple[str, ...]]:
-    """Return the k of pass@k that each side has a task with enough valid rewards for, and a note on the others."""
+    """Return the k of pass@k for which each side has a task with enough valid rewards, and a note on the others."""
     most = min(max(map(len, rewards.values()), default=0) for rewards in sides)
     few = [f"pass@{k}" for k in ks if k > most]
     told = f"{', '.join(few)} left out: no task has more than {most} valid rewards"
@@ -220,7 +222,7 @@ def _of_valid(ks: list[int], sides: Sequence[dict[str, list[float]]]) -> tuple[l
 
 
 def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any]) -> tuple[str, ...]:
-    """Return a note on the effect of a checkpoint's invalid rewards on its figures, if there are any."""
+    """Return notes on the effect of a checkpoint's invalid rewards on its figures, if there are any."""
     reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
     if not reasons:
         return ()
@@ -236,7 +238,7 @@ def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any])
 
 
 def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, rewarded: bool = True) -> None:
-    """Add the metrics of an evaluation within training; none of rewards where nothing gives any."""
+    """Add the metrics of an evaluation within training. `rewarded`: whether anything gives rewards."""
     for rollout in rollouts:
         stats.add("eval/invalid", isinstance(rollout.reward, Invalid))
         if isinstance(rollout.reward, Invalid):
@@ -251,7 +253,7 @@ def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, r
 
 
 def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
-    """Yield each task `samples` times, with seeds of evaluation's own: it touches no state of training."""
+    """Return each task `samples` times, with seeds of the evaluation's own, independent of the state of training."""
     return [
         Episode(task, str(task["id"]), seed_of(seed, "evaluation", task["id"], sample))
         for task in tasks
@@ -260,12 +262,12 @@ def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
 
 
 def rewards_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-    """Return task id -> valid rewards of its samples; where the policy plays several sides, "ID as SIDE"."""
+    """Return task id -> valid rewards of its samples; if the policy plays several sides, the key is "ID as SIDE"."""
     return _by_task(rollouts, lambda valid: valid.reward)
 
 
 def outcomes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-    """Return the same of the rewards that `success` is compared with: see `Rollout.outcome`."""
+    """Return task id -> valid outcomes, the numbers that `success` is compared with: see `Rollout.outcome`."""
     return _by_task(rollouts, lambda valid: valid.outcome)
 
 

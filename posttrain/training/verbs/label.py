@@ -1,8 +1,8 @@
 """`posttrain label`: a reward model, a judge or a function scores the responses of preference examples.
 
-Responses that could not be scored are null, with the reason beside them. A block of preference examples without a single
-score ends the command before it is written, so that an outage costs no labels. Files of best responses and of pairs are made
-of the labelled rows at the end, whole.
+Responses that could not be scored are null, with the reason beside them. If a block of preference examples gets not a
+single score, the command ends before it is written, so that an outage costs no labels. Files of best responses and of
+pairs are written at the end, from all labelled rows.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ from posttrain.training.playground import open_services, service_counts
 from posttrain.training.setup import choose_device, load_tasks, use_threads
 from posttrain.training.verbs.sample import digest_of, scored_columns
 
-BLOCK = 64  # preference examples that are labelled, and written, together
+BLOCK = 64  # preference examples that are labelled and written together
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class LabelSummary:
-    """Summary of the written labels."""
+    """Summary of a labelling."""
 
-    path: Path | None  # the labels; None: the rows had them
+    path: Path | None  # file of the labels; None: the rows already had labels
     items: int
-    best: int | None = None  # rows of each file, if it was asked for
+    best: int | None = None  # number of rows in each file, if requested
     pairs: int | None = None
     notes: tuple[str, ...] = ()
 
 
 def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None) -> LabelSummary:
-    """Write labels, and the files derived from them. `rows`, `env`: as in `posttrain.label`, instead of the names in the
-    options.
+    """Write labels, and the files derived from them. `rows`, `env`: objects in place of the names in the options.
 
     Raises UserError for a mistake of the caller's.
     """
@@ -80,7 +79,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
 
 
 def load_items(config: Label, rows: Any, with_labels: bool) -> Tasks:
-    """Load the preference examples, with or without the labels that they already have."""
+    """Load the preference examples, with or without their existing labels."""
     tasks = load_tasks(config, rows, convert=to_labelled if with_labels else to_responses)
     if isinstance(tasks, Stream):
         raise UserError("these rows have no end: set with --limit how many to label")
@@ -88,7 +87,7 @@ def load_items(config: Label, rows: Any, with_labels: bool) -> Tasks:
 
 
 def check_outputs(config: Label) -> None:
-    """Raise UserError, before any work, where an output file exists already, or two are the same."""
+    """Raise UserError, before any work, if an output file already exists, or two are the same."""
     derived = [("--best", config.best), ("--pairs", config.pairs)]
     out = config.out if config.with_ or config.flip or config.human else None
     named = [(name, Path(file)) for name, file in [*derived, ("--out", out), ("--items", config.tasks)] if file]
@@ -101,14 +100,14 @@ def check_outputs(config: Label) -> None:
 
 
 def check_continued(lines: Lines, tasks: Tasks) -> None:
-    """Raise UserError where a file that is continued holds labels of other preference examples."""
+    """Raise UserError if a file that is continued holds labels of other preference examples."""
     last = lines.last()
     if last is not None and (lines.count > len(tasks) or last.get("id") != tasks[lines.count - 1]["id"]):
         raise UserError(f"{lines.path} holds labels of other rows than {tasks.where(0)} and so on: use --overwrite")
 
 
 def derive(config: Label, rows: Tasks | Lines) -> tuple[int | None, int | None]:
-    """Write --best and --pairs of labelled rows; return the number of rows of each."""
+    """Write --best and --pairs from labelled rows; return the number of rows of each."""
     best = pairs = None
     replace = config.overwrite or config.resume
     if config.best:
@@ -130,7 +129,7 @@ def derive(config: Label, rows: Tasks | Lines) -> tuple[int | None, int | None]:
 
 
 class _Labeller:
-    """Labeller: a service or a function that scores or compares."""
+    """Labels blocks of preference examples by a service or a function that scores or compares."""
 
     def __init__(self, config: Label, env: Callable[..., Any] | None) -> None:
         self.config = config
@@ -159,7 +158,7 @@ class _Labeller:
 
     def label(self, block: Sequence[Task], first: int) -> list[Row]:
         """Return the labelled rows of these preference examples. Raises UserError if none could be labelled."""
-        self.services.begin(first)  # what had no answer is asked again in another block
+        self.services.begin(first)  # another block may repeat requests without an answer
         rows, reasons, valid = self._compared(block) if self.pairwise else self._scored(block)
         if reasons and not valid:
             raise UserError(
@@ -180,7 +179,7 @@ class _Labeller:
         return rows, reasons, valid
 
     def _compared(self, block: Sequence[Task]) -> tuple[list[Row], list[str], int]:
-        """Return comparisons by a pairwise judge; equal texts are ties without a request."""
+        """Return (rows with comparisons by a pairwise judge, reasons of invalid ones, number of valid ones)."""
         asked = [(task, pair) for task in block for pair in self._pairs(task)]
         answers = iter(compare(self.services, "judge", [_question(task, pair) for task, pair in asked]))
         rows, reasons, valid = [], [], 0
@@ -203,7 +202,7 @@ class _Labeller:
         return rows, reasons, valid
 
     def _pairs(self, task: Task) -> list[tuple[int, int]]:
-        """Return the places that are compared."""
+        """Return the pairs of responses to compare."""
         texts = task["responses"]
         pairs = [(i, j) for i, j in combinations(range(len(texts)), 2) if texts[i] != texts[j]]
         most = self.config.comparisons
@@ -213,7 +212,7 @@ class _Labeller:
 
 
 def _replies(task: Task) -> list[Reply]:
-    """Return the responses, with their stop reasons where the row has them, as those of `posttrain sample` do."""
+    """Return the responses, with their stop reasons if the row has them, like rows of `posttrain sample`."""
     texts, known = task["responses"], [str(stop) for stop in StopReason]
     stops = [note.get("stop") for note in task.get("samples") or () if isinstance(note, dict)]
     if len(stops) != len(texts):
@@ -227,7 +226,7 @@ def _question(task: Task, pair: tuple[int, int]) -> dict[str, object]:
 
 
 def _notes(lines: Lines) -> Iterator[str]:
-    """Return notes for the reader of the labels."""
+    """Yield notes for the reader of the labels."""
     invalid = flipped = 0
     reason = ""
     for row in lines:

@@ -1,4 +1,4 @@
-"""Assembly of a run of `prefer`: rows -> preference examples, reference log-probabilities, learner, source, trainer."""
+"""Assembles a run of `prefer`: rows -> preference examples, reference log-probabilities, learner, source, trainer."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from posttrain.training.sources.preferences import Comparisons, PreferenceExampl
 from posttrain.training.sources.reference_cache import MovingReferenceLogps, Reference, reference_logps
 from posttrain.training.training_run import RunContext, RunParts
 
-EVALUATED = 256  # held-out preference examples that are packed into micro-batches at once
+EVALUATED = 256  # held-out preference examples packed into micro-batches together
 
 
 def chosen(config: Prefer) -> PreferenceAlgorithm:
     """Return the algorithm of a run.
 
-    Raises UserError, in one line, where its settings do not exist, do not fit or have no effect.
+    Raises UserError, in one line, if its settings do not exist, do not fit or have no effect.
     """
     algorithm = change(find_preference(config.algorithm), config.settings)
     check_ranges(algorithm)
@@ -117,7 +117,7 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
 
 
 def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
-    """Return the place of every row that the run will visit, in ascending order."""
+    """Return the places of all rows that the run will visit, in ascending order."""
     found: set[int] = set()
     last = steps if isinstance(items.tasks, MixedTasks) else min(steps, steps_per_epoch(items, config.rows))
     for step in range(1, last + 1):
@@ -128,7 +128,7 @@ def _places(items: PreferenceExamples, config: Prefer, steps: int) -> list[int]:
 
 
 class _Reference:
-    """Log-probabilities of preference examples under the run's reference, the model that it starts from."""
+    """Log-probabilities of preference examples under the run's reference, the model at its start."""
 
     def __init__(
         self, run: RunFolder[Prefer], algorithm: PreferenceAlgorithm, learner: LocalLearner, device: torch.device
@@ -151,7 +151,7 @@ class _Reference:
 
     @property
     def _weights(self) -> str:
-        """Return a fingerprint of the reference and of everything else that its numbers depend on."""
+        """A fingerprint of the reference and of everything else that its numbers depend on."""
         config, start = self.run.config, self.run.start
         assert start
         known = fingerprint.of_path(start)
@@ -159,7 +159,7 @@ class _Reference:
         return f"{known['digest'] if known else start} {config.precision} {backend} {torch.__version__}"
 
     def _evaluate(self, batches: Sequence[Packed]) -> list[Outputs]:
-        """Evaluate with the learner itself before its first update; a resumed run loads the starting model once more."""
+        """Evaluate with the learner itself before its first update; a resumed run loads the starting model again."""
         if self.run.checkpoint is None:
             return self.learner.evaluate(batches)
         if self._own is None:

@@ -1,4 +1,6 @@
-"""Assembly of a run of `reward-model`: rows -> preference examples, head on a backbone, learner, source, trainer, report."""
+"""Assembles a run of `reward-model`: rows -> preference examples, head on a backbone, learner, source, trainer,
+report.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
         said.append("transformers has no form for such a reward model: its checkpoints open here alone")
 
     def finish(ended: Run) -> Sequence[str]:
-        if ended.interrupted or ended.stopped is not None or not scored.report:  # the report is of the last step
+        if ended.interrupted or ended.stopped is not None or not scored.report:  # a report needs the last step
             return ()
         with writing(run.path):
             replace(run.path / REPORT, json_document(scored.report))
@@ -96,7 +98,7 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
 
 
 def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) -> tuple[RewardModel, Tokenizer]:
-    """Return the model, new or of a checkpoint, and a tokenizer whose padding never looks like the end of a reply."""
+    """Return the model, new or from a checkpoint, and a tokenizer whose padding differs from the end of a reply."""
     folder = run.checkpoint or run.start
     assert folder
     tokenizer, _, ends = outline(folder, run.config.chat_template, run.config.chat_template_kwargs)
@@ -117,7 +119,7 @@ def _read(shape: ScoreShape) -> Read:
 
 
 def _check_labels(algorithm: RewardModelAlgorithm, example: Task, config: RewardModelling) -> None:
-    """Raise UserError where the rows lack the labels or comparisons that the link reads."""
+    """Raise UserError if a row lacks the labels or comparisons that the link reads."""
     labels = [label for own in example["labels"] for label in own]
     steps = any(isinstance(said, list) for said in example["responses"])
     if labels and not algorithm.link.reads_labels:

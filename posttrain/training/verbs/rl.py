@@ -1,6 +1,6 @@
-"""Assembly of a run of `rl` or `distill`: configuration -> data, model, engine, learner, source, trainer.
+"""Assembles a run of `rl` or `distill`: configuration -> data, model, engine, learner, source, trainer.
 
-`rl` takes a configuration, also one of `distill`; the front door in `posttrain/__init__.py` and the command line are
+`rl` takes a configuration, also one of `distill`; the functions in `posttrain/__init__.py` and the command line are
 thin layers over it. `sft`, `prefer` and `reward_model` have modules of their own.
 """
 
@@ -70,7 +70,7 @@ from posttrain.training.text_loss import read_texts
 from posttrain.training.training_run import RunContext, RunParts
 from posttrain.training.verbs.evaluate import measured, repeated
 
-EXAMPLES = 100  # tasks that are looked at before a teacher is to teach them
+EXAMPLES = 100  # tasks that are checked before teachers are loaded
 
 
 def rl(context: RunContext[RL]) -> RunParts:
@@ -95,7 +95,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     model, tokenizer, run.chat = policy(config, folder, device, run.world), known.tokenizer, known.chat
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     replay_experts(config, model)
-    end_tokens(model, tokenizer)  # there must be one, or no reply would end
+    end_tokens(model, tokenizer)  # raises if there is none, as no reply would end
     warn_unknown_tokens(tokenizer, train_tasks)
     warn_lost_reasoning(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
@@ -136,12 +136,12 @@ def rl(context: RunContext[RL]) -> RunParts:
 
     @opened.push
     def leave(kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:  # asynchronous rollouts may be waiting for other processes
+        if error is not None:  # asynchronous rollouts may wait for other processes
             run.world.fail(error)
         source.queue.close()
 
     sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
-    if algorithm.trust_region is None:  # else the KL decides how far a step goes
+    if algorithm.trust_region is None:  # otherwise the KL bounds the step, not the learning rate
         adapted = model.decoder is not None and model.decoder.lora is not None
         sizes += rate_note(config.lr, adapted, parameters(model))
     sizes += [*order_lines(config, order), *known.lines, *ground.lines]
@@ -171,7 +171,7 @@ def _measure(
     in_parts: bool,
     opened_teachers: OpenTeachers | None,
 ) -> Callable[[Stats], list[Outcome]]:
-    """Return the evaluation on these held-out tasks. `in_parts`: each of their parts has figures of its own."""
+    """Return the function that evaluates on these held-out tasks. `in_parts`: each of their parts has its own figures."""
     learner, collector = source.learner, source.queue.collector
 
     def evaluated(player: Player) -> list[Rollout]:
@@ -191,7 +191,7 @@ def _measure(
 
 
 def _algorithm(config: RL, env: Callable[..., Any] | None) -> Algorithm:
-    """Return the algorithm with the settings of the run; of a mixture, with the limits of its longest episodes."""
+    """Return the algorithm with the settings of the run; for a mixture, with the limits of its longest episodes."""
     parts = list(parts_of(config).values())
     functions = [load_env(env or own.env) for own in parts or (config,)]
     if parts:
@@ -207,7 +207,7 @@ def _algorithm(config: RL, env: Callable[..., Any] | None) -> Algorithm:
 
 
 def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -> float | None:
-    """Return the reward from which on a reply is right, if options or the environment define it."""
+    """Return the reward from which on a reply succeeds, if options or the environment define it."""
     parts = parts_of(config)
     found = {name: success_of(own.env, config.success) for name, own in parts.items()}
     if len(set(found.values())) > 1:
@@ -226,7 +226,7 @@ def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -
 def _tasks(
     config: RL, rows: Any, env: Callable[..., Any] | None
 ) -> tuple[Tasks | Stream | MixedTasks, Tasks | MixedTasks | None]:
-    """Return tasks to train on, and those to evaluate on."""
+    """Return the tasks to train on, and those to evaluate on."""
     if config.mixture:
         return mixed_tasks(config, rows, env)
     train_tasks, held_out = split_tasks(config, rows, env)
@@ -243,7 +243,7 @@ def _held_out_set(config: RL, rows: str, env: Callable[..., Any] | None) -> Task
 def _learner(
     config: RL, algorithm: Algorithm, model: Model, start: Path, opened_teachers: OpenTeachers | None, world: World
 ) -> LocalLearner:
-    """Open the learner with the models that the algorithm needs beside the policy."""
+    """Open the learner, with the models that the algorithm needs besides the policy."""
     others = dict(opened_teachers.models) if opened_teachers else {}
     if Need.REFERENCE in algorithm.needs:
         others[REFERENCE] = reference(config, model, start, world, moves=algorithm.moving is not None)
@@ -296,7 +296,7 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
 
 
 def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:
-    """Load the critic that the algorithm needs, from its own checkpoint or from the start of the policy."""
+    """Load the critic that the algorithm needs, from its own checkpoint or from the policy's start."""
     if algorithm.critic is None:
         return None
     kind = ActionValueModel if Need.ACTION_VALUE in algorithm.needs else ValueModel
@@ -307,7 +307,7 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
 def _texts_to_imitate(
     run: RunFolder[RL], tokenizer: Tokenizer, model: Model, too_long: TooLong, mask: Mask
 ) -> Transcripts:
-    """Return pretraining texts: rows with `text`, all of which is learned, or with prompt and response."""
+    """Return the pretraining texts: rows with `text`, which is imitated as a whole, or with prompt and response."""
     assert run.config.ptx is not None
     tasks = run.chat.of(read_texts("--ptx", run.config.ptx), answered=True)
     eos = end_tokens(model, tokenizer)

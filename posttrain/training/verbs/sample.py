@@ -1,8 +1,8 @@
 """`posttrain sample`: several checkpoints reply to every prompt over a grid of settings; replies become rows to label.
 
-A reply follows from its checkpoint's place, its settings, its prompt and its number, through counted seeds,
-never from what was sampled beside it. So any number of slots gives the same file, a file that was cut off is continued
-exactly, and adaptive sampling gives the replies that as many --samples would have given.
+A reply depends on its checkpoint's place, its settings, its prompt and its number, through counter-based seeds, never
+on other replies. So any number of slots gives the same file, an interrupted file is continued exactly, and adaptive
+sampling gives the replies that as many --samples would have given.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ KIND = {
     "samples": int, "temperature": tuple[float, ...], "top_p": tuple[float, ...], "top_k": int, "max_tokens": int,
     "stop": str,
 }  # fmt: skip
-"""Settings that a kind of prompt may have of its own."""
+"""Settings that each kind of prompt may set for itself."""
 FREE = {"out", "resume", "overwrite", "quiet", "slots", "replicas", "threads", "device", "env_workers", "tasks", "model",
         "reward_model", "judge", "retriever"}  # fmt: skip
-"""Options that no reply depends on, and those whose content is looked at instead."""
+"""Options that no reply depends on, and those whose content is fingerprinted instead."""
 
-PROGRESS_REPORTS = 20  # progress reports, at most
+PROGRESS_REPORTS = 20  # most progress reports
 
 
 @dataclass(frozen=True)
 class Written:
-    """File of rows with responses."""
+    """A file of rows with responses."""
 
     path: Path
     items: int
@@ -78,14 +78,14 @@ class Written:
 
 @dataclass(frozen=True)
 class _Cell:
-    """Cell of the grid: checkpoint, search, settings, and number of replies."""
+    """A cell of the grid: checkpoint, search, settings, and number of replies."""
 
-    model: int  # place among the checkpoints
-    search: str  # "": none
+    model: int  # index of the checkpoint
+    search: str  # "": no search
     sampling: Sampling
     seed: int
     samples: int
-    most: int  # samples where the first ones disagree
+    most: int  # samples if the first ones disagree
 
     def episode(self, task: Task, member: int) -> Episode:
         s = self.sampling
@@ -94,11 +94,11 @@ class _Cell:
         return Episode(task, str(task["id"]), seed, s)
 
 
-_Place = tuple[int, int, int]  # of a reply: which task of the block, which cell, which member
+_Place = tuple[int, int, int]  # a reply's indices: task in the block, cell, member
 
 
 def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = None) -> Written:
-    """Sample replies and write the rows. `rows`, `env`: as in `posttrain.sample`, instead of the names in the options.
+    """Sample replies and write the rows. `rows`, `env`: objects in place of the names in the options.
 
     Raises UserError for a mistake of the caller's.
     """
@@ -155,10 +155,10 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
 
 
 class _Grids:
-    """Grid of each kind of prompt."""
+    """The grid of each kind of prompt."""
 
     def __init__(self, config: Sample) -> None:
-        """Raises UserError for settings of kinds that do not exist or fit."""
+        """Raises UserError for unknown or invalid settings of kinds."""
         self.config = config
         self._of: dict[str | None, list[_Cell]] = {None: self._cells({})}
         for kind, given in config.kinds.items():
@@ -170,11 +170,11 @@ class _Grids:
 
     @property
     def largest(self) -> int:
-        """Return the largest number of first replies of a prompt."""
+        """The largest number of first replies of a prompt."""
         return max(sum(cell.samples for cell in cells) for cells in self._of.values())
 
     def check(self, tasks: Tasks) -> None:
-        """Raise UserError where no task has the column of kinds, or none is of a kind that has settings."""
+        """Raise UserError if no task has the column of kinds, or no task is of a kind with settings."""
         config = self.config
         if not config.kind:
             return
@@ -230,16 +230,18 @@ def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Sampler:
-    """Sampler of blocks of tasks, which writes them."""
+    """Samples blocks of tasks, and writes their rows."""
 
     def __init__(
         self, config: Sample, grids: _Grids, players: Mapping[tuple[int, str], tuple[Player, Chatting]], scored: bool
     ) -> None:
-        """`players`: of each model and search, and the chat format of plain prompts; written rows keep the prompts."""
+        """`players`: (checkpoint, search) -> its player, and the chat format for plain prompts; written rows keep the
+        prompts.
+        """
         self.config, self.grids, self.players, self.scored = config, grids, players, scored
 
     def write(self, tasks: Tasks, places: Sequence[int], lines: Lines, say: Callable[[str], None]) -> None:
-        """Write the rows that are not written yet. A block that was cut off is sampled again as a whole."""
+        """Write the remaining rows. An interrupted block is sampled again as a whole."""
         last = lines.last()
         if last is not None and (lines.count > len(places) or last.get("id") != tasks[places[lines.count - 1]]["id"]):
             raise UserError(f"{lines.path} holds other rows than these tasks give: use --overwrite")
@@ -317,20 +319,20 @@ class _Sampler:
         return {"model": self.config.model[cell.model], **search, **settings, "seed": cell.seed}
 
     def _search_columns(self, task: Task, cell: _Cell, member: int) -> dict[str, Any]:
-        """Return the course of the search for a reply, if there was one."""
+        """Return the columns that describe the search for a reply, if there was one."""
         engine = self.players[cell.model, cell.search][0].engine
         record = engine.record(cell.episode(task, member).seed) if isinstance(engine, SearchEngine) else None
         return record.columns if record is not None else {}
 
     def _shown(self, rollout: Rollout, player: Player) -> dict[str, Any]:
-        """Return the prompt that the policy saw, as columns of a row. Raises UserError where no row can hold it."""
+        """Return the prompt that the policy saw, as columns of a row. Raises UserError if no row can hold it."""
         task = rollout.task
         if sum(turn.kind is SpanKind.SAMPLED for turn in rollout.turns) > 1 or len(rollout.transcripts) > 1:
             raise UserError(
                 f"the environment asked for several replies (task {task['id']!r:.60}), and a row is a prompt with single "
                 "ones: posttrain eval --out writes whole rollouts"
             )
-        if not rollout.turns:  # it failed before it showed anything
+        if not rollout.turns:  # the environment failed before its first turn
             return {}
         if rollout.transcripts[0].media:
             raise UserError("rows of samples hold no pictures: posttrain eval --out writes whole rollouts")
@@ -349,7 +351,9 @@ class _Sampler:
 
 
 def scored_columns(found: Sequence[tuple[float | Invalid, Mapping[str, float]]]) -> dict[str, Any]:
-    """Return "scores", a number or null for each response; their named parts; and the reasons of invalid ones."""
+    """Return columns of a row: "scores", a number or null for each response; named parts; and reasons of invalid
+    scores.
+    """
     invalid = [[place, reward.reason] for place, (reward, _) in enumerate(found) if isinstance(reward, Invalid)]
     columns: dict[str, Any] = {"scores": [None if isinstance(reward, Invalid) else reward for reward, _ in found]}
     if any(parts for _, parts in found):
@@ -358,7 +362,7 @@ def scored_columns(found: Sequence[tuple[float | Invalid, Mapping[str, float]]])
 
 
 def mean_dissimilarity(texts: Sequence[str]) -> float:
-    """Return 1 - the mean edit similarity of two of these texts."""
+    """Return 1 - the mean edit similarity of all pairs of these texts."""
     alike = []
     for a, b in combinations(texts, 2):
         similar = edit_similarity(a, b)
@@ -367,7 +371,7 @@ def mean_dissimilarity(texts: Sequence[str]) -> float:
 
 
 def _reply_columns(rollout: Rollout) -> dict[str, Any]:
-    """Return the stop reason of a reply, and its log-probability under the settings that it was sampled with."""
+    """Return columns of a reply: stop reason, tokens, and mean log-probability under its sampling settings."""
     logp = [x for transcript in rollout.transcripts for x in transcript.logp]
     mean = number(sum(logp) / len(logp)) if logp else None
     return {"stop": str(rollout.stop), "tokens": len(logp), "mean_logp": mean}
@@ -376,7 +380,7 @@ def _reply_columns(rollout: Rollout) -> dict[str, Any]:
 def _dependencies(
     config: Sample, tasks: Tasks, paths: Sequence[Path], env: Callable[..., Any] | None
 ) -> dict[str, Any]:
-    """Return everything that the file depends on: options, content of tasks and weights, the code that scores."""
+    """Return everything that the file depends on: options, content of tasks and weights, code of rewards."""
     options = {name: value for name, value in vars(config).items() if name not in FREE and not name.startswith("_")}
     found: dict[str, Any] = {"verb": "sample", "tasks": digest_of(tasks), **options}
     for place, path in enumerate(paths):

@@ -1,4 +1,4 @@
-"""Assembly of a run of `sft`: rows -> demonstrations, a loaded or new model, learner, source, trainer."""
+"""Assembles a run of `sft`: rows -> demonstrations, a loaded or new model, learner, source, trainer."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from posttrain.training.sources.sft_source import Demonstrations, LikelihoodObje
 from posttrain.training.text_loss import text_loss
 from posttrain.training.training_run import RunContext, RunParts
 
-TEMPLATE_COUNTS = 100  # times: its markup around all texts should not take a token per letter
-READ_OF_A_STREAM = 10_000  # tasks for a tokenizer to be trained on, where they have no end
-READ_OF_EPISODES = 10_000  # and of episodes that are run for it
-BYTES = 258  # tokens of the least tokenizer that reads everything
+TEMPLATE_COUNTS = 100  # weight of the chat template's markup, so that the tokenizer has tokens for it
+READ_OF_A_STREAM = 10_000  # most tasks of an endless stream to train a tokenizer on
+READ_OF_EPISODES = 10_000  # most episodes to run for that
+BYTES = 258  # vocabulary of the smallest tokenizer that encodes everything
 
 Play = Callable[[Tokenizer, Sequence[int]], Enact]
-"""Function from a tokenizer and the tokens that end a reply to one that runs demonstrations."""
+"""Function of a tokenizer and the ids that end a reply; returns a function that runs demonstrations."""
 
 
 def sft(context: RunContext[SFT]) -> RunParts:
@@ -116,9 +116,9 @@ def sft(context: RunContext[SFT]) -> RunParts:
 
 
 def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Play | None:
-    """Return the function that runs demonstrations in the environment, which starts with the first row of replies.
+    """Return a function that runs demonstrations in the environment, whose worker starts at the first row with replies.
 
-    None where there is no environment that replies can answer.
+    None if there is no environment with turns.
     """
     config = run.config
     if not config.env or not is_generator_env(load_env(config.env)):
@@ -141,7 +141,7 @@ def _player(run: RunFolder[SFT], device: torch.device, opened: ExitStack) -> Pla
 
 
 def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterator[str]:
-    """Yield the texts of whole episodes: `texts_of` knows the tasks' texts without those of the environment."""
+    """Yield the texts of whole episodes, which, unlike `texts_of`, include those of the environment."""
     reader = Tokenizer.train((), BYTES)
     reader = reader.templated(template, "its own") if template is not None else reader
     assert reader.eos_id is not None
@@ -149,7 +149,9 @@ def _episodes(play: Play, tasks: Iterable[Task], template: str | None) -> Iterat
 
 
 def _from_scratch(config: SFT, tasks: AnyTasks, play: Play | None, device: torch.device) -> tuple[Model, Tokenizer]:
-    """Return a new model of the given sizes, and a tokenizer trained on rows and their episodes, or taken from a folder."""
+    """Return a new model of the given sizes, and a tokenizer, trained on rows and their episodes or loaded from a
+    folder.
+    """
     if config.tokenizer in ("bpe", "characters"):
         template = read_template(config.chat_template) if config.chat_template is not None else None
         some = tasks.first(READ_OF_A_STREAM) if isinstance(tasks, Stream) else tasks
@@ -157,7 +159,7 @@ def _from_scratch(config: SFT, tasks: AnyTasks, play: Play | None, device: torch
         texts = chain.from_iterable(map(texts_of, some))
         if play is not None:
             told = chain.from_iterable(texts_of(task) for task in some if not is_script(task))
-            # run here: a tokenizer's trainer reads in a thread of its own, and signals wait until it has read all
+            # run here: a tokenizer's trainer reads in its own thread, and signals wait until it has read everything
             played = list(_episodes(play, islice(some, READ_OF_EPISODES), template[0] if template else None))
             texts = chain(told, played)
         shown = around(template[0]) * TEMPLATE_COUNTS if template else []

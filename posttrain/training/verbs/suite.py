@@ -1,7 +1,7 @@
 """Suites: one evaluation over several task files and environments, with averages over its parts.
 
-A suite is a TOML file. Every table is a part, whose keys are options of `posttrain eval`; keys before the first table are
-options of all parts. `out_of_distribution = true` marks a part that is unlike what the model was trained on.
+A suite is a TOML file. Every table is a part, with options of `posttrain eval` as keys; keys before the first table are
+options of all parts. `out_of_distribution = true` marks a part that differs from the model's training data.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from posttrain.training.verbs import evaluate
 from posttrain.training.verbs.evaluate import Evaluated
 
 OF_THE_SUITE = ("suite", "model", "against", "out")
-"""Options that belong to the whole suite, and to none of its parts."""
+"""Options of the whole suite, which no part may set."""
 MARK = "out_of_distribution"
-PARTS = 1000  # of a suite, at most
+PARTS = 1000  # most parts of a suite
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class EvaluatedSuite:
-    """Result of a suite."""
+    """The result of a suite."""
 
     parts: dict[str, dict[str, Any]]
     """For each part: "in_distribution", "figures" as `Evaluated` has them, "rates" (see `rates`), "seconds", and with a
@@ -58,7 +58,7 @@ class EvaluatedSuite:
 def read_suite(file: str, given: Mapping[str, Any]) -> list[Part]:
     """Read the parts of a suite. `given`: options of the command line, which override those of the file.
 
-    Raises UserError for a file that cannot be read, and for options that do not exist or do not fit.
+    Raises UserError for a file that cannot be read, and for unknown or invalid options.
     """
     try:
         content = tomllib.loads(user_files.text(file))
@@ -101,10 +101,11 @@ def _part(where: str, name: str, options: dict[str, Any], given: Mapping[str, An
 def evaluate_suite(
     config: Evaluation, say: Callable[[str, Evaluated], None] = lambda name, found: None
 ) -> EvaluatedSuite:
-    """Evaluate one model, or two, on every part of `config.suite`; `say` is called after each part.
+    """Evaluate one model, or two, on every part of `config.suite`; call `say` after each part.
 
-    With `config.out`, figures and rollouts of each part are written beside it as soon as they are there, and the whole at
-    the end. Raises UserError before anything is sampled if the suite cannot be read, and for the mistakes of a part.
+    With `config.out`, figures and rollouts of each part are written beside it as soon as the part is done, and the
+    whole result at the end. Raises UserError before anything is sampled if the suite cannot be read, and for a part's
+    mistakes.
     """
     assert config.suite is not None
     given = {name: getattr(config, name) for name in config.given if name not in OF_THE_SUITE}
@@ -136,21 +137,21 @@ def evaluate_suite(
 
 
 def beside(out: Path, part: str) -> Path:
-    """Return the file of a part's own figures and rewards."""
+    """Return the file for a part's own figures and rewards."""
     return out.with_name(f"{out.stem}.{part}.json")
 
 
 def headline(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figure of a part that averages are made of: accuracy, or reward where no reward defines a right reply."""
+    """Return the figure of a part that averages use: accuracy, or reward if no success threshold exists."""
     found: dict[str, Any] = figures.get("accuracy", figures["reward"])
     return found
 
 
 def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return rates of these rollouts, and their means per rollout.
+    """Return rates of these rollouts, and means per rollout.
 
-    "invalid", "truncated": shares of all. "tokens": sampled ones. "part/NAME": mean of a named part of the reward, over the
-    rollouts that have it. "total_tokens": the sum.
+    "invalid", "truncated": shares of all rollouts. "tokens": mean number sampled. "part/NAME": mean of a named part of
+    the reward, over the rollouts that have it. "total_tokens": sum of sampled tokens.
     """
     sampled = [rollout.n_sampled for rollout in rollouts]
     found = {
@@ -178,7 +179,7 @@ def _told(part: Part, found: Evaluated) -> dict[str, Any]:
 
 
 def _averages(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the means over parts, of all and of each kind."""
+    """Return the means over parts: over all, and over each kind of parts."""
     kinds = {
         "all": list(parts.values()),
         "in distribution": [part for part in parts.values() if part["in_distribution"]],
@@ -200,9 +201,9 @@ def _average(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def macro_average(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the mean of these figures, each counted once, with its interval.
 
-    The parts are fixed and their tasks are drawn, so the distances from mean to limit add up in squares: the method of
-    variance estimates recovery (Zou and Donner 2008, Statistics in Medicine 27:1693, eq. 2), which keeps intervals that are
-    longer on one side so. Without an interval of every part there is none.
+    The parts are fixed and their tasks are drawn, so the squared distances from mean to limit add up: the method of
+    variance estimates recovery (Zou and Donner 2008, Statistics in Medicine 27:1693, eq. 2), which preserves asymmetric
+    intervals. There is no interval unless every part has one.
     """
     mean = sum(figure["mean"] for figure in figures) / len(figures)
     if without := [figure for figure in figures if figure.get("why")]:

@@ -163,7 +163,7 @@ class Adapter(nn.Module):
         return lengths
 
     def scaled(self, out: Tensor, weight: Tensor) -> Tensor:
-        """Scale outputs [T, outputs], before the bias, by magnitude / norm of the row; without magnitude, do nothing."""
+        """Scale outputs [T, outputs], before the bias, by magnitude / norm of the row; unchanged without magnitude."""
         if self.magnitude is None:
             return out
         share, parts, end = self.magnitude / self.lengths(weight), [], 0

@@ -181,7 +181,7 @@ class VLLMEngine:
         self._submitted = submitted
 
     def poll(self) -> list[Completion]:
-        """Decode until a request has finished, or for `poll_steps` steps. Return [] if nothing is running or waiting."""
+        """Decode until a request has finished, or for `poll_steps` steps; [] if no request is running or waiting."""
         requests, self._submitted = self._submitted, []
         self._running += len(requests)
         if not self._running:

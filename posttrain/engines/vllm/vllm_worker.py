@@ -284,7 +284,7 @@ class Worker:
 
 
 class VLLMHost:
-    """vLLM as an engine of a pool (see `posttrain.engines.pool.replica`): it also steps while the pool does not listen."""
+    """vLLM as an engine of a pool (see `posttrain.engines.pool.replica`). It steps even if the pool does not listen."""
 
     batch_invariant = False
     backend = "vLLM"

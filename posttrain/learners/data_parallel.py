@@ -58,7 +58,7 @@ class DataParallelLearner(LocalLearner):
     def _together(
         self, batches: Sequence[P], compute: Callable[[Sequence[P]], list[Any]], here: Callable[[Any], Any]
     ) -> list[Any]:
-        """Apply a function to each micro-batch, in one of the processes. Return all results, in order, in each process."""
+        """Apply a function to each micro-batch, in one of the processes. Return all results, in order, everywhere."""
         if self.world.size == 1:
             return compute(batches)
         shares = self._shares(batches)

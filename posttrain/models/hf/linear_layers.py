@@ -18,8 +18,8 @@ EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def products(inner: Any) -> Iterator[tuple[str, nn.Linear | Linear]]:
-    """Yield (name within transformers' model, module) of every linear layer that may be adapted. Left out are the
-    output head, EXPERTS in a model with packed experts, and the last product of a state-space mixer.
+    """Yield (name within transformers' model, module) of every linear layer that may be adapted: not the output head,
+    EXPERTS beside packed experts, or the last one of a mixer.
     """
     head, left = inner.get_output_embeddings(), set[str]()
     # in state-space mixers, fused kernels read the weight of the last product directly; PEFT excludes some of them too

@@ -221,9 +221,7 @@ def _check_gguf(folder: Path) -> None:
 
 
 def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: bool) -> None:
-    """Raise UserError unless the tensors of a folder are exactly those of the model. `told`: the loading report of
-    transformers.
-    """
+    """Raise UserError unless the tensors of a folder are exactly the model's. `told`: transformers' loading report."""
     found = {key: set(map(str, names)) for key, names in told.items() if key.endswith("_keys")}
     if headless:
         found["missing_keys"] -= names_of_head(inner)

@@ -99,9 +99,7 @@ class Vision(nn.Module):
 
 
 class _Kind:
-    """Features of one picture: a list of [n, D], the main features first, then those for deeper layers. `like`: the
-    model's output, as a pattern for its types and shapes.
-    """
+    """Features of one picture, [n, D] each: the main ones, then those for deeper layers. `like`: the model's output."""
 
     def __init__(self, features: Sequence[Tensor], like: Any) -> None:
         self.features, self.like = features, like

@@ -222,9 +222,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def _small(value: Any) -> Any:
-    """Return the value. Raises SecurityError for an integer of more than INTEGER_BITS bits, from which repeated
-    operations could grow without bound.
-    """
+    """Return the value. Raises SecurityError for an integer that is so large that its reuse could exceed all bounds."""
     if type(value) is int and value.bit_length() > INTEGER_BITS:
         raise SecurityError(f"a chat template takes integers of at most {INTEGER_BITS} bits")
     return value

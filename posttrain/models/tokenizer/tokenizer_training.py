@@ -15,8 +15,7 @@ from posttrain.core.types import UserError
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
 
 # Splits a text before byte pairs are merged: words with the character before them, single digits, punctuation, line
-# ends, spaces. It is Qwen2's, because transformers splits in this way for every qwen2 model, whatever is in
-# tokenizer.json.
+# ends, spaces. It is Qwen2's, because beside a qwen2 model transformers ignores the split in tokenizer.json.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
